@@ -251,26 +251,88 @@ PAIRS = (
         "torchtitan-8b-128-fp8",
         "H100 of 2.4 TB/s and 500 W to H200, Llama-3.1-8B, fp8",
     ),
+    (
+        "llama-3.1-405b-nemo-h200-512",
+        "llama-3.1-405b-nemo-h100-512",
+        "512 H100 to 512 H200, Llama-3.1-405B, pretraining in fp8",
+    ),
+    (
+        "llama-3.1-405b-nemo-h200-1024",
+        "llama-3.1-405b-nemo-h200-512",
+        "512 to 1,024 H200, the same batch",
+    ),
+    (
+        "llama-3.1-405b-nemo-b200-256",
+        "llama-3.1-405b-nemo-h100-512",
+        "512 H100 to 256 B200",
+    ),
+    (
+        "llama-3.1-405b-nemo-gb200-512",
+        "llama-3.1-405b-nemo-h100-512",
+        "512 H100 to 512 GB200",
+    ),
+    (
+        "llama-3.1-405b-nemo-h100-2048",
+        "llama-3.1-405b-nemo-h100-512",
+        "512 to 2,048 H100, the same batch",
+    ),
+    (
+        "llama-3.1-405b-nemo-h100-8192",
+        "llama-3.1-405b-nemo-h100-512",
+        "512 to 8,192 H100, 1.3 times the batch",
+    ),
+    (
+        "llama-3.1-405b-nemo-gb200-2048",
+        "llama-3.1-405b-nemo-gb200-512",
+        "512 to 2,048 GB200, 1.4 times the batch",
+    ),
+    (
+        "llama-3.1-405b-nemo-dgxc-h100-2048-bf16",
+        "llama-3.1-405b-nemo-dgxc-h100-512-bf16",
+        "512 to 2,048 H100, bf16, the batch of a device",
+    ),
+    (
+        "llama-3.1-405b-nemo-dgxc-h100-512-fp8",
+        "llama-3.1-405b-nemo-dgxc-h100-512-bf16",
+        "bf16 to fp8, Llama-3.1-405B, 512 H100",
+    ),
 )
-"""Trainings that differ in one thing: the later one, the former one, and what it is."""
+"""Trainings that differ in one thing: the later one, the former one, and what it is.
+
+Of step times the ratio is that of rates, samples of a step for each device and second."""
 
 
 def ratios_text(found: Sequence[Outcome]) -> str:
     """Return the ratios of trainings that differ in one thing, published and predicted."""
     known = {each.name: each for each in found}
-    lines = ["| what | published | predicted | off |", "|---|---:|---:|---:|"]
+    lines = [
+        "| what, by the rate of a device | published | predicted | off |",
+        "|---|---:|---:|---:|",
+    ]
     for later, former, what in PAIRS:
         if later not in known or former not in known:
             continue
         there, here = known[later], known[former]
         published, predicted = there.published / here.published, there.predicted / here.predicted
         if there.measure == "step_s":
-            published, predicted = 1 / published, 1 / predicted
+            work = there.samples / here.samples
+            published, predicted = work / published, work / predicted
         lines.append(
             f"| {what} | {published:.2f} times | {predicted:.2f} times | "
             f"{predicted / published - 1:+.0%} |"
         )
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def sources_text(path: Path) -> str:
+    """Return where the figures of a table are published."""
+    with path.open(newline="") as table:
+        sources: dict[str, list[str]] = {}
+        for row in csv.DictReader(table):
+            sources.setdefault(row["source"], []).append(row["name"])
+    lines = ["Sources:", ""]
+    lines += [f"- {source}: {', '.join(names)}" for source, names in sorted(sources.items())]
+    return "\n".join(lines) + "\n"
 
 
 def own_runtime_text() -> str:
@@ -311,6 +373,7 @@ def main() -> None:
             heading = "Mixtures of experts, eight bits and long sequences"
         print(trainings_text(found, failed, heading=heading))
         print(ratios_text(found))
+        print(sources_text(Path(path)))
     print(own_runtime_text())
     facts = [more_memory(), faster_memory(), scaling(), wide_domain()]
     print("## Hardware, both sides planned again\n")

@@ -62,6 +62,8 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
         {"options": "deepep expert-overlap cheap-recompute"},
     ),
     (r"nemo.* 24\.", "megatron", {"options": "fa2"}),
+    # NeMo, scripts/performance/helpers.py: grad_reduce_in_fp32 = False in recipes for speed.
+    (r"nemo.*dgxc", "megatron", {"options": "narrow-gradients"}),
     (r"megatron|nemo", "megatron", {}),
     (r"deepseek", "hai-llm", {}),
     # arXiv:2407.21783, section 3.3.2: 8 thousand tokens without activation checkpointing.
@@ -102,7 +104,8 @@ class Outcome:
     layout: str
     step_s: float
     parts: Mapping[str, float]
-    mechanism: str = ""
+    samples: float
+    """Of a step, for each device."""
 
     @property
     def error(self) -> float:
@@ -134,7 +137,7 @@ def outcome(row: Mapping[str, str]) -> Outcome:
             case "tokens_per_s_per_device":
                 return batch * seq_len / step_s / devices
             case "tflops_per_device":
-                flops = model_flops(model, seq_len, batch, causal=_causal(row))
+                flops = model_flops(model, seq_len, batch, causal=causal(row))
                 return flops / step_s / devices / 1e12
             case other:
                 raise ValueError(f"measure '{other}' is not known")
@@ -151,6 +154,7 @@ def outcome(row: Mapping[str, str]) -> Outcome:
         layout=found.layout,
         step_s=found.step_time_s,
         parts=found.step_parts,
+        samples=batch / devices,
     )
 
 
@@ -174,7 +178,7 @@ def layout_text(row: Mapping[str, str]) -> str:
     return row["layout"] or (pointed[1] if pointed else "")
 
 
-def _causal(row: Mapping[str, str]) -> bool:
+def causal(row: Mapping[str, str]) -> bool:
     return CAUSAL.search(row["source"]) is not None
 
 

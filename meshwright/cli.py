@@ -135,6 +135,13 @@ def plan(
     model: ModelArgument,
     cluster: ClusterOption,
     seq_len: SeqLen = None,
+    document_len: Annotated[
+        int | None,
+        typer.Option(
+            "--document-len",
+            help="Samples hold several documents: length of a token's, mean over tokens",
+        ),
+    ] = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     lora: Annotated[
@@ -186,6 +193,7 @@ def plan(
             model,
             cluster,
             seq_len=seq_len,
+            document_len=document_len,
             global_batch=global_batch,
             precision=precision.value if precision else None,
             lora=lora or (),
@@ -774,6 +782,14 @@ class WhatIfOrder(StrEnum):
     ENERGY = "energy"
 
 
+class WhatIfSizing(StrEnum):
+    """What the number of nodes is found for."""
+
+    NEED = "need"
+    POWER = "power"
+    AFFORD = "afford"
+
+
 class WhatIfTuning(StrEnum):
     """Kinds of training."""
 
@@ -790,16 +806,42 @@ def whatif(
     clusters: Annotated[
         str | None, typer.Option("--clusters", help="Separated by commas: 8xa10g,4xp5.48xlarge")
     ] = None,
+    owned: Annotated[
+        str | None, typer.Option("--owned", help="Own machines, which take power alone")
+    ] = None,
+    reserved: Annotated[
+        str | None,
+        typer.Option("--reserved", help="Quotes, USD per device hour and months: CLUSTER=2.10/36"),
+    ] = None,
+    buy: Annotated[
+        str | None, typer.Option("--buy", help="Purchases, USD per device: CLUSTER=38000")
+    ] = None,
+    solve: Annotated[
+        WhatIfSizing | None, typer.Option("--solve", help="Find {n} of --clusters: {n}x8xb200")
+    ] = None,
     tokens: Annotated[float | None, typer.Option("--tokens", help="To train in all: 1e12")] = None,
     deadline_days: Annotated[float | None, typer.Option("--deadline-days")] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="US dollars")] = None,
     power_cap: Annotated[float | None, typer.Option("--power-cap", help="Watts")] = None,
+    confidence: Annotated[
+        float | None, typer.Option("--confidence", help="Least probability of keeping these: 0.8")
+    ] = None,
+    electricity: Annotated[
+        float | None, typer.Option("--electricity", help="US dollars per kWh")
+    ] = None,
+    utilisation: Annotated[
+        float | None, typer.Option("--utilisation", help="Share of bought hours used: 0.8")
+    ] = None,
+    years: Annotated[float | None, typer.Option("--years", help="Until devices are sold")] = None,
     by: Annotated[WhatIfOrder | None, typer.Option("--by", help="What is compared")] = None,
     tuning: Annotated[
         WhatIfTuning | None, typer.Option("--tuning", help="What of the model is trained")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="Who trains, instead of a study: megatron")
+        str | None, typer.Option("--backend", help="Who trains; the fastest public stack if open")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16, fp8; auto takes the fastest")
     ] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
@@ -809,42 +851,61 @@ def whatif(
     processes: Annotated[int | None, typer.Option("--processes", help="Side by side")] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page here")] = None,
     table: Annotated[str | None, typer.Option("--csv", help="Write all candidates here")] = None,
+    write: Annotated[
+        str | None, typer.Option("--write", help="Write the flags as a study to edit")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare clusters before they are bought or rented: time, cost, energy of the best plans."""
     from meshwright import studies  # noqa: PLC0415 - other commands need none of it
-    from planner.report.whatif_text import result_text, verdict  # noqa: PLC0415
+    from planner.report.whatif_text import result_text  # noqa: PLC0415
     from planner.whatif.answers import answers  # noqa: PLC0415
     from planner.whatif.run import result_json  # noqa: PLC0415
+    from planner.whatif.verdicts import verdicts  # noqa: PLC0415
 
     with _bar("planning candidates", quiet=json) as progress:
         found = studies.whatif(
             study,
             model=model,
-            clusters=[part.strip() for part in (clusters or "").split(",") if part.strip()],
+            clusters=_parts(clusters),
+            owned=_parts(owned),
+            reserved=_parts(reserved),
+            buy=_parts(buy),
+            solve=solve.value if solve else None,
             tokens=tokens,
             deadline_days=deadline_days,
             budget=budget,
             power_cap=power_cap,
+            confidence=confidence,
+            electricity=electricity,
+            utilisation=utilisation,
+            years=years,
             by=by.value if by else None,
             tuning=tuning.value if tuning else None,
             backend=backend,
+            precision=precision,
             seq_len=seq_len,
             global_batch=global_batch,
             prices=prices,
             processes=processes,
             html=html,
             table=table,
+            write=write,
             progress=progress,
         )
     if json:
-        said = {"verdict": verdict(found), "answers": answers(found)}
+        said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
         print(as_json({**said, **result_json(found)}))
         return
     out.print(result_text(found))
-    for path in (html, table):
+    for path in (html, table, write):
         if path:
             out.print(f"written: {path}")
+
+
+def _parts(text: str | None) -> list[str]:
+    """Return what commas separate."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 @app.command()

@@ -69,6 +69,7 @@ def plan(
     cluster: str,
     *,
     seq_len: int | None = None,
+    document_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
     lora: Sequence[str] = (),
@@ -90,6 +91,8 @@ def plan(
     `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
     faster plan on the way; usually it is told how far the search got.
 
+    `document_len` is how long the document of a token is, on average over tokens, where samples
+    hold several (packed conversations): attention is priced by it.
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
     `stale` weights and `compress`.
@@ -109,6 +112,7 @@ def plan(
         graph,
         machine,
         seq_len=seq_len,
+        document_len=document_len,
         global_batch=global_batch,
         precision=precision,
         lora=lora,
@@ -635,6 +639,9 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
                 "instance": rent.instance,
                 "on demand $/h": rent.on_demand_usd_per_device_hour,
                 "spot from $/h": rent.spot_usd_per_device_hour,
+                "reserved $/h": rent.reserved_usd_per_device_hour,
+                "months": rent.term_months,
+                "network between nodes": rent.fabric,
                 "date": rent.date,
             }
             for rent in shelves.rents()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from planner.catalog.imports import Rents, imported
 from planner.errors import DocumentError
 from planner.shown import cell
 from planner.whatif.run import Progress, Result, run
-from planner.whatif.study import Order, Study, Tuning
+from planner.whatif.study import Order, Sizing, Study, Tuning
 
 COLUMNS = (
     "model",
@@ -21,12 +22,15 @@ COLUMNS = (
     "accelerator",
     "devices",
     "fits",
+    "stack",
     "layout",
     "step_time_s",
     "step_time_low_s",
     "step_time_high_s",
+    "native_step_time_s",
     "tokens_per_s",
     "mfu",
+    "goodput",
     "hours",
     "usd",
     "usd_low",
@@ -37,6 +41,7 @@ COLUMNS = (
     "host_bytes",
     "capital_usd",
     "misses",
+    "probability",
     "binding",
     "price",
 )
@@ -49,6 +54,11 @@ FLAGS = {
     "goal.deadline_days": "deadline-days",
     "goal.budget_usd": "budget",
     "goal.power_cap_w": "power-cap",
+    "goal.confidence": "confidence",
+    "work.precision": "precision",
+    "assumptions.electricity_usd_per_kwh": "electricity",
+    "assumptions.utilisation": "utilisation",
+    "assumptions.years": "years",
 }
 """What places of a study in few words are called on the command line."""
 
@@ -59,21 +69,25 @@ def whatif(
     prices: str | None = None,
     html: str | None = None,
     table: str | None = None,
+    write: str | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
     **said: Any,
 ) -> Result:
     """Compare clusters for some training: the best plan on each, its time, cost, energy, limits.
 
-    `said` is a study in few words instead of a document: see `study_of`.
+    `said` is a study in few words instead of a document: see `study_of`.  `write` writes it as a
+    document to edit.
     """
     given = {name: value for name, value in said.items() if value not in (None, [], ())}
     if processes is not None and processes < 1:
         raise DocumentError("processes", f"is {processes}; it is a whole number from 1")
-    if study is not None and given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    if study is not None and (given or write):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given) or "--write"
         raise DocumentError("study", f"says everything itself; leave out {flags}")
     question = document.read(Study, study) if study is not None else study_of(**given)
+    if write:
+        document.write_text(question.dump(defaults=False), write)
     offers = document.read(Rents, prices).rents if prices else None
     result = run(question, processes=processes, progress=progress, offers=offers)
     if html:
@@ -89,38 +103,112 @@ def study_of(
     *,
     model: str | None = None,
     clusters: Sequence[str] = (),
+    owned: Sequence[str] = (),
+    reserved: Sequence[str] = (),
+    buy: Sequence[str] = (),
+    solve: Sizing | None = None,
     tokens: float | None = None,
     deadline_days: float | None = None,
     budget: float | None = None,
     power_cap: float | None = None,
+    confidence: float | None = None,
     by: Order = "cost",
     tuning: Tuning = "pretrain",
-    backend: str = "native",
+    backend: str | None = None,
+    precision: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    electricity: float | None = None,
+    utilisation: float | None = None,
+    years: float | None = None,
 ) -> Study:
-    """Return the study that compares clusters, at the catalogue's rents, for one model."""
-    if model is None or not clusters:
+    """Return the study that compares clusters for one model.
+
+    `clusters` are rented at the catalogue's offers; `owned` ones take power alone; `reserved` are
+    quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for so many months; `buy`
+    as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands in a cluster, `solve`
+    finds it.
+    """
+    offers: list[dict[str, Any]] = [
+        *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
+        *({"name": f"own {one}", "cluster": one, "owned": True} for one in owned),
+        *map(_reserved, reserved),
+        *map(_bought, buy),
+    ]
+    if model is None or not offers:
         raise DocumentError("study", "is missing; give a STUDY.yaml, or --model and --clusters")
-    work = {"seq_len": seq_len, "global_batch": global_batch, "tuning": tuning, "backend": backend}
+    work = {
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "tuning": tuning,
+        "backend": backend,
+        "precision": precision,
+    }
     goal = {
         "tokens": tokens,
         "deadline_days": deadline_days,
         "budget_usd": budget,
         "power_cap_w": power_cap,
+        "confidence": confidence,
         "by": by,
     }
+    assumptions = {
+        "electricity_usd_per_kwh": electricity,
+        "utilisation": utilisation,
+        "years": years,
+    }
     said = {
-        "name": f"{model} on {', '.join(clusters)}"[:200],
+        "name": f"{model} on {', '.join(offer['cluster'] for offer in offers)}"[:200],
         "models": [model],
-        "work": work,
-        "goal": goal,
-        "offers": [{"cluster": cluster} for cluster in clusters],
+        "work": _given(work),
+        "goal": _given(goal),
+        "offers": [_given(offer) for offer in offers],
+        "assumptions": _given(assumptions),
     }
     try:
         return Study.of(said)
     except DocumentError as error:
         raise DocumentError(FLAGS.get(error.path, error.path), error.message) from error
+
+
+def _given(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _solve(cluster: str, solve: Sizing | None) -> Sizing | None:
+    return solve if "{n}" in cluster else None
+
+
+def _reserved(text: str) -> dict[str, Any]:
+    """Read a quote, as in 8x8xh100-sxm-80gb=2.10/36."""
+    cluster, _, terms = text.partition("=")
+    price, _, months = terms.partition("/")
+    try:
+        rent = {"usd_per_device_hour": float(price), "term_months": float(months)}
+    except ValueError as error:
+        raise DocumentError(
+            "reserved",
+            f"is '{text:.60}'; write a quote as in 8x8xh100-sxm-80gb=2.10/36, dollars per device "
+            "and hour and months",
+        ) from error
+    quoted = {"commitment": "reserved", **_today()}
+    return {"name": f"{cluster} reserved", "cluster": cluster, "rent": {**rent, **quoted}}
+
+
+def _bought(text: str) -> dict[str, Any]:
+    """Read a purchase, as in 8x8xh200-sxm=38000 or 8x8xh200-sxm."""
+    cluster, given, price = text.partition("=")
+    try:
+        buying = {"usd_per_device": float(price), **_today()} if given else {}
+    except ValueError as error:
+        raise DocumentError(
+            "buy", f"is '{text:.60}'; write a price as in 8x8xh200-sxm=38000, dollars per device"
+        ) from error
+    return {"name": f"{cluster} bought", "cluster": cluster, "buy": buying}
+
+
+def _today() -> dict[str, str]:
+    return {"date": datetime.date.today().isoformat(), "source": "the command line"}
 
 
 def table_text(result: Result) -> str:
@@ -137,12 +225,15 @@ def table_text(result: Result) -> str:
                 "accelerator": cell(outcome.accelerator),
                 "devices": outcome.devices,
                 "fits": int(outcome.fits),
+                "stack": outcome.stack,
                 "layout": outcome.layout,
                 "step_time_s": step.value if step else "",
                 "step_time_low_s": step.low if step else "",
                 "step_time_high_s": step.high if step else "",
+                "native_step_time_s": outcome.native_step_s or "",
                 "tokens_per_s": outcome.tokens_per_s.value if outcome.tokens_per_s else "",
                 "mfu": outcome.mfu if outcome.fits else "",
+                "goodput": outcome.goodput.value if outcome.goodput else "",
                 "hours": outcome.hours.value if outcome.hours else "",
                 "usd": usd.value if usd else "",
                 "usd_low": usd.low if usd else "",
@@ -153,6 +244,7 @@ def table_text(result: Result) -> str:
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
                 "misses": cell("; ".join(outcome.misses)),
+                "probability": outcome.chance if outcome.chances else "",
                 "binding": cell(outcome.binding),
                 "price": cell(outcome.price),
             }

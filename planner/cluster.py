@@ -92,6 +92,8 @@ class Accelerator(Part):
     architecture: Name | None = None
     """Generation, which figures of stacks may depend on: ampere, hopper."""
     tdp_w: Amount | None = None
+    multiprocessors: Positive | None = None
+    """Units that kernels divide: streaming multiprocessors, or compute units of AMD."""
     sources: dict[str, Text] = Field(default_factory=dict)
 
     @model_validator(mode="after")

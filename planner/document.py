@@ -94,9 +94,10 @@ class Document(Part):
         except RecursionError as error:
             raise DocumentError("", "is nested too deeply") from error
 
-    def dump(self) -> str:
-        """Return the document as YAML."""
-        data = self.model_dump(mode="json", exclude_none=True)
+    def dump(self, *, defaults: bool = True) -> str:
+        """Return the document as YAML, with its defaults or with what was said alone."""
+        data = self.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
+        data = {"format": self.format, **data}
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
 
 

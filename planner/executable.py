@@ -35,7 +35,7 @@ def _refusal(
     layout: Layout,
 ) -> str | None:
     space = stack.space or EVERYTHING
-    found = limit(model, cluster, job, layout, pads_vocabulary=space.pads_vocabulary)
+    found = limit(model, cluster, job, layout, space)
     if found is None:
         facts = Facts(model, cluster, job, layout)
         found = next(obstacles(space, facts, of_degrees=of_degrees), None)

@@ -267,6 +267,8 @@ class ModelGraph(Document):
     layers: tuple[Layer, ...]
     edges: tuple[Edge, ...] = ()
     """Empty means a chain in the order of `layers`."""
+    colocated: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] | None = None
+    """Layers of a graph that stay on one stage, by the name of their group."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -292,7 +294,50 @@ class ModelGraph(Document):
             if not networkx.is_directed_acyclic_graph(self.graph):
                 cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
                 raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
+        self._check_colocated(set(names))
         return self
+
+    def _check_colocated(self, names: set[str]) -> None:
+        """Refuse groups that share layers, and those of which others wait to run in between."""
+        if self.colocated and not self.edges:
+            raise ValueError("colocated: is of graphs of layers; list the edges of this chain too")
+        home: dict[str, str] = {}
+        for group, layers in (self.colocated or {}).items():
+            for name in layers:
+                if name not in names:
+                    raise ValueError(f"colocated.{group}: there is no layer '{name}'")
+                if name in home:
+                    raise ValueError(
+                        f"colocated.{group}: layer '{name}' is in '{home[name]}' already; a layer "
+                        "belongs to one group"
+                    )
+                home[name] = group
+        if not home:
+            return
+        import networkx  # noqa: PLC0415 - as above
+
+        # A group and a layer may have one name.
+        nodes = {name: (home[name], True) if name in home else (name, False) for name in names}
+        joined = networkx.DiGraph(
+            (nodes[edge.source], nodes[edge.target])
+            for edge in self.edges
+            if nodes[edge.source] != nodes[edge.target]
+        )
+        if networkx.is_directed_acyclic_graph(joined):
+            return
+        cycle = [one for one, *_ in networkx.find_cycle(joined)]
+        groups = list(dict.fromkeys(name for name, grouped in cycle if grouped))
+        others = list(dict.fromkeys(name for name, grouped in cycle if not grouped))
+        remedies = []
+        if others:
+            remedies.append("add " + ", ".join(f"'{name}'" for name in others) + " to it")
+        if len(groups) > 1:
+            remedies.append("make " + " and ".join(f"'{name}'" for name in groups) + " one group")
+        path = " -> ".join(name for name, _ in [*cycle, cycle[0]])
+        raise ValueError(
+            f"colocated.{groups[0]}: cannot be on one stage: {path} is a cycle of stages; "
+            + " and ".join(remedies)
+        )
 
     @cached_property
     def chain_kinds(self) -> tuple[str, ...]:

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from planner import schedule
 from planner.catalog import native
-from planner.cluster import ClusterSpec
+from planner.cluster import EIGHT_BITS, ClusterSpec
 from planner.model import Architecture, ModelGraph
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
-from planner.stack_space import EVERYTHING, Facts, conflicts
+from planner.stack_space import EVERYTHING, Facts, Space, conflicts
 
 FAMILIES = (
     "reference",
@@ -56,6 +56,9 @@ CAVEAT_SOURCE = "planner/native.py"
 """Where an assumption comes from that says that a plan cannot be launched."""
 GROUPED_BYTES = 16
 """Rows of matrices in torch's grouped product are multiples of this (torch._grouped_mm)."""
+
+BLOCKS_MULTIPLIED = ("blackwell", "blackwell-rtx")
+"""Architectures whose products take a scale for each block of 32 (mxfp8)."""
 
 Rules = Callable[[ModelGraph, ClusterSpec, Job, Layout], str | None]
 """Return why no plan is made of a layout, or None if one can be: `refusal` or `limit`."""
@@ -99,16 +102,15 @@ def limit(
     cluster: ClusterSpec,
     job: Job,
     layout: Layout,
-    *,
-    pads_vocabulary: bool = False,
+    space: Space = EVERYTHING,
 ) -> str | None:
     """Return why no backend could run a layout as the planner describes it, or None.
 
-    One that `pads_vocabulary` divides any.
+    A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
     found = found or next(_unplanned(model, job), None)
-    found = found or next(_limits(model, job, layout, pads_vocabulary=pads_vocabulary), None)
+    found = found or next(_limits(model, job, layout, space), None)
     return str(found) if found else None
 
 
@@ -158,17 +160,24 @@ def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterat
         )
     if cluster.mixed:
         yield from _group_obstacles(cluster, layout)
-    if job.precision == "fp8":
-        yield from _narrow_obstacles(cluster)
+    if job.precision in EIGHT_BITS:
+        yield from _narrow_obstacles(cluster, job)
 
 
-def _narrow_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:
-    """Yield the devices that have no products in 8 bits."""
+def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
+    """Yield the devices that have no products in 8 bits, or none of blocks with own scales."""
     for group in cluster.groups:
-        if "fp8" not in group.accelerator.peak_flops:
+        device = group.accelerator
+        if "fp8" not in device.peak_flops:
             yield Obstacle(
                 "precision",
-                f"is fp8, and {group.accelerator.name} has no products in 8 bits; use bf16",
+                f"is {job.precision}, and {device.name} has no products in 8 bits; use bf16",
+            )
+        elif job.precision == "mxfp8" and device.architecture not in BLOCKS_MULTIPLIED:
+            yield Obstacle(
+                "precision",
+                f"is mxfp8, and {device.name} has no products of blocks with scales of their own; "
+                "use fp8 or bf16",
             )
 
 
@@ -199,7 +208,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from _conflicts(model, job, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
-    yield from _limits(model, job, layout)
+    yield from _limits(model, job, layout, native().space or EVERYTHING)
     if a is not None and a.experts is not None:
         yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
     if layout.stages > 1:
@@ -220,7 +229,8 @@ def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what torch's product over all experts at once does not take: rows of odd length."""
     width = ffn_size // (layout.tensor if layout.expert == 1 else 1)
-    multiple = GROUPED_BYTES // (2 if job.precision in ("bf16", "fp16", "fp8") else 4)
+    halves = job.precision in ("bf16", "fp16", *EIGHT_BITS)
+    multiple = GROUPED_BYTES // (2 if halves else 4)
     if width % multiple:
         yield Obstacle(
             "mesh.tensor",
@@ -263,9 +273,7 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
         )
 
 
-def _limits(
-    model: ModelGraph, job: Job, layout: Layout, *, pads_vocabulary: bool = False
-) -> Iterator[Obstacle]:
+def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
     """Yield what no backend can do as the planner describes it."""
     if layout.gradient_wire != "full":
         yield from _wire_limits(job, layout)
@@ -297,16 +305,14 @@ def _limits(
     if layout.expert > 1:
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
-        yield from _tensor_limits(model, job, layout, pads_vocabulary)
+        yield from _tensor_limits(model, job, layout, space)
 
 
 def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what other frameworks train with and nothing here is priced or run by."""
-    if job.precision in ("mxfp8", "nvfp4"):
+    if job.precision == "nvfp4":
         yield Obstacle(
-            "precision",
-            f"is {job.precision}, and products of blocks of 4 or 8 bits with scales of their own "
-            "are not made here; use fp8 or bf16",
+            "precision", "is nvfp4, and products in 4 bits are not made here; use mxfp8 or fp8"
         )
     if job.lora is not None and job.lora.quantised:
         yield Obstacle(
@@ -362,9 +368,7 @@ def _expert_limits(a: Architecture | None, degree: int) -> Iterator[Obstacle]:
         yield Obstacle("mesh.expert", f"{degree} does not divide {count} experts")
 
 
-def _tensor_limits(
-    model: ModelGraph, job: Job, layout: Layout, pads_vocabulary: bool
-) -> Iterator[Obstacle]:
+def _tensor_limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterator[Obstacle]:
     a = model.architecture
     place = "mesh.tensor"
     if a is None:
@@ -381,9 +385,9 @@ def _tensor_limits(
     figures = {
         "seq_len": job.seq_len // layout.context,
         "heads": a.heads,
-        "kv_heads": a.kv_heads,
+        "kv_heads": layout.tensor if _shares_heads(a, layout, space) else a.kv_heads,
         "ffn_size": a.ffn_size,
-        "vocab_size": layout.tensor if pads_vocabulary else a.vocab_size,
+        "vocab_size": layout.tensor if space.pads_vocabulary else a.vocab_size,
     }
     if a.experts is not None and layout.expert == 1:
         figures["experts.ffn_size"] = a.experts.ffn_size
@@ -391,6 +395,11 @@ def _tensor_limits(
     for name, figure in figures.items():
         if figure % layout.tensor:
             yield Obstacle(place, f"{layout.tensor} does not divide {name} {figure}")
+
+
+def _shares_heads(a: Architecture, layout: Layout, space: Space) -> bool:
+    """Whether several tensor ranks have each head of keys whole."""
+    return space.shares_heads and a.latent is None and layout.tensor % a.kv_heads == 0
 
 
 def _device_obstacles(cluster: ClusterSpec) -> Iterator[Obstacle]:

@@ -16,6 +16,8 @@ from planner.plan import (
     GradientWire,
     Layout,
     Offload,
+    Scales,
+    WeightWire,
 )
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
@@ -41,6 +43,8 @@ SHORT_NAMES = {
     "activations": "activations",
     "offload": "offload",
     "gradients": "gradient_wire",
+    "scales": "scales",
+    "weights": "weight_wire",
     "compile": "compile",
     "order": "order",
 }
@@ -52,6 +56,8 @@ WORDS: dict[str, Collection[str]] = {
     "activations": get_args(Activations),
     "offload": get_args(Offload),
     "gradient_wire": get_args(GradientWire),
+    "scales": get_args(Scales),
+    "weight_wire": get_args(WeightWire),
     "compile": get_args(Compile),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -83,6 +89,8 @@ class Pins:
     activations: Activations | None = None
     offload: Offload | None = None
     gradient_wire: GradientWire | None = None
+    scales: Scales | None = None
+    weight_wire: WeightWire | None = None
     compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
@@ -107,6 +115,8 @@ class Pins:
             (self.virtual_stages, layout.virtual_stages),
             (self.offload, layout.offload),
             (self.gradient_wire, layout.gradient_wire),
+            (self.scales, layout.scales),
+            (self.weight_wire, layout.weight_wire),
             (self.compile, layout.compile),
             (self.order, layout.order),
         )
@@ -196,6 +206,8 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("activations", space.activations),
         ("offload", space.offload),
         ("gradient_wire", space.wires),
+        ("scales", space.scales),
+        ("weight_wire", space.weight_wires),
         ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )

@@ -60,6 +60,10 @@ Offload = Literal["none", "optimizer", "parameters"]
 """What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
 GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
 """How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
+Scales = Literal["tensorwise", "rowwise"]
+"""Of operands of products in fp8: one for all of an operand, or one for each of its rows."""
+WeightWire = Literal["full", "fp8"]
+"""How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
 LossGradients = Literal["precomputed", "recomputed"]
 Compile = Literal["none", "block"]
 """What is compiled: nothing, or each layer that repeats, as one graph."""
@@ -83,8 +87,14 @@ class Job:
     precision: Precision = "bf16"
     lora: Lora | None = None
     """Adapters that alone are trained; None trains the whole model."""
+    document_len: int | None = None
+    """Tokens of the document that a token is in, on average over tokens: the sum of documents'
+    squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
+    is one."""
 
     def __post_init__(self) -> None:
+        if self.document_len is not None:
+            check_size("document-len", self.document_len, self.seq_len)
         check_size("seq-len", self.seq_len, MOST_TOKENS)
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
@@ -120,6 +130,8 @@ class Layout:
     """Pipeline stages on each rank."""
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    scales: Scales = "tensorwise"
+    weight_wire: WeightWire = "full"
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
@@ -176,14 +188,19 @@ class Layout:
             parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
-        if self.offload != "none":
-            parts.append(f"offload={self.offload}")
-        if self.gradient_wire != "full":
-            parts.append(f"gradients={self.gradient_wire}")
-        if self.loss is not None:
-            parts.append(f"loss={self.loss.gradients}/{self.loss.rows}")
-        if self.compile != "none":
-            parts.append(f"compile={self.compile}")
+        chunks = self.loss and f"{self.loss.gradients}/{self.loss.rows}"
+        parts += [
+            f"{name}={value}"
+            for name, value, usual in (
+                ("offload", self.offload, "none"),
+                ("gradients", self.gradient_wire, "full"),
+                ("scales", self.scales, "tensorwise"),
+                ("weights", self.weight_wire, "full"),
+                ("loss", chunks, None),
+                ("compile", self.compile, "none"),
+            )
+            if value != usual
+        ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
     def _order_text(self) -> str:
@@ -318,6 +335,9 @@ class Plan(Document):
     """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
     seq_len: SampleTokens = 1
     """Tokens of a sample; left out where `batch` says what a sample is."""
+    document_len: SampleTokens | None = None
+    """Where samples hold several documents, how long the one of a token is, on average over tokens;
+    written only there."""
     batch: dict[Line, BatchLeaf] | None = None
     """One sample of a batch of the user's own, by the leaves' places in its pytree."""
     global_batch: Samples
@@ -335,6 +355,10 @@ class Plan(Document):
     """
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    scales: Scales = "tensorwise"
+    """With precision fp8; written only where they are not tensorwise."""
+    weight_wire: WeightWire = "full"
+    """With precision fp8 and ZeRO-3; written only where it is not full."""
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""
@@ -353,8 +377,9 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        if self.compile == "none":
-            del fields["compile"]
+        for name in ("document_len", "scales", "weight_wire", "compile"):
+            if fields.get(name) == type(self).model_fields[name].default:
+                fields.pop(name, None)
         return fields
 
     @model_validator(mode="after")
@@ -489,6 +514,8 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            scales=self.scales,
+            weight_wire=self.weight_wire,
             loss=self.loss,
             compile=self.compile,
             expert_tensor=mesh.expert_tensor,
@@ -579,6 +606,7 @@ class Plan(Document):
             global_batch=self.global_batch,
             precision=self.precision,
             lora=self.training.lora,
+            document_len=self.document_len,
         )
 
     def check_model(self, model: ModelGraph) -> None:
@@ -619,4 +647,12 @@ class Plan(Document):
                 raise DocumentError(
                     "stages",
                     f"layer '{edge.target}' stands before '{edge.source}', whose output it reads",
+                )
+        stage_of = {one.layer: s for s, stage in enumerate(self.stages) for one in stage.layers}
+        for group, layers in (model.colocated or {}).items():
+            homes = sorted({stage_of[name] for name in layers})
+            if len(homes) > 1:
+                raise DocumentError(
+                    "stages",
+                    f"colocated.{group}: its layers are on stages {homes}; they stay on one",
                 )

@@ -9,6 +9,7 @@ and at most 20 % above or 3 % below otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -16,7 +17,7 @@ from operator import add
 
 from planner.cluster import ClusterSpec
 from planner.costs.compute import peak_flops
-from planner.costs.crossings import in_order
+from planner.costs.crossings import blocks_of, in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import overfull, unknown
 from planner.costs.layer_seconds import ENDS
@@ -255,9 +256,11 @@ def layout_prediction(
         )
         for kind, table in costs.kinds.items()
     }
-    cuts = balanced_cuts(
-        [chosen[kind].forward_s + chosen[kind].backward_s for kind in chain], layout.stages
-    )
+    seconds = [chosen[kind].forward_s + chosen[kind].backward_s for kind in chain]
+    sizes = [len(block) for block in blocks_of(model)] if model.colocated else [1] * len(chain)
+    ends = (0, *itertools.accumulate(sizes))
+    parts = balanced_cuts([sum(seconds[a:b]) for a, b in itertools.pairwise(ends)], layout.stages)
+    cuts = tuple(ends[cut] for cut in parts)
     placements = [
         tuple((kind, recompute, activations) for kind in chain[cuts[s] : cuts[s + 1]])
         for s in range(layout.stages)

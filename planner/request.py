@@ -61,6 +61,7 @@ class Request:
         cluster: ClusterSpec,
         *,
         seq_len: int | None = None,
+        document_len: int | None = None,
         global_batch: int | None = None,
         precision: Precision | None = None,
         lora: Sequence[str] = (),
@@ -93,6 +94,7 @@ class Request:
             global_batch=global_batch,
             precision=cluster.precision_for(precision),
             lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
+            document_len=document_len,
         )
         own = stack_called(stack)
         measured = profile if own.name == "native" else None
@@ -217,6 +219,8 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
         offload=pins.offload or "none",
         gradient_wire=pins.gradient_wire or "full",
+        scales=pins.scales or "tensorwise",
+        weight_wire=pins.weight_wire or "full",
         compile=pins.compile or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,

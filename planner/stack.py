@@ -82,13 +82,18 @@ class Sharding(Part):
     regathers: Flag = False
     """A block that recomputes all of itself gathers its parameters for that and again for its
     backward, since modules let go of them one by one."""
-    overlap: Amount = Field(default=0.9, le=1)
-    """Share of ZeRO-3 collectives that can hide behind their neighbours' computation; the rest is
-    what kernels of collectives take of the device's multiprocessors beside it."""
+    overlap: Amount = Field(default=1.0, le=1)
+    """Share of ZeRO-3 collectives that runs beside their neighbours' computation: all, where units
+    are gathered ahead."""
+    channels: Count = 16
+    """Multiprocessors that a kernel of the collective library takes, one for each channel, from the
+    computation beside it: that is the least of a hidden collective that is seen.  The library has
+    16 over eight network cards, up to 24 inside a node of NVSwitch (NVIDIA/nccl, issues 1453 and
+    1259)."""
     reduce_overlap: Amount = Field(default=0.0, le=1)
-    """Share of the gradients' reduction that can hide behind the last micro-batch's backward."""
+    """Share of the gradients' reduction that runs beside the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
-    """Share of the gather of updated parameters that can hide behind the next forward."""
+    """Share of the gather of updated parameters that runs beside the next forward."""
     network_rate: Fraction = 1.0
     """Rate of ZeRO-3 collectives between nodes over that of large contiguous ones."""
     copies: Copies = "none"
@@ -168,6 +173,16 @@ class EightBit(Part):
     """The same of the gradient of a product's output."""
     weight_bytes: Amount = 0.0
     """The same of a weight, in each forward and in each backward; 0 where a step casts it once."""
+    rowwise_bytes: Amount = 6.0
+    """Of an operand with a scale for each row: two reads and two writes in 8 bits, one pair for
+    each of its products; half of it for a weight in either pass."""
+    rowwise_rate: Fraction = 1.0
+    """Rate of products with such scales over that with one for each operand."""
+    block_bytes: Amount | None = None
+    """The same of an operand with a scale for each block; None: as with one scale."""
+    arrived_bytes: Amount = 1.0
+    """Of a weight that was gathered in 8 bits, in either pass: one of both reads and writes it in
+    another order."""
     gathered: tuple[Literal["activations", "parameters"], ...] = ()
     """What is gathered in 8 bits: activations and their gradients along the sequence between
     tensor-parallel ranks, the blocks' parameters under ZeRO-3."""
@@ -556,6 +571,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
 

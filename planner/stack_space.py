@@ -30,7 +30,9 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
+    Scales,
     ScheduleName,
+    WeightWire,
 )
 from planner.profile import Recompute
 from planner.units import Flag, Positive, Text
@@ -61,6 +63,8 @@ _OF_LAYOUTS = (
     "micro_batches",
     "offload",
     "gradient_wire",
+    "scales",
+    "weight_wire",
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -119,6 +123,8 @@ WORDS = frozenset(
         "schedule",
         "offload",
         "gradient_wire",
+        "scales",
+        "weight_wire",
         "precision",
         "adapters",
         "attention",
@@ -275,12 +281,17 @@ class Space(Part):
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    scales: tuple[Scales, ...] = ("tensorwise",)
+    weight_wires: tuple[WeightWire, ...] = ("full",)
+    """What a layout may say; others gather weights as their stack has it."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
     pads_vocabulary: Flag = False
     """A vocabulary that tensor ranks do not divide has rows added until they do."""
+    shares_heads: Flag = False
+    """Tensor ranks may be a multiple of the heads of keys: each has one of these whole."""
     divisible: tuple[Divisible, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
 
@@ -376,12 +387,14 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
-    if layout.offload not in space.offload:
-        yield f"{layout.offload} on the host"
-    if layout.gradient_wire not in space.wires:
-        yield f"gradients that travel as {layout.gradient_wire}"
-    if layout.compile not in space.compile:
-        yield f"compile {layout.compile}"
+    chosen: tuple[tuple[str, tuple[str, ...], str], ...] = (
+        (layout.offload, space.offload, f"{layout.offload} on the host"),
+        (layout.gradient_wire, space.wires, f"gradients that travel as {layout.gradient_wire}"),
+        (layout.scales, space.scales, f"{layout.scales} scales"),
+        (layout.weight_wire, space.weight_wires, f"weights that travel as {layout.weight_wire}"),
+        (layout.compile, space.compile, f"compile {layout.compile}"),
+    )
+    yield from (what for value, known, what in chosen if value not in known)
 
 
 @cache

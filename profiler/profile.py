@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.cluster import ClusterSpec
+from planner.cluster import EIGHT_BITS, ClusterSpec
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import resolve_cluster
@@ -229,9 +229,10 @@ def _agreed(
         cluster,
     )
     wanted_job = job if isinstance(job, Job) else job(machine)
-    if wanted_job.precision == "fp8":
+    if wanted_job.precision in EIGHT_BITS:
         raise DocumentError(
-            "precision", "is fp8, whose products are not measured apart; profile in bf16"
+            "precision",
+            f"is {wanted_job.precision}, whose products are not measured apart; profile in bf16",
         )
     measured_groups = tuple(groups(machine, counts))
     plans = best_plans(model, machine, wanted_job)

@@ -20,18 +20,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner import schedule
+from planner.cluster import EIGHT_BITS
 from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime import eight_bits, lora
+from runtime import document_attention, eight_bits, lora
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
 from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
+from runtime.huggingface import HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -102,6 +104,7 @@ class TokenEngine:
             seed=plan.training.seed,
             weights=weights,
             context=self._place.context,
+            documents=documents,
         )
         self._documents = documents
         if documents and (reason := documents_refused(plan, model)):
@@ -196,6 +199,8 @@ class TokenEngine:
         """
         inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
+        for part in self._parts:
+            part.narrow.rescale()
         with self._loss_context():
             if self._pipeline is None:
                 self._all_micro_batches(inputs, targets)
@@ -221,6 +226,8 @@ class TokenEngine:
         """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
         inputs, targets = self._inputs_and_targets(tokens, counts, starts)
         self._totals.clear()
+        for part in self._parts:
+            part.narrow.rescale()
         with self._loss_context():
             if self._pipeline is None:
                 count = self.plan.micro_batches_of(self.data_rank)
@@ -287,6 +294,9 @@ class TokenEngine:
                 "given if and only if the engine was made for documents"
             )
         if starts is not None:
+            if isinstance(self._adapter, HuggingFace):  # before it leaves for the device
+                most = document_attention.most_documents(starts, self.plan.micro_batch)
+                self._adapter.most_documents = most
             starts = starts.to(self.device, non_blocking=True)
         if self.plan.mesh.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
@@ -431,7 +441,7 @@ class TokenEngine:
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:
-    if plan.precision == "fp8":
-        eight_bits.require(device)
+    if plan.precision in EIGHT_BITS:
+        eight_bits.require(device, plan.precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")

@@ -19,12 +19,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from planner.errors import LaunchError
 from planner.layers.parameters import block_kinds, slides
 from planner.model import Architecture, Experts, ModelGraph
-from runtime import capped, experts
+from runtime import capped, document_attention, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
 
@@ -111,6 +112,8 @@ _LATENT_STYLES: dict[str, TensorStyle] = {
 
 _CONTEXT_ATTENTION = "meshwright_context"
 """What the library calls our attention over divided sequences."""
+_DOCUMENT_ATTENTION = "meshwright_documents"
+"""Our attention within documents, without a mask."""
 _CAPPED_ATTENTION = "meshwright_capped"
 """And our attention with capped scores or sinks."""
 
@@ -185,6 +188,7 @@ class HuggingFace:
         dtype: torch.dtype,
         device: torch.device,
         context: Context = WHOLE,
+        documents: bool = False,
     ) -> None:
         assert model.architecture is not None
         self.model = model
@@ -214,6 +218,19 @@ class HuggingFace:
 
             AttentionInterface.register(_CAPPED_ATTENTION, _capped)
             self.config._attn_implementation = _CAPPED_ATTENTION
+        self.most_documents = seq_len
+        self._maskless = (
+            documents
+            and context.degree == 1
+            and not self.family.own_attention
+            and model.architecture.latent is None
+            and document_attention.applies(device, dtype)
+        )
+        if self._maskless:
+            from transformers import AttentionInterface  # noqa: PLC0415 - as above
+
+            AttentionInterface.register(_DOCUMENT_ATTENTION, _within_documents)
+            self.config._attn_implementation = _DOCUMENT_ATTENTION
         self._rotary: dict[str | None, Any] = {}
         self._masks: dict[int, Tensor] = {}
         self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
@@ -391,9 +408,10 @@ class HuggingFace:
     def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
         """Return what of `_fixed` changes: positions count from `starts`, keys before are hidden.
 
-        A mask is written out, [sample, 1, query, key], once for all layers of a micro-batch that
-        are alike, and in the type of activations: what torch would make of booleans in each layer
-        would be saved for backward by each.
+        Kernels are told where documents end, where they can be.  Else a mask is written out,
+        [sample, 1, query, key], once for all layers of a micro-batch that are alike, and in the
+        type of activations: what torch would make of booleans in each layer would be saved for
+        backward by each.
         """
         positions = self._held
         changed: dict[str, Any] = {}
@@ -407,6 +425,13 @@ class HuggingFace:
         if self.family.own_attention:
             return changed | {"starts": starts}
         window = self._window(index)
+        if self._maskless and not window:
+            ends = self._once(
+                starts,
+                ("ends", self.most_documents),
+                lambda: document_attention.ends_of(starts, self.most_documents),
+            )
+            return changed | {"document_ends": ends}
 
         def seen() -> Tensor:
             keys = torch.arange(self._seq_len, device=starts.device)
@@ -461,6 +486,29 @@ def _over_context(
 ) -> tuple[Tensor, None]:
     """Attention as the library's layers call it; [sample, position, head, head_dim] comes back."""
     mixed = attention(query, key, value, context, scale=scaling, mask=attention_mask)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _within_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_ends: Tensor | None = None,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention as `_over_context`; layers that see a window of keys have a mask."""
+    if document_ends is not None:
+        mixed = document_attention.attention(query, key, value, document_ends, scale=scaling)
+    else:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling
+        )
     return mixed.transpose(1, 2).contiguous(), None
 
 

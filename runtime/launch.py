@@ -285,6 +285,12 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
     samples = PackedSamples(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
     rows = len(samples.rows)
     notes = [f"{corpus.documents} conversations in {rows} samples of {plan.seq_len} tokens"]
+    lengths = [length for row in range(rows) for _, length in samples.places(row)]
+    span = round(sum(length**2 for length in lengths) / sum(lengths))
+    planned = plan.document_len or plan.seq_len
+    notes.append(f"the conversation of a token has {span} on average")
+    if not planned / 2 < span < 2 * planned:
+        notes.append(f"the plan counts on {planned}: plan with --document-len {span}")
     if samples.cut:
         notes.append(f"{samples.cut} are longer and cut off")
     if corpus.skipped:

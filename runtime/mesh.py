@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Axis, Plan
 from planner.plan import Mesh as Degrees
@@ -188,7 +189,8 @@ def wants_mesh(plan: Plan) -> bool:
 
     That is mixed precision, and parameters that live on the host.
     """
-    return plan.precision in ("bf16", "fp16", "fp8") or plan.offload == "parameters"
+    halves = ("bf16", "fp16", *EIGHT_BITS)
+    return plan.precision in halves or plan.offload == "parameters"
 
 
 def place_of(plan: Plan, device: torch.device) -> Place:

@@ -31,18 +31,24 @@ from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
 from runtime.chunked_loss import Targets, in_chunks
 from runtime.compiled import Compiler
-from runtime.eight_bits import EightBits
+from runtime.eight_bits import products_of
 from runtime.experts import Load
 from runtime.factory import FactoryModel
 from runtime.gradient_wire import narrow
 from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
+from runtime.narrow_gather import NarrowWeights
 from runtime.published import Region, Weights
 from runtime.torch_internals import replicate
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Types of computation; fp8 is of products alone (runtime/eight_bits.py)."""
+_HALVES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "mxfp8": torch.bfloat16,
+}
+"""Types of computation; 8 bits are of products alone (runtime/eight_bits.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,8 @@ class ParallelStage:
     """What a library's layers hold beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    narrow: NarrowWeights
+    """Weights that are gathered in 8 bits, where the plan says so."""
 
 
 def activation_type(precision: Precision) -> torch.dtype:
@@ -102,10 +110,7 @@ def parallel_stage(
         frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
         adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
-    for name, layer in layers.items():
-        eight = plan.precision == "fp8" and name not in (EMBEDDING, HEAD)
-        if store is not None or eight:
-            defer(layer, store, EightBits() if eight else PLAIN)
+    _choose_products(layers, plan, store)
     loads = _loads(layers, device)
     factors, summed = _divided(layers, plan, adapter, place)
     chunked = _chunk(layers, plan, place, targets)
@@ -117,6 +122,7 @@ def parallel_stage(
     )
     wraps = place.mesh is not None and (reduces or wants_mesh(plan) or wraps_experts)
     chain = _stage_module(plan, adapter, stage, layers)
+    narrow = _narrow_weights(plan, place)
     sharded = wraps and place.sharded and weights is not None
     traffic = Traffic(device)
     moved = [False, *(item.activations == "offload" for item in placed), False]
@@ -152,6 +158,7 @@ def parallel_stage(
             layer.register_forward_hook(no_view)
         if wraps and item.layer not in shared:
             over_data(layer, plan, place.data, device, root=False)
+            narrow.take(layer)
     if wraps:
         over_data(chain, plan, place.data, device, root=True)
     return ParallelStage(
@@ -164,7 +171,24 @@ def parallel_stage(
         adapted=adapted,
         buffers=buffers,
         replicated=tuple(replicated(chain, plan, place)) if apart else (),
+        narrow=narrow,
     )
+
+
+def _choose_products(
+    layers: Mapping[str, nn.Module], plan: Plan, store: WeightGradients | None
+) -> None:
+    """Let Linears multiply in the plan's precision, and put weight gradients off with a store."""
+    for name, layer in layers.items():
+        end = name in (EMBEDDING, HEAD)
+        products = PLAIN if end else products_of(plan.precision, plan.scales)
+        if store is not None or products is not PLAIN:
+            defer(layer, store, products)
+
+
+def _narrow_weights(plan: Plan, place: Place) -> NarrowWeights:
+    """Return what gathers weights in 8 bits, or leaves them as they are."""
+    return NarrowWeights(place.data.sharding.get_group() if plan.weight_wire == "fp8" else None)
 
 
 def _treated(

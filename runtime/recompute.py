@@ -40,6 +40,7 @@ KEPT_OPERATORS = (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_fused_attention_overrideable",
     "meshwright.context_attention",
+    "meshwright.document_attention",
     "meshwright.capped_attention",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_to_all_single",

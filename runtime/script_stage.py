@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
@@ -79,9 +80,9 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str,
         yield f"gradient_wire: is {plan.gradient_wire}", "use full"
     if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
         yield f"schedule: is {plan.schedule}", "use 1f1b, or zb-h1 for a smaller bubble"
-    if plan.precision == "fp8":
+    if plan.precision in EIGHT_BITS:
         yield (
-            "precision: is fp8",
+            f"precision: is {plan.precision}",
             "use bf16, and convert modules in build() (torchao: convert_to_float8_training)",
         )
     if plan.training.lora is not None:

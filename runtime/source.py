@@ -24,12 +24,13 @@ def adapter_of(
     seed: int,
     weights: Path | None,
     context: Context = WHOLE,
+    documents: bool = False,
 ) -> Adapter:
     """Return the adapter for a model that `supported` has nothing against.
 
     `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
     gives the settings that ModelGraph's figures leave open.  `context` says which positions of a
-    sequence the layers are given.
+    sequence the layers are given; with `documents` samples hold several.
     """
     if is_factory(source):
         if weights is not None:
@@ -42,5 +43,11 @@ def adapter_of(
         )
     folder = next((f for f in (weights, Path(source)) if f and huggingface.has_config(f)), None)
     return huggingface.HuggingFace(
-        model, folder=folder, seq_len=seq_len, dtype=dtype, device=device, context=context
+        model,
+        folder=folder,
+        seq_len=seq_len,
+        dtype=dtype,
+        device=device,
+        context=context,
+        documents=documents,
     )

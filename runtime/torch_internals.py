@@ -46,6 +46,7 @@ __all__ = [
     "compiled_graphs",
     "compiler_lack",
     "expect_graphs",
+    "extend_gather",
     "fake_store",
     "fsdp_parameters",
     "in_backward",
@@ -149,6 +150,16 @@ def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]
             groups = () if one is None else (one,)
         for group in groups:
             yield from group.fsdp_params
+
+
+def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let FSDP gather a parameter as `before` brings its shard, and take it as `after` makes it.
+
+    FSDP looks for both on the shard itself.
+    """
+    shard = record._sharded_local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    record._init_extensions()
 
 
 @contextlib.contextmanager

@@ -21,10 +21,12 @@ from torch.nn import functional
 class Products(Protocol):
     """The three products of a Linear."""
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b."""
+    def output(
+        self, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Return x W^T + b; with a `scale` the weight comes in 8 bits, to be multiplied with it."""
 
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def of_input(self, grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """Return the gradient of x."""
 
     def of_weight(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -35,12 +37,12 @@ class Plain:
     """Products in the type of the operands."""
 
     @staticmethod
-    def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def of_input(grad: Tensor, weight: Tensor) -> Tensor:
+    def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """Return grad W."""
         return grad @ weight
 
@@ -83,6 +85,10 @@ class DeferredLinear(nn.Linear):
 
     store: WeightGradients | None
     products: Products
+    scale: Tensor | None
+    """Of a weight that comes in 8 bits (runtime/narrow_gather.py)."""
+    stand_in: Tensor | None
+    """Of that weight in autograd: as large, without memory, and of the type of its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
@@ -92,7 +98,10 @@ class DeferredLinear(nn.Linear):
         """Return the product with these parameters, the module's own or its local parts."""
         # The parameter itself, which waits in the store; a compiled graph takes no tensor twice.
         own = self._parameters["weight"] if self.store is not None else None
-        return _Linear.apply(x, weight, bias, own, self.store, self.products)
+        if self.stand_in is None:
+            return _Linear.apply(x, weight, None, None, bias, own, self.store, self.products)
+        eight, as_wide = weight.detach(), self.stand_in
+        return _Linear.apply(x, eight, as_wide, self.scale, bias, own, self.store, self.products)
 
 
 def defer(layer: nn.Module, store: WeightGradients | None, products: Products = PLAIN) -> None:
@@ -103,6 +112,7 @@ def defer(layer: nn.Module, store: WeightGradients | None, products: Products = 
             deferred = cast(DeferredLinear, module)
             deferred.store = store
             deferred.products = products
+            deferred.scale = deferred.stand_in = None
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -118,27 +128,33 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        stand_in: Tensor | None,
+        scale: Tensor | None,
         bias: Tensor | None,
         parameter: nn.Parameter | None,
         store: WeightGradients | None,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, scale)
         ctx.parameter, ctx.store, ctx.products = parameter, store, products
-        return products.output(x, weight, bias)
+        return products.output(x, weight, scale, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        x, weight, scale = ctx.saved_tensors
+        wants_x, wants_weight, wants_stand_in, _, wants_bias = ctx.needs_input_grad[:5]
         own = None
-        if wants_weight and ctx.store is not None and ctx.store.deferring:
+        if not (wants_weight or wants_stand_in):
+            pass
+        elif ctx.store is not None and ctx.store.deferring:
             ctx.store.add(ctx.parameter, x, grad, ctx.products)
-        elif wants_weight:
+        else:
             own = ctx.products.of_weight(x, grad)
         return (
-            ctx.products.of_input(grad, weight) if wants_x else None,
-            own,
+            ctx.products.of_input(grad, weight, scale) if wants_x else None,
+            own if wants_weight else None,
+            own if wants_stand_in else None,
+            None,
             grad.flatten(0, -2).sum(0) if wants_bias else None,
             None,
             None,
@@ -152,15 +168,20 @@ def _accumulate(weight: nn.Parameter, grad: Tensor) -> None:
         if weight.grad is not None:
             cast(DTensor, weight.grad).to_local().add_(grad)
             return
-        grad = DTensor.from_local(
-            grad,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        grad = divided_like(grad, weight)
     if weight.grad is None:
         weight.grad = grad
     else:
         weight.grad.add_(grad)
+
+
+def divided_like(local: Tensor, whole: DTensor) -> DTensor:
+    """Return this rank's part of a tensor that is divided as another one is."""
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

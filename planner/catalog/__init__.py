@@ -12,7 +12,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from planner.cluster import (
     Accelerator,
@@ -55,6 +57,7 @@ class AcceleratorEntry(Part):
     peak_flops: dict[Precision, Rate]
     memory_bytes_per_s: Rate
     tdp_w: Amount | None = None
+    multiprocessors: Positive | None = None
     curve: DeviceCurve
     kernels: KernelRates = KernelRates()
     architecture: Name | None = None
@@ -83,6 +86,7 @@ class AcceleratorEntry(Part):
             kernels=self.kernels,
             architecture=self.architecture,
             tdp_w=self.tdp_w,
+            multiprocessors=self.multiprocessors,
             sources=self.sources,
         )
 
@@ -117,12 +121,27 @@ class Rent(Part):
     instance: Text
     accelerator: Text
     devices: Devices
+    """Of the instance."""
     region: Text
     on_demand_usd_per_device_hour: Amount | None = None
     spot_usd_per_device_hour: Amount | None = None
     """The lowest seen; a lower bound, not an offer."""
+    reserved_usd_per_device_hour: Amount | None = None
+    """Under a contract, paid for every hour of its term."""
+    term_months: Rate | None = None
+    """Of the contract."""
+    prepaid: Proportion = 0.0
+    """Share of the contract that is paid on the first day."""
     whole_node: Flag = True
     """False where the host is rented apart and not in the price."""
+    host_usd_per_device_hour: Amount | None = None
+    """What the host costs then."""
+    divisible: Flag = False
+    """Any number of the instance's devices can be had at the same price each."""
+    fabric: Text | None = None
+    """The network that joins several instances to train on; None where nobody says there is one."""
+    most_devices: Devices | None = None
+    """That can be had at once, where it is known."""
     date: Text
     source: Text
     confidence: Literal["high", "medium", "low"]
@@ -131,8 +150,10 @@ class Rent(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         on_demand, spot = self.on_demand_usd_per_device_hour, self.spot_usd_per_device_hour
-        if on_demand is None and spot is None:
-            raise ValueError("has no price; give on_demand or spot")
+        if on_demand is None and spot is None and self.reserved_usd_per_device_hour is None:
+            raise ValueError("has no price; give on_demand, spot or reserved")
+        if (self.reserved_usd_per_device_hour is None) != (self.term_months is None):
+            raise ValueError("reserved_usd_per_device_hour and term_months go together")
         if on_demand is not None and spot is not None and spot > on_demand:
             raise ValueError(f"spot {spot} is above on-demand {on_demand}; a column has slipped")
         return self
@@ -161,12 +182,27 @@ class PurchasePrice(Part):
 
 
 class Quantity(Part):
-    """A figure with the range that its sources span."""
+    """A figure with the range that its sources span; a plain number is one without a range."""
 
     value: Amount
     low: Amount
     high: Amount
     source: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, data: Any) -> Any:
+        if isinstance(data, int | float) and not isinstance(data, bool):
+            number = float(data)
+            return {"value": number, "low": number, "high": number, "source": "the study"}
+        return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of the record or of a plain number."""
+        return {"anyOf": [handler(core), {"type": "number"}]}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

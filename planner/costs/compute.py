@@ -80,6 +80,8 @@ class Device:
     """Per element of the gradient of its output, in its backward."""
     weight_bytes: float = 0.0
     """Per element of its weight, in either pass."""
+    narrow_weights: bool = False
+    """Weights come in 8 bits, so that products do not round them."""
 
 
 def device(
@@ -96,6 +98,7 @@ def device(
     length of a sequence and the size of a head unless it is torch's own.
     """
     eight, casts = precision in EIGHT_BITS, stack.eight_bit
+    blocks = casts.block_bytes if precision == "mxfp8" else None
     return Device(
         peak_flops=peak_flops(accelerator, "bf16" if eight else precision),
         eight_bit_flops=_narrow_flops(accelerator, precision, stack) if eight else None,
@@ -111,15 +114,38 @@ def device(
         every_launch=stack.kernels.launches == "every",
         cast_bytes=casts.cast_bytes,
         cast_kernels=casts.cast_kernels,
-        input_bytes=casts.input_bytes,
-        gradient_bytes=casts.gradient_bytes,
-        weight_bytes=casts.weight_bytes,
+        input_bytes=casts.input_bytes if blocks is None else blocks,
+        gradient_bytes=casts.gradient_bytes if blocks is None else blocks,
+        weight_bytes=casts.weight_bytes if blocks is None else blocks / 2,
     )
 
 
 def compiled(on: Device) -> Device:
     """Return a device whose kernels a compiler made: it fuses casts with what lies around them."""
     return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
+
+
+def rowwise(on: Device, stack: Stack) -> Device:
+    """Return a device whose products have a scale for each row of their operands.
+
+    An operand is read and rounded for each of its two products, whose rows are others, and products
+    reach a part of the rate of those with one scale.
+    """
+    if on.eight_bit_flops is None:
+        return on
+    casts = stack.eight_bit
+    return replace(
+        on,
+        eight_bit_flops=casts.rowwise_rate * on.eight_bit_flops,
+        input_bytes=casts.rowwise_bytes,
+        gradient_bytes=casts.rowwise_bytes,
+        weight_bytes=casts.rowwise_bytes / 2,
+    )
+
+
+def with_narrow_weights(on: Device, stack: Stack) -> Device:
+    """Return a device whose weights come in 8 bits: they are brought into order, not rounded."""
+    return replace(on, narrow_weights=True, weight_bytes=stack.eight_bit.arrived_bytes)
 
 
 def sustained(accelerator: Accelerator, stack: Stack) -> float:
@@ -246,8 +272,9 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     '2.62 ms'
     """
     result, operands = _result_and_operands(operator)
+    arrived = 2 * operator.weights if on.narrow_weights else 0.0
     if on.cast_kernels:
-        cast_bytes = on.cast_bytes / 2 * operands
+        cast_bytes = on.cast_bytes / 2 * (operands - arrived)
     else:
         read = (operands / 2 - operator.weights) / operator.kernels
         each = on.input_bytes - TRANSPOSED_BYTES * operator.frozen
@@ -256,7 +283,7 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
         on,
         flops=operator.flops,
         moved_bytes=result + operands / 2 + cast_bytes,
-        kernels=operator.kernels + 2 * on.cast_kernels,
+        kernels=operator.kernels + (2 - on.narrow_weights) * on.cast_kernels,
         share=operator.share,
     )
 
@@ -282,13 +309,14 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
             kernels=products * operator.kernels,
             share=operator.share,
         )
-    rounded = 2 * result + operands
+    arrived = 2 * operator.weights if on.narrow_weights else 0.0
+    rounded = 2 * result + operands - arrived
     copied = result + operands  # 8 bits read and written: as many bytes as in 16 bits
     return _in_eight_bits(
         on,
         flops=MATMUL_BACKWARD * operator.flops,
-        moved_bytes=operands + rounded / 2 + on.cast_bytes / 2 * rounded + copied,
-        kernels=2 * operator.kernels + 4 * on.cast_kernels + 3,
+        moved_bytes=operands + (rounded + arrived) / 2 + on.cast_bytes / 2 * rounded + copied,
+        kernels=2 * operator.kernels + (4 - on.narrow_weights) * on.cast_kernels + 3,
         share=operator.share,
     )
 

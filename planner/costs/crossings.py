@@ -46,9 +46,11 @@ def crossings_of(plan: Plan, model: ModelGraph) -> tuple[tuple[str, ...], ...]:
 def in_order(model: ModelGraph, order: Sequence[str] | None = None) -> ModelGraph:
     """Return the same graph with its layers one by one in an order; a topological one unless given.
 
-    Its digest is another.
+    That has the layers of a group side by side.  Its digest is another.
     """
     single = dict(model.chain)
+    if order is None and model.colocated:
+        order = [name for block in blocks_of(model) for name in block]
     if order is None:
         import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
 
@@ -60,11 +62,39 @@ def in_order(model: ModelGraph, order: Sequence[str] | None = None) -> ModelGrap
         architecture=model.architecture,
         layers=tuple(_alone(name, single[name]) for name in order),
         edges=model.edges,
+        colocated=model.colocated,
     )
 
 
 def _alone(name: str, layer: Layer) -> Layer:
     return layer.model_copy(update={"name": name, "repeat": 1})
+
+
+def colocated(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
+    """Return the places in the chain of the layers of each group."""
+    place = {name: at for at, (name, _) in enumerate(model.chain)}
+    groups = (model.colocated or {}).values()
+    return tuple(tuple(sorted(place[name] for name in group)) for group in groups)
+
+
+def blocks_of(model: ModelGraph) -> list[tuple[str, ...]]:
+    """Return the names of groups and of single layers, in an order in which stages can have them.
+
+    The layers of a group are in an order in which they can run.
+    """
+    import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
+
+    from planner.solver.graphs.contraction import blocks  # noqa: PLC0415 - as above
+
+    place = {name: at for at, (name, _) in enumerate(model.chain)}
+    names = list(networkx.lexicographical_topological_sort(model.graph, key=place.__getitem__))
+    number = {name: at for at, name in enumerate(names)}
+    readers: list[list[int]] = [[] for _ in names]
+    for source, target in model.graph.edges:
+        readers[number[source]].append(number[target])
+    groups = (model.colocated or {}).values()
+    found = blocks(readers, [tuple(sorted(number[name] for name in group)) for group in groups])
+    return [tuple(names[at] for at in block) for block in found]
 
 
 def sink_kind(model: ModelGraph) -> str | None:
@@ -105,8 +135,9 @@ def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
         output_s={name: output_bytes[kind] for name, kind in kinds.items()},
         stages=(Stage(capacity_bytes=0.0),),
         steady=0.0,
+        colocated=list((model.colocated or {}).values()),
     )
-    every = ideals(stated.readers(), most=MOST_IDEALS)
+    every = ideals(stated.readers(), most=MOST_IDEALS, colocated=stated.colocated)
     if every is not None:
         return float(every.crossing(stated.readers(), np.array(stated.output_s)).max())
     return max(max(stated.chain_along(order).cut_s) for order in orders(stated).values())

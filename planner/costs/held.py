@@ -11,6 +11,7 @@ from functools import cached_property
 
 from planner.costs import memory
 from planner.costs.crossings import sink_kind
+from planner.costs.layer_seconds import ENDS
 from planner.costs.lora import adapter_parameters
 from planner.costs.memory import FP32, Sharing, States
 from planner.costs.sharding import POWERSGD_RANK
@@ -35,6 +36,8 @@ class Held:
     largest: float = 0.0
     """Parameters of its largest matrix."""
     experts: Apart | None = None
+    wide: float = 0.0
+    """Routed experts' parameters, which no rank gathers in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class HeldStates:
             offload=layout.offload,
             wire=layout.gradient_wire,
             versions=weight_versions(layout),
+            narrow=layout.weight_wire == "fp8",
         )
 
     def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
@@ -99,6 +103,8 @@ class HeldStates:
         return found
 
     def _count_held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
+        if layer.kind in ENDS and sharing.narrow:
+            sharing = replace(sharing, narrow=False)
         dense, routed = arithmetic.local_parameters(
             self._model,
             layer,
@@ -137,6 +143,7 @@ class HeldStates:
         optimized = dense / (sharing.shard if sharing.sharded else 1)
         apart: Apart | None = None
         if routed:
+            sharing = replace(sharing, narrow=False) if sharing.narrow else sharing
             if layout.expert > 1:
                 sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
                 apart = Apart(parameters=routed, sharing=sharing)
@@ -152,6 +159,7 @@ class HeldStates:
             states=states,
             sides=sides,
             experts=apart,
+            wide=routed,
         )
 
     def _frozen(

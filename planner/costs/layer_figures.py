@@ -239,6 +239,10 @@ class LayerFigures:
         more; how far the device is behind tells what else the host may do unseen.
         """
         again, on = table.recomputed(recompute), self._rates.device
+        if setting.scales == "rowwise":
+            on = compute.rowwise(on, self._rates.stack)
+        if setting.narrow_weights:
+            on = compute.with_narrow_weights(on, self._rates.stack)
         if setting.compiled:
             on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)

@@ -121,7 +121,7 @@ class LayerParts:
         if found is None:
             sharing, links = self._holding.sharing(layout), self.links(layout)
             held = self._holding.held(layer, layout, sharing)
-            narrow = self._narrow and layer.kind not in ENDS
+            narrow = (self._narrow or sharing.narrow) and layer.kind not in ENDS
             moving = self._moving(held, sharing, links, narrow=narrow)
             once_s = self._tied_s(layer, layout, links)
             once_s += self._matrices_s(layer, layout, sharing, links)
@@ -193,7 +193,10 @@ class LayerParts:
         apart, among = held.experts, links.same_experts
         frozen = held.parameters - held.adapters if held.frozen else 0.0
         if apart is None or among is None:
-            return self._traffic_of(held.parameters, held.sides, sharing, links, frozen, narrow)
+            wide = held.wide if sharing.narrow else 0.0
+            return self._traffic_of(
+                held.parameters, held.sides, sharing, links, frozen, narrow, wide
+            )
         inside = held.parameters - apart.parameters
         frozen -= apart.parameters * held.frozen
         dense = self._traffic_of(inside, held.sides, sharing, links, frozen, narrow)
@@ -208,8 +211,9 @@ class LayerParts:
         links: Links,
         frozen: float,
         narrow: bool,
+        wide: float = 0.0,
     ) -> Traffic:
-        key = (parameters, sides, sharing, links.name, frozen, narrow)
+        key = (parameters, sides, sharing, links.name, frozen, narrow, wide)
         found = self._traffic.get(key)
         if found is None:
             found = traffic(
@@ -220,6 +224,7 @@ class LayerParts:
                 sides=sides,
                 frozen=frozen,
                 narrow=narrow,
+                wide=wide,
             )
             self._traffic[key] = found
         return found
@@ -356,6 +361,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
         layout.sequence_parallel,
         layout.loss,
         layout.compile,
+        layout.scales,
         *_sharing_key(layout),
     )
 
@@ -375,6 +381,7 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batches > 1,
         layout.offload,
         layout.gradient_wire,
+        layout.weight_wire,
         layout.loss is None,
         weight_versions(layout),
     )

@@ -150,7 +150,7 @@ def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
 
 def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
     narrow = compute.is_narrow(operator, on, end=end)
-    return operator.kernels + (2 * on.cast_kernels if narrow else 0)
+    return operator.kernels + ((2 - on.narrow_weights) * on.cast_kernels if narrow else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ def collectives(
             continue
         size = operator.moved_bytes
         back = operator.backward_moved_bytes if operator.kind == "all_to_all" else size
-        seen = _seen(operator.axis, rule, end=end)
+        seen = 1.0 if operator.waits else _seen(operator.axis, rule, end=end)
         back_s = one_s(BACKWARD_OF[operator.kind], back, operator)
         there_s = one_s(cast(Collective, operator.kind), size, operator)
         if operator.only == "forward":
@@ -213,13 +213,14 @@ def collectives(
             there_s, back_s = 0.0 * there_s, there_s
         elif operator.ring:
             back_s = back_s + there_s
-        elif rule.second_gather and operator.kind == "all_gather" and not end:
+        elif rule.second_gather and operator.kind == "all_gather" and not (end or operator.waits):
             back_s = back_s + rule.second_gather * there_s
         yield operator, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
             back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
-            yield operator, 0.0, _seen(operator.axis, rule, end=end) * back_s
+            seen = 1.0 if operator.waits else _seen(operator.axis, rule, end=end)
+            yield operator, 0.0, seen * back_s
 
 
 def seen_links(

@@ -279,9 +279,11 @@ class CostTables:
         return sum(self._rates.link_s("send_recv", size, neighbours) for size in sizes_bytes)
 
     def _setting(self, layout: Layout) -> Setting:
+        a = self.model.architecture
         return Setting(
             micro_batch=layout.micro_batch,
             seq_len=self.job.seq_len,
+            document_len=self.job.document_len,
             precision=self.job.precision,
             tensor=layout.tensor,
             context=layout.context,
@@ -290,7 +292,10 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            scales=layout.scales,
+            narrow_weights=layout.weight_wire == "fp8",
             pipelined=self._stalls and layout.pipeline > 1,
+            gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )
 

@@ -66,6 +66,8 @@ FOUR_BITS = 0.5
 """Bytes of a parameter in 4 bits, without its scale."""
 FP32 = 4
 """Bytes of an element in full precision."""
+NARROW = 1.0
+"""Bytes of a parameter that is gathered in 8 bits."""
 BUCKETS = 3
 BUCKET_BYTES = 64 * 2**20
 """Of moments that come to the device together, those in use, and those that go back."""
@@ -198,6 +200,8 @@ class Sharing:
     wire: GradientWire = "full"
     versions: int = 1
     """How often the parameters are held: twice where a pipeline never drains."""
+    narrow: bool = False
+    """What ZeRO-3 gathers of blocks comes in 8 bits, experts aside."""
 
     @property
     def wrapped(self) -> bool:
@@ -356,7 +360,7 @@ def states(
     moments, on_host, bucket = (
         size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
     )
-    gathered = e * whole if sharing.gathers_again else 0.0
+    gathered = (NARROW if sharing.narrow else e) * whole if sharing.gathers_again else 0.0
     reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * whole
     masters = types.stored * whole / d
     gradients = types.gradient * (n if whole_gradients else whole / d)

@@ -40,6 +40,8 @@ STEP_COLLECTIVES = 4
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
+USUAL_MULTIPROCESSORS = 132
+"""Of a device that does not say: those of H100."""
 USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
 """Of one node, where a cluster does not say: two sockets with eight channels of DDR4-3200."""
 HOST_MEMORY_SHARE = 0.6
@@ -60,6 +62,7 @@ class Rates:
     """Of one device while all devices of its node copy, one direction, as it is reached."""
     host_memory_bytes_per_s: float = 0.0
     """Of one device's share of its host while all devices' processes work."""
+    multiprocessors: int = USUAL_MULTIPROCESSORS
 
     @property
     def action_s(self) -> float:
@@ -172,6 +175,7 @@ class Rates:
                 overlap = rule.reduce_overlap
             case _:
                 assert_never(hidden)
+        overlap *= 1 - rule.channels / self.multiprocessors
         if self.on_cpu:
             overlap = 0.0
         if self.overheads:
@@ -238,6 +242,7 @@ def rates(
         host_memory_bytes_per_s=HOST_MEMORY_SHARE
         * (group.host_memory_bytes_per_s or USUAL_HOST_MEMORY_BYTES_PER_S)
         / group.devices_per_node,
+        multiprocessors=accelerator.multiprocessors or USUAL_MULTIPROCESSORS,
     )
 
 
@@ -304,10 +309,10 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
         )
         return
-    overlap = "nothing" if used.on_cpu else f"{used.stack.sharding.overlap:.0%}"
+    hidden = 1 - used.exposed_s(1.0, 1.0)
     yield Assumption(
-        what=f"{overlap} of sharding communication can hide behind computation; the optimizer "
-        "reads and writes each of its states once; a pipeline action takes "
+        what=f"up to {hidden:.0%} of sharding communication hides behind computation; "
+        "the optimizer reads and writes each of its states once; a pipeline action takes "
         f"{1e3 * used.action_s:g} ms of the host, a step {1e3 * used.step_s:g} ms beside layers",
         provenance="assumed",
         source=f"stack {used.stack.name}",

@@ -17,9 +17,14 @@ and reduced over the ranks that hold the same ones.  Parameters on the host: eve
 brings their shard, 4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients
 back, and where the host adds them up it moves 12 N/d bytes in its own memory.
 
-Exposure.  A collective hides behind its own layer's computation: of its c seconds beside w of
-compute, max((1 - o) c, c - w) are seen, o being the share that can hide.  Gradients of FSDP's units
-in a pipeline are reduced after the last backward, seen in full.
+Exposure.  A collective runs beside its own layer's computation, of w seconds, which is slower
+meanwhile, as its kernel has k of the n multiprocessors.  Of the w seconds c (1 - k/n) are done when
+it ends after c, so that both take the longer of c and w + c k/n, and
+
+    max(c k/n, c - w)
+
+is seen.  Of the share that does not run beside anything all is.  Gradients of FSDP's units in a
+pipeline are reduced after the last backward, seen in full.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import NamedTuple, assert_never
 
 from planner.costs import compute
 from planner.costs.collectives import Levels, ranks_of
-from planner.costs.memory import FP32, Sharing, StateTypes
+from planner.costs.memory import FP32, NARROW, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
 from planner.layers.operator_table import larger
 from planner.stack import Accumulation
@@ -39,8 +44,9 @@ POWERSGD_RANK = 4
 FACTORING_TRAFFIC_BYTES = 36
 """For each gradient: error added (12), two products with the factors (8), their product written
 (4), error kept (12)."""
-EIGHT_BITS = 1.0
-"""Bytes of a parameter that is gathered in 8 bits."""
+NARROWING_TRAFFIC_BYTES = 33
+"""For each element of a shard that operators of their own bring to 8 bits before it is gathered: to
+16 bits (4 + 2), to fp32 (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1)."""
 ADDING_TRAFFIC_BYTES = 12
 """For each gradient that the host adds to another: two read, one written."""
 
@@ -102,12 +108,13 @@ def traffic(
     sides: float = 0.0,
     frozen: float = 0.0,
     narrow: bool = False,
+    wide: float = 0.0,
 ) -> Traffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
     `frozen`, and have no gradients.  What is gathered anew for each pass may be `narrow`: cast to
-    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather).
+    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it.
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
@@ -120,7 +127,7 @@ def traffic(
     if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
     if narrow and sharing.gathers_again:
-        working = min(working, EIGHT_BITS * parameters)
+        working = min(working, NARROW * (parameters - wide) + types.working * wide)
     gather_s, reduce_s, factoring_s = _collectives_s(
         trained, working, sharing, links, rates, sides=sides
     )
@@ -132,6 +139,9 @@ def traffic(
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
             copied = sharing.sharded or types.working != types.stored
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
+            if narrow and sharing.narrow and sharing.gathers_again:
+                cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
+                unpack_s += rates.memory_s(cast)
             fresh = types.working * trained
             pack_s += rates.reduce_copy_s(fresh, sharing.wire_bytes * trained)
         case _:

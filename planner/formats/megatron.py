@@ -11,6 +11,7 @@ from planner.formats.wanted import (
     other_schedule,
     recompute_of,
 )
+from planner.plan import Axis
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:
@@ -119,15 +120,21 @@ _OPTIONS = {
     "shared-expert-overlap": ("--moe-shared-expert-overlap",),
     "ulysses": ("--cp-comm-type a2a",),
     "gathered-context": ("--cp-comm-type all_gather",),
+    "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
 """Flags of what a plan's backend says of kernels and exchanges, where the plan has those."""
+_OPTIONS_OF: dict[str, Axis | None] = {
+    "ulysses": "context",
+    "gathered-context": "context",
+    "narrow-gradients": None,
+}
+"""The axis that an option speaks of, by default the experts'."""
 
 
 def _megatron_options(wanted: Wanted) -> Iterator[str]:
-    mesh = wanted.plan.mesh
     for option in wanted.plan.backend.split("+")[1:]:
-        of_context = option in ("ulysses", "gathered-context")
-        if (mesh.context if of_context else mesh.expert) > 1:
+        axis = _OPTIONS_OF.get(option, "expert")
+        if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
 
 

@@ -102,6 +102,10 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield "its devices differ"
     if plan.gradient_wire != "full":
         yield f"gradients travel as {plan.gradient_wire}"
+    if plan.scales != "tensorwise":
+        yield f"scales of 8-bit operands are {plan.scales}"
+    if plan.weight_wire != "full":
+        yield f"weights travel as {plan.weight_wire}"
     if plan.loss is not None:
         yield "the loss is computed in chunks"
     if treated - {"keep"}:

@@ -41,8 +41,9 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     """Projections, rotary positions, fused attention, output projection.
 
     Where there are fewer heads of keys than tensor-parallel ranks, a rank attends to one of them
-    whole, as others do; the projection's weights are divided all the same.  Source: Megatron Core,
-    transformer/attention.py (num_query_groups < world_size).
+    whole, as others do; the projection's weights are divided all the same, and its outputs are
+    gathered from all ranks (`_own_heads`).  Source: Megatron Core, transformer/attention.py
+    (num_query_groups < world_size).
     """
     if a.latent is not None:
         return _latent_attention(a, a.latent, setting, source)
@@ -59,8 +60,13 @@ def attention(a: Architecture, kind: str, setting: Setting, source: str) -> list
     operators, whole = gathered(setting, source, "attention_gather", full)
     apart = a.family not in ONE_PROJECTION and not kernels.fused_projections
     outputs = {"q_linear": query, "k_linear": key, "v": key} if apart else {"qkv": query + 2 * key}
-    operators += projections(a, setting, source, whole, outputs, width=width)
     q, k, v = ("q_linear", "k_linear", "v") if apart else ("qkv", "qkv", "qkv")
+    if setting.gathers_heads:
+        outputs = {"qkv": tokens * width * e}
+        q = k = v = "qkv_own"
+    operators += projections(a, setting, source, whole, outputs, width=width)
+    if setting.gathers_heads:
+        operators += _own_heads(setting, t * tokens * width * e, query + 2 * key)
     if a.family == "falcon" and 1 < a.kv_heads < a.heads and kernels.scores == "module":
         operators.append(_spread(query, key))
         q, k, v, key = "q_apart", "k_apart", "v_apart", query
@@ -165,6 +171,35 @@ def _latent_attention(
     return [*operators, *row_wise(a, setting, "core", "attention_out", width=value_width)]
 
 
+def _own_heads(setting: Setting, gathered: float, own: float) -> list[Operator]:
+    """Queries, keys and values of all ranks, `gathered` bytes, and a rank's `own` cut from them.
+
+    They are gathered along features, so that what each rank sent is copied into its columns, and
+    nothing hides it.  Source: Megatron Core, tensor_parallel/mappings.py (_gather_along_last_dim).
+    """
+    return [
+        Operator(
+            name="heads_gather",
+            kind="all_gather",
+            inputs=("qkv",),
+            outputs={"qkv_gathered": gathered},
+            moved_bytes=gathered,
+            copied_bytes=2 * gathered,
+            workspace_bytes=gathered,
+            wide=True,
+            waits=True,
+        ),
+        Operator(
+            name="own_heads",
+            kind="memory",
+            inputs=("qkv_gathered",),
+            outputs={"qkv_own": own},
+            moved_bytes=2 * own,
+            backward_moved_bytes=setting.kernels.back(2 * own, gathered + own),
+        ),
+    ]
+
+
 def _spread(query: float, key: float) -> Operator:
     """Falcon's keys and values of a group copied to each of its heads, and its queries apart."""
     size = 3 * query
@@ -251,7 +286,7 @@ def _fused(
     q, k, v = inputs
     operators = []
     saved: tuple[str, ...] = ("log_sum",)
-    attended, kernels, workspace, scores = _attended(a, setting.seq_len), 1, 0.0, 0.0
+    attended, kernels, workspace, scores = _attended(a, setting.attended_len), 1, 0.0, 0.0
     divided = setting.divides_sequence and setting.kernels.context
     if divided == "ring":
         operators.append(_ring(setting, (k, v), key + value))
@@ -281,13 +316,12 @@ def _fused(
         attended += rows * (1 - span / (2.0 * setting.seq_len))
         kernels, workspace = _capped(a, setting, span)
         scores = setting.tokens * a.heads / setting.tensor * attended
-    elif window(a, kind, setting.seq_len) < setting.seq_len and (
-        setting.kernels.scores == "module"
-    ):
+    elif setting.kernels.scores == "module" and _masked(a, kind, setting):
         kernels, workspace = 1, 0.0
         # With an explicit mask the fused kernel neither groups heads nor skips keys.
         attended = float(setting.seq_len)
         mask = setting.seq_len**2 / setting.context * setting.element_bytes
+        mask = mask * (1 if setting.document_len is None else setting.micro_batch)
         operators.append(
             Operator(
                 name="mask",
@@ -441,8 +475,8 @@ def _skipping(a: Architecture, kind: str, setting: Setting) -> float:
     With a window the first queries have fewer; where a divided sequence is not balanced, its last
     rank attends to almost all of what comes before.
     """
-    span = window(a, kind, setting.seq_len)
-    attended = span - span**2 / (2.0 * setting.seq_len) if a.causal else float(span)
+    span = window(a, kind, setting.attended_len)
+    attended = span - span**2 / (2.0 * setting.attended_len) if a.causal else float(span)
     if a.causal and setting.divides_sequence and not setting.kernels.balanced:
         attended = attended * (2 - 1 / setting.context)
     return attended
@@ -509,6 +543,16 @@ def _rows(setting: Setting) -> float:
 def window(a: Architecture, kind: str, seq_len: int) -> int:
     """Tokens that a query may attend to."""
     return min(seq_len, a.sliding_window) if slides(kind) else seq_len
+
+
+def _masked(a: Architecture, kind: str, setting: Setting) -> bool:
+    """Whether keys are hidden by a mask: those outside a window, and other documents' where no
+    kernel is told where they end (runtime/document_attention.py).
+    """
+    if window(a, kind, setting.seq_len) < setting.seq_len:
+        return True
+    apart = setting.divides_sequence or a.latent is not None
+    return setting.document_len is not None and apart
 
 
 def _attended(a: Architecture, seq_len: int) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.routing import Routing
-from planner.plan import ChunkedLoss
+from planner.plan import ChunkedLoss, Scales
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
 
@@ -76,8 +76,17 @@ class Setting:
     """How the head's loss is computed; None: from all logits."""
     pipelined: bool = False
     """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
+    gathers_heads: bool = False
+    """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
+    and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    document_len: int | None = None
+    """Of the document that a token is in, on average; None: samples are not divided."""
+    scales: Scales = "tensorwise"
+    """Of operands of products in 8 bits."""
+    narrow_weights: bool = False
+    """Weights of Linears come in 8 bits."""
     kernels: Kernels = field(default=MODULES, compare=False)
 
     @property
@@ -89,6 +98,11 @@ class Setting:
     def tokens(self) -> float:
         """Tokens of a micro-batch inside the tensor-parallel regions of a rank."""
         return self.micro_batch * self.seq_len / self.context
+
+    @property
+    def attended_len(self) -> int:
+        """Tokens of a sequence that attention takes as one, on average over tokens."""
+        return self.seq_len if self.document_len is None else self.document_len
 
     @property
     def stream_tokens(self) -> float:
@@ -107,7 +121,10 @@ class Setting:
             self.loss is not None,
             self.pipelined,
             self.compiled,
+            self.gathers_heads,
             self.divides_experts,
+            self.scales == "rowwise",
+            self.narrow_weights,
         )
 
     @property
@@ -165,7 +182,11 @@ class ManySettings(Setting):
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
             pipelined=some.pipelined,
+            gathers_heads=some.gathers_heads,
             compiled=some.compiled,
+            document_len=some.document_len,
+            scales=some.scales,
+            narrow_weights=some.narrow_weights,
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -244,6 +265,8 @@ class Operator:
     """Whether a product's dimensions are multiples of what 8-bit kernels take."""
     wide: bool = False
     """Whether what a gather brings is needed in 16 bits, however its products are."""
+    waits: bool = False
+    """Whether nothing hides a collective, and no pass has it a second time."""
     in_core: bool = False
     """Of written-out attention between its projections: scores, softmax, dropout, values."""
 

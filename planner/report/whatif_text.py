@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.units import bytes_text, count_text, seconds_text
-from planner.whatif.answers import answers, listed, slack_days
+from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
-from planner.whatif.span import Span
+from planner.whatif.verdicts import verdicts
+from planner.whatif.words import days_text, listed, range_text
 
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
@@ -26,7 +27,7 @@ def result_text(result: Result) -> RenderableType:
     parts: list[RenderableType] = []
     if result.study.question:
         parts.append(Text(result.study.question, style="bold"))
-    parts.append(verdict(result))
+    parts += verdicts(result)
     parts += [f"- {sentence}" for sentence in answers(result)]
     for model, ranks in result.ranks.items():
         if ranks:
@@ -51,44 +52,9 @@ def result_text(result: Result) -> RenderableType:
         )
     if result.break_even:
         parts.append(break_even_table(result.break_even))
+        parts.append(cash_table(result.break_even))
     parts.append(provenance_text(result))
     return Group(*parts)
-
-
-def verdict(result: Result) -> str:
-    """Return the answer in one sentence."""
-    best = result.best
-    if result.interrupted:
-        left = len(result.candidates) * len(result.study.models) - len(result.outcomes)
-        return f"Interrupted: {len(result.outcomes)} done, {left} not looked at."
-    if best is None:
-        closest = min(
-            (rank.outcome for ranks in result.ranks.values() for rank in ranks),
-            key=lambda outcome: len(outcome.misses),
-            default=None,
-        )
-        if closest is None:
-            return "Nothing fits; each candidate's reason is below."
-        return f"None reaches the goal; {closest.candidate} misses {'; '.join(closest.misses)}."
-    ties = [rank.outcome.candidate for rank in result.ranks[best.model] if rank.tied]
-    said = f"{best.candidate} for {best.model}: {_costs(best)}"
-    if ties:
-        said += f"; within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}"
-    said += f". Bound by {best.binding}."
-    return said
-
-
-def _costs(outcome: Outcome) -> str:
-    parts = []
-    if outcome.step_s is not None:
-        parts.append(f"step {seconds_text(outcome.step_s.value)}")
-    if outcome.hours is not None:
-        parts.append(days_text(outcome.hours))
-    if outcome.usd is not None:
-        parts.append(usd_text(outcome.usd))
-    if outcome.energy_kwh is not None:
-        parts.append(f"{outcome.energy_kwh.value:,.0f} kWh")
-    return ", ".join(parts)
 
 
 def ranks_table(result: Result, model: str, ranks: Sequence[Rank]) -> Table:
@@ -104,18 +70,31 @@ def ranks_table(result: Result, model: str, ranks: Sequence[Rank]) -> Table:
         outcome = rank.outcome
         table.add_row(
             f"{'=' if rank.tied else ''}{rank.place}{'*' if rank.pareto else ''}",
-            f"{outcome.candidate}\n{outcome.layout}",
+            f"{outcome.candidate}\n{outcome.stack}: {outcome.layout}",
             "\n".join(_speed(outcome)),
             "\n".join(_time(result, outcome)),
             "\n".join(_money(outcome)),
             _tie_text(result, rank),
             "\n".join(f"{s.value:,.0f}" for s in (outcome.energy_kwh, outcome.carbon_kg) if s),
             "\n".join(_room(outcome)),
-            "; ".join([*outcome.misses, outcome.binding]),
+            "; ".join([*limits(outcome), outcome.binding]),
         )
-    table.caption = "= tied with the first; * no other is better in time, cost and energy together"
+    table.caption = (
+        "under each name who trains and how; = tied with the first; * no other is better in time, "
+        "cost and energy together"
+    )
     table.caption_justify = "left"
     return table
+
+
+def limits(outcome: Outcome) -> list[str]:
+    """Return what an outcome misses, or how surely it keeps each goal."""
+    sold = ["not sold"] if outcome.hypothetical else []
+    return (
+        sold
+        + list(outcome.misses)
+        + [f"{goal} {100 * chance:.0f} % sure" for goal, chance in outcome.chances.items()]
+    )
 
 
 def _speed(outcome: Outcome) -> Iterator[str]:
@@ -124,6 +103,8 @@ def _speed(outcome: Outcome) -> Iterator[str]:
         yield f"{seconds_text(step.value)} ({seconds_text(step.low)}-{seconds_text(step.high)})"
         yield f"{count_text(rate.value)} ({count_text(rate.low)}-{count_text(rate.high)})/s"
         yield f"{100 * mfu.value:.0f} ({100 * mfu.low:.0f}-{100 * mfu.high:.0f}) %"
+    if outcome.native_step_s is not None and outcome.stack != "native":
+        yield f"ours {seconds_text(outcome.native_step_s)}"
 
 
 def _time(result: Result, outcome: Outcome) -> Iterator[str]:
@@ -138,7 +119,7 @@ def _money(outcome: Outcome) -> Iterator[str]:
     if outcome.usd is not None:
         yield range_text(outcome.usd)
     if outcome.capital_usd is not None:
-        yield f"{outcome.capital_usd:,.0f} at once"
+        yield f"bound to {outcome.capital_usd:,.0f}"
 
 
 def _tie_text(result: Result, rank: Rank) -> str:
@@ -188,6 +169,22 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
     return table
 
 
+def cash_table(curves: Sequence[BreakEven]) -> Table:
+    """Return what all devices of each candidate cost on the first day and in each year."""
+    years = max(len(curve.cash_usd) for curve in curves) - 1
+    table = Table(title="USD paid, before tax and interest", title_justify="left")
+    table.add_column("candidate")
+    for name in ("first day", *(f"year {year}" for year in range(1, years + 1)), "in all"):
+        table.add_column(name, justify="right")
+    for curve in curves:
+        paid = [f"{usd:,.0f}" for usd in curve.cash_usd]
+        blank = [""] * (years + 1 - len(paid))
+        table.add_row(curve.name, *paid, *blank, f"{sum(curve.cash_usd):,.0f}")
+    table.caption = "the last year has the resale of what was bought"
+    table.caption_justify = "left"
+    return table
+
+
 def provenance_text(result: Result, today: datetime.date | None = None) -> str:
     """Say what prices and predictions rest on, and how old the prices are."""
     counts: dict[str, int] = {}
@@ -208,33 +205,5 @@ def price_ages(price: str, today: datetime.date) -> list[int]:
     [14, 1]
     """
     dates = re.findall(r"\b(20\d\d)-(\d\d)\b", price)
-    return [12 * (today.year - int(y)) + today.month - int(m) for y, m in dates]
-
-
-def range_text(span: Span, scale: float = 1.0) -> str:
-    """Return a figure with its range.
-
-    >>> range_text(Span(value=1200.0, low=900.0, high=2000.0))
-    '1,200 (900-2,000)'
-    """
-    digits = 0 if span.value * scale >= 100 else 1
-    value, low, high = (
-        f"{number * scale:,.{digits}f}" for number in (span.value, span.low, span.high)
-    )
-    return value if low == high else f"{value} ({low}-{high})"
-
-
-def days_text(run_hours: Span) -> str:
-    """Return a duration with its range, in hours below two days.
-
-    >>> days_text(Span(value=30.0, low=20.0, high=50.0))
-    '30.0 (20.0-50.0) h'
-    """
-    if run_hours.value < 48:
-        return f"{range_text(run_hours)} h"
-    return f"{range_text(run_hours, 1 / 24)} days"
-
-
-def usd_text(usd: Span) -> str:
-    """Return dollars with their range."""
-    return f"{range_text(usd)} USD"
+    ages = [12 * (today.year - int(y)) + today.month - int(m) for y, m in dates]
+    return [max(0, age) for age in ages]  # a clock behind the price is wrong, and not the price

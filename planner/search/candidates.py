@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.costs.memory import state_types
+from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.executable import rules_of
 from planner.native import Rules
@@ -42,7 +43,6 @@ from planner.schedules import schedule_of
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import (
     boundaries_s,
-    capacity_bytes,
     instance_of,
     layout_pace,
     unkept,
@@ -282,7 +282,7 @@ class Candidates:
         )
         whole_bytes = self.cluster.groups[0].accelerator.memory_bytes
         some = self.tables.unlinked(self.families[0].first)
-        free_bytes = capacity_bytes(self.cluster, some, whole_bytes)
+        free_bytes = room_bytes(whole_bytes, some)
         self._rooms = Rooms(
             self.tables,
             self._chain,
@@ -622,6 +622,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         data_replicate=degrees.data,
         micro_batch=size,
         micro_batches=count,
+        scales=pins.scales or "tensorwise",
         compile=pins.compile or "none",
     )
 

@@ -39,24 +39,7 @@ from planner.solver.sides import AtMost, Tie
 from planner.training import Training
 from planner.units import LONGEST_S
 
-__all__ = [
-    "allowed",
-    "boundaries_s",
-    "capacity_bytes",
-    "instance_of",
-    "layout_pace",
-    "plan_of",
-    "plan_with",
-    "ties_of",
-    "unkept",
-]
-
 SHORTEST_TIMEOUT_S = 120.0
-
-
-def capacity_bytes(cluster: ClusterSpec, costs: LayoutCosts, memory_bytes: float) -> float:
-    """Return what a rank has for its stage, its layers' share of so much device memory."""
-    return room_bytes(memory_bytes, costs)
 
 
 def instance_of(
@@ -125,7 +108,7 @@ def _free_instance(
     costs: LayoutCosts,
     recompute: Recomputes,
 ) -> Instance:
-    capacity = capacity_bytes(cluster, costs, cluster.groups[0].accelerator.memory_bytes)
+    capacity = room_bytes(cluster.groups[0].accelerator.memory_bytes, costs)
     steady, fill = layout_pace(model, layout)
     exposed_s = boundaries_s(costs, layout)
     # Options may differ in forward: packing takes seconds there, a profile has measured others.
@@ -227,6 +210,7 @@ def plan_with(
         cluster=request.cluster_name,
         backend=request.stack.name,
         seq_len=job.seq_len,
+        document_len=job.document_len,
         global_batch=job.global_batch,
         precision=job.precision,
         mesh=Mesh(
@@ -247,6 +231,8 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
+        scales=layout.scales,
+        weight_wire=layout.weight_wire,
         loss=layout.loss,
         compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),

@@ -1,36 +1,53 @@
-"""Why no plan fits: the configuration that misses by least, where the bytes are, and a way out."""
+"""Why no plan fits: what misses by least, where the bytes are, and a way out.
+
+The layouts that hold least are solved on the same devices with more memory, until they fit: the one
+that needs the least is the closest miss, and its prediction there says which stage holds what.
+"""
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
 from planner.costs.hosts import USABLE
 from planner.costs.layout_costs import LayoutCosts
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Layout
-from planner.predict import placement_prediction, placements_of
-from planner.prediction import Prediction
 from planner.request import Request
-from planner.search.candidates import Candidates
-from planner.search.formulation import capacity_bytes, plan_of
-from planner.search.layer_options import recomputes_of
-from planner.search.space import Family
+from planner.search.layout_queue import Found, Queue, Space
+from planner.search.ranked import Ranked
 from planner.search.ways_out import dividing, ways_out
-from planner.solver import sided
-from planner.solver.inner import solve
-from planner.solver.instance import Instance, Solution
-from planner.solver.memory_reach import why_infeasible
 from planner.units import bytes_text
 
-MISSES_LOOKED_AT = 8
-"""Of the configurations with the least bytes, so many are looked at in full."""
-TRIED_FOR_S = 5.0
-"""Seconds of the integer program, where hosts tie stages together."""
+LOOKED_AT = 8
+"""Of the layouts with the least bytes, so many are solved."""
+TRIED = 32
+"""The same of a changed request; as few of graphs and of devices that differ, which take longer."""
+MOST_MEMORY = 1024.0
+"""How many times the devices' memory is tried."""
+HAIR = 1e-3
+"""The least memory is found to this share of it."""
+
+Build = Callable[[Request], Iterable[Space[Any]]]
+"""The spaces of a request."""
 
 
-def nothing_runs(request: Request, refused: dict[str, int]) -> str:
+def why_nothing(request: Request, queue: Queue, build: Build) -> str:
+    """Say why a search found no plan."""
+    if request.pins.require:
+        asked = "; ".join(map(str, request.pins.require))
+        refused = _all_refused(build(request))
+        left_out = f". Not tried: {_listed(refused)}" if refused else ""
+        return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
+    return closest_miss(request, queue.misses, build)
+
+
+def nothing_runs(request: Request, refused: Counter[str]) -> str:
     """Say why not even one layout is left to try."""
     model, cluster, job = request.model, request.cluster, request.job
     in_the_way = "; ".join(dividing(request))
@@ -51,129 +68,115 @@ def nothing_runs(request: Request, refused: dict[str, int]) -> str:
     )
 
 
-def nothing_keeps(request: Request, refused: dict[str, int]) -> str:
-    """Say that no plan keeps what is required, and what was not tried."""
-    asked = "; ".join(map(str, request.pins.require))
-    left_out = f". Not tried: {_listed(refused)}" if refused else ""
-    return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
-
-
-def all_refused(candidates: Candidates) -> dict[str, int]:
+def _all_refused(spaces: Iterable[Space[Any]]) -> Counter[str]:
     """Count the refusals of all layouts, by reason."""
-    return {**candidates.refused, **_refused(candidates)}
+    refused: Counter[str] = Counter()
+    for space in spaces:
+        for _, group in space.bundles(refused):
+            refused.update(filter(None, map(space.refusal, group.layouts())))
+    return refused
 
 
-def _listed(refused: dict[str, int]) -> str:
+def _listed(refused: Counter[str]) -> str:
     """Return the commonest reasons, each with the number of layouts."""
-    reasons = sorted(refused.items(), key=lambda item: -item[1])[:3]
-    return "; ".join(f"{reason} ({count})" for reason, count in reasons)
+    return "; ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
 
 
-def closest_miss(candidates: Candidates) -> str:
-    """Name the layout that misses by least, its fullest stage, where the bytes are, a way out."""
-    model, cluster, job = candidates.model, candidates.cluster, candidates.job
-    device = cluster.groups[0].accelerator
-    lean = _leanest(candidates)
-    if not lean:
-        return nothing_runs(candidates.request, all_refused(candidates))
-    needs, layout = min(
-        ((_least_bytes(candidates, layout), layout) for layout in lean),
-        key=lambda miss: miss[0],
-    )
-    leanest = _within(candidates, layout, max(needs, float(device.memory_bytes)))
-    if needs <= device.memory_bytes:
-        return _host_miss(candidates, layout, leanest)
-    index, stage = max(enumerate(leanest.stages), key=lambda s: s[1].peak_memory_bytes)
-    parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
-    return (
-        f"no plan of {model.name} fits {cluster.devices} x {device.name} "
-        f"({bytes_text(device.memory_bytes)} each) at sequence {job.seq_len} and global batch "
-        f"{job.global_batch}. The closest, {layout.text()}, needs at least "
-        f"{bytes_text(needs)} on each; stage {index} holds "
-        + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
-        + f". {_ways_out(candidates)}"
-    )
+def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
+    """Name the layout that misses by least, its fullest stage, where the bytes are, a way out.
 
-
-def _host_miss(candidates: Candidates, layout: Layout, leanest: Prediction) -> str:
-    """Say what hosts would have to hold of a layout that fits its devices."""
-    model, cluster, job = candidates.model, candidates.cluster, candidates.job
-    group = cluster.groups[0]
-    needs = group.devices_per_node * max(stage.host_bytes for stage in leanest.stages)
-    host = group.host_memory_bytes or 0
-    return (
-        f"no plan of {model.name} fits {cluster.devices} x {group.accelerator.name} and their "
-        f"hosts at sequence {job.seq_len} and global batch {job.global_batch}. The closest, "
-        f"{layout.text()}, fits the devices with {bytes_text(needs)} in each node's host memory, "
-        f"of which {bytes_text(USABLE * host)} of {bytes_text(host)} may be so filled. "
-        f"{_ways_out(candidates)}"
-    )
-
-
-def _refused(candidates: Candidates) -> dict[str, int]:
-    """Count the refusals of layouts in families that could run otherwise, by reason."""
-    counts: dict[str, int] = {}
-    for family in candidates.families:
-        for layout in family.layouts():
-            reason = candidates.refusal(layout)
-            if reason is not None:
-                counts[reason] = counts.get(reason, 0) + 1
-    return counts
-
-
-def _ways_out(candidates: Candidates) -> str:
-    """Say what would fit with one thing changed."""
-
-    def fitting(changed: Request) -> Layout | None:
-        each = recomputes_of(changed.model, changed.space, changed.pins.recompute)
-        tried = (_fitting(Candidates(changed, candidates.rules, one)) for one in each)
-        return next((layout for layout in tried if layout is not None), None)
-
-    return ways_out(candidates.request, fitting)
-
-
-def _fitting(candidates: Candidates) -> Layout | None:
-    """Return the leanest layout that fits, None if none of the leanest does."""
-    return next(
-        (
-            layout
-            for layout in _leanest(candidates, 4 * MISSES_LOOKED_AT)
-            if _fits(candidates.instance(layout))
-        ),
-        None,
-    )
-
-
-def _fits(instance: Instance) -> bool:
-    """Whether a layout fits its devices, and what it puts on hosts fits them."""
-    if why_infeasible(instance):
-        return False
-    return isinstance(sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution)
-
-
-def _leanest(candidates: Candidates, count: int = MISSES_LOOKED_AT) -> list[Layout]:
-    """Return the layouts that hold least on a stage, if layers could be divided evenly.
-
-    One of them needs least: micro-batches are small and states divided all the way.  Of a family's
-    timetables the simplest that can run stands for all; 1F1B, where it is asked for, holds least.
+    `reasons` were told of layouts that do not fit.
     """
-    smallest: dict[object, Family] = {}
-    for family in candidates.families:
-        least = smallest.setdefault(family.degrees, family)
-        if family.micro_batch < least.micro_batch:
-            smallest[family.degrees] = family
-
-    def least_bytes(layout: Layout) -> float:
-        return mean_least_bytes(candidates.model, candidates.costs(layout), layout)
-
-    lean = (
-        layout
-        for family in smallest.values()
-        for part in itertools.islice(family.by_timetable(), 1)
-        for layout in part.corners()
-        if candidates.refusal(layout) is None
+    lean = _leanest(request, build, LOOKED_AT)
+    if not lean:
+        return nothing_runs(request, _all_refused(build(request)))
+    groups, job = request.cluster.groups, request.job
+    each = [
+        f"{one.devices} x {one.accelerator.name} ({bytes_text(one.accelerator.memory_bytes)} each)"
+        for one in groups
+    ]
+    start = f"no plan of {request.model.name} fits {' and '.join(each)}"
+    at = f"at sequence {job.seq_len} and global batch {job.global_batch}."
+    would_fit = ways_out(request, partial(_fitting, build))
+    alone = next((f" For one, {one}." for one in reasons if one.startswith("layer ")), "")
+    best: tuple[float, Ranked] | None = None
+    for number, _, layout in lean:
+        most = MOST_MEMORY if best is None else best[0]
+        found = _least_memory(request, build, number, layout, most)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    if best is None:
+        return f"{start} {at}{alone} Not with {MOST_MEMORY:g} times the memory either. {would_fit}"
+    factor, closest = best
+    if factor == 1.0:
+        return f"{start} and their hosts {at}{alone} {_host_miss(request, closest)} {would_fit}"
+    stages = closest.prediction.stages
+    index, stage = max(
+        enumerate(stages), key=lambda s: s[1].peak_memory_bytes / s[1].memory_capacity_bytes
     )
-    return heapq.nsmallest(count, lean, key=least_bytes)
+    parts = sorted(stage.memory_parts.items(), key=lambda part: -part[1])[:4]
+    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
+    name, group = closest.prediction.layout, closest.plan.stages[index].group
+    if group is None:
+        needs = factor * groups[0].accelerator.memory_bytes
+        where = f"needs at least {bytes_text(needs)} on each; stage {index} holds {listed}"
+    else:
+        where = (
+            f"needs {factor:.2f} times their memory: stage {index} on {group} holds "
+            f"{bytes_text(stage.peak_memory_bytes)} where "
+            f"{bytes_text(stage.memory_capacity_bytes / factor)} are, most of it {listed}"
+        )
+    return f"{start} {at}{alone} The closest, {name}, {where}. {would_fit}"
+
+
+def _host_miss(request: Request, closest: Ranked) -> str:
+    """Say what hosts would have to hold of a layout that fits its devices."""
+    stages = closest.prediction.stages
+    index, stage = max(enumerate(stages), key=lambda s: s[1].host_bytes)
+    named = closest.plan.stages[index].group
+    group = next(one for one in request.cluster.groups if named in (None, one.name))
+    needs, host = group.devices_per_node * stage.host_bytes, group.host_memory_bytes or 0
+    return (
+        f"The closest, {closest.prediction.layout}, fits the devices with {bytes_text(needs)} in "
+        f"each node's host memory, of which {bytes_text(USABLE * host)} of {bytes_text(host)} may "
+        "be so filled."
+    )
+
+
+Lean = list[tuple[int, Space[Any], Layout]]
+"""The number of a space among those of its request, the space, and one of its layouts."""
+
+
+def _leanest(request: Request, build: Build, count: int) -> Lean:
+    """Return the layouts that hold least on a stage, if layers could be divided evenly."""
+    every = (
+        (number, space, layout)
+        for number, space in enumerate(build(request))
+        for layout in _lean_layouts(space)
+    )
+
+    def least_bytes(one: tuple[int, Space[Any], Layout]) -> float:
+        _, space, layout = one
+        return mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
+
+    return heapq.nsmallest(count, every, key=least_bytes)
+
+
+def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
+    """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees.
+
+    Of a group's schedules the simplest that can run stands for all; 1F1B, where it is asked for,
+    holds least.
+    """
+    smallest: dict[tuple[int, ...], Any] = {}
+    for _, group in space.bundles(Counter()):
+        first = group.first
+        key = (first.tensor, first.context, first.expert, first.pipeline, first.data)
+        known = smallest.setdefault(key, group)
+        if first.micro_batch < known.first.micro_batch:
+            smallest[key] = group
+    for group in smallest.values():
+        yield from (layout for layout in group.corners() if space.refusal(layout) is None)
 
 
 def mean_least_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> float:
@@ -187,34 +190,43 @@ def mean_least_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> f
     return layers / layout.pipeline + working
 
 
-def _least_bytes(candidates: Candidates, layout: Layout) -> float:
-    """Return the least device memory in which a layout fits, to a thousandth."""
-    high = low = float(candidates.cluster.groups[0].accelerator.memory_bytes)
-    while not _fits_in(candidates, layout, high):
+def _fitting(build: Build, request: Request) -> Layout | None:
+    """Return a layout that fits, of those that hold least."""
+    slow = request.cluster.mixed or request.model.edges
+    lean = _leanest(request, build, LOOKED_AT if slow else TRIED)
+    return next((layout for _, space, layout in lean if space.fits(layout)), None)
+
+
+def _least_memory(
+    request: Request, build: Build, number: int, layout: Layout, most: float
+) -> tuple[float, Ranked] | None:
+    """Return how many times the memory a layout needs, and its plan there; None if over `most`.
+
+    Hosts have room for anything; `number` is that of its space.
+    """
+    names = [field.name for field in fields(Pins) if hasattr(layout, field.name)]
+    pins = replace(request.pins, **{name: getattr(layout, name) for name in names})
+
+    def within(factor: float) -> tuple[Space[Any], Found[Any]] | None:
+        groups = []
+        for group in request.cluster.groups:
+            size = int(factor * group.accelerator.memory_bytes)
+            roomy = group.accelerator.model_copy(update={"memory_bytes": size})
+            update = {"accelerator": roomy, "host_memory_bytes": None}
+            groups.append(group.model_copy(update=update))
+        cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
+        space = list(build(replace(request, cluster=cluster, pins=pins)))[number]
+        answer = space.solve(layout, float("inf"))
+        return (space, answer) if isinstance(answer, Found) else None
+
+    low = high = 1.0
+    while (found := within(high)) is None:
+        if high >= most:
+            return None
         low, high = high, 2 * high
-    while high - low > 1e-3 * high:
+    while high - low > HAIR * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if _fits_in(candidates, layout, middle) else (middle, high)
-    return high
-
-
-def _fits_in(candidates: Candidates, layout: Layout, memory_bytes: float) -> bool:
-    instance = _with_memory(candidates, layout, memory_bytes)
-    return not why_infeasible(instance) and isinstance(solve(instance), Solution)
-
-
-def _with_memory(candidates: Candidates, layout: Layout, memory_bytes: float) -> Instance:
-    """Return the partition problem of a layout on devices with so much memory and any host."""
-    costs, instance = candidates.costs(layout), candidates.instance(layout)
-    capacity = capacity_bytes(candidates.cluster, costs, memory_bytes)
-    stages = tuple(replace(stage, capacity_bytes=capacity) for stage in instance.stages)
-    return replace(instance, stages=stages, hosts=())
-
-
-def _within(candidates: Candidates, layout: Layout, memory_bytes: float) -> Prediction:
-    """Return the prediction of the best plan of a layout that fits in so much memory."""
-    solution = solve(_with_memory(candidates, layout, memory_bytes))
-    assert isinstance(solution, Solution), "it was seen to fit"
-    costs = candidates.costs(layout)
-    plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
-    return placement_prediction(candidates.tables, layout, placements_of(plan, candidates.model))
+        better = within(middle)
+        low, high, found = (middle, high, found) if better is None else (low, middle, better)
+    space, answer = found
+    return high, space.ranked(answer)

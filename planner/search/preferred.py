@@ -110,7 +110,8 @@ def not_worth_eight_bits(request: Request, plan: Plan, prediction: Prediction) -
     """Yield a note where the same plan is about as fast, or faster, with products in 16 bits."""
     if plan.precision not in EIGHT_BITS:
         return
-    wide_plan = plan.model_copy(update={"precision": "bf16"})
+    plain = {"precision": "bf16", "scales": "tensorwise", "weight_wire": "full"}
+    wide_plan = plan.model_copy(update=plain)
     wide = predict(wide_plan, request.model, request.cluster, request.profile)
     step_s, wide_s = prediction.step_time_s, wide.step_time_s
     if step_s < (1 - NEAR) * wide_s:

@@ -4,24 +4,27 @@ The bounds of `planner.search.candidates` hold for any objective
 
     steady max_r t_r + fill Σ_r t_r
 
-in the seconds t_r that ranks spend on one micro-batch.  Two of that form are never above the
-simulated step T of m micro-batches on P ranks (`pace`):
+in the seconds t_r that ranks spend on one micro-batch.  Those of that form below are never above
+the simulated step T of m micro-batches on P ranks of V stages (`pace`).
 
     m max_r t_r      a rank does one action at a time.  What it does once, σ_r, follows its last
                      action: T >= max_r m t_r + σ_r, so that σ_r / m counts like seconds of a
                      micro-batch
-    K Σ_r t_r        of schedules with one stage a rank and whole backwards, K being
-                     (m + P - 1) / P          under GPipe, and under 1F1B with m > P
+    K Σ_r t_r        (m + P - 1) / P          under GPipe, and under 1F1B with m > P
                      1 / (1 - (1 - 1/m)^P)    under 1F1B with m <= P
+                     `looped_fill`            under interleaved 1F1B with m a multiple of P
+    K Σ_r (t_r - w_r)
+                     1 / (1 - (1 - 1/m)^(P V)) where backwards are split, w_r being seconds of W
 
 The first K is proven for 1F1B in `planner.solver.phi.balanced_s`.  GPipe takes
 Σ f + (m - 1) max f + Σ b + (m - 1) max b at least, where a maximum is no less than the mean.
 
-The second: before rank r begins, the first micro-batch passes the ranks before it, and when it has
-ended the last one goes back through them, T >= m t_r + Σ_{s<r} t_s.  So T is at least any mean of
-these over r with weights y.  With Y_r = Σ_{q>r} y_q, rank r then counts m y_r + Y_r times.  That is
-K for all of them if y_r = (K - Y_r) / m, which makes Y_{r-1} = (1 - 1/m) Y_r + K / m, hence
-Y_{-1} = K (1 - (1 - 1/m)^P), and weights add up to 1.
+The second and the last: before stage q begins, the first micro-batch passes the stages before it,
+and when stage q has done its last way back, that micro-batch goes back through them.  With x_s
+seconds of both ways, T >= m x_q + Σ_{s<q} x_s.  So T is at least any mean of these over q with
+weights y.  With Y_q = Σ_{p>q} y_p, stage q then counts m y_q + Y_q times.  That is K for all of
+them if y_q = (K - Y_q) / m, which makes Y_{q-1} = (1 - 1/m) Y_q + K / m, hence
+Y_{-1} = K (1 - (1 - 1/m)^S), and weights add up to 1.
 
 Of other schedules no such constant is known that holds for all cuts: under interleaved 1F1B uneven
 ranks may be 2 % faster than even ones with the same sum.
@@ -32,6 +35,10 @@ Transfers that computation hides take no time here; those that do not are second
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.costs.recomputes import choices_of
@@ -39,30 +46,78 @@ from planner.plan import Layout
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
-from planner.search.space import Family
+from planner.search.space import Family, Timetable
 from planner.solver import bounds
 from planner.solver.instance import Instance
 from planner.tolerances import ROUNDING
 
 
-def pace(schedule: str, ranks: int, micro_batches: int) -> tuple[float, float]:
+def pace(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[float, float]:
     """Return `steady` and `fill` of a bound of the simulated step.
 
-    >>> pace("1f1b", 4, 8), pace("1f1b", 2, 2), pace("zbv", 4, 8)
+    Where backwards are split, seconds of W do not count for `fill`.
+
+    >>> pace("1f1b", 4, 8), pace("1f1b", 2, 2), pace("zbv", 4, 8, 2)
     ((0.0, 2.75), (0.0, 1.3333333333333333), (8.0, 0.0))
     """
     known, m = schedule_of(schedule), micro_batches
-    if not flat(schedule, ranks):
-        return float(m), 0.0
-    if known.forwards_first or m > ranks:
+    steady = float(m), 0.0
+    if ranks == 1 or known.weight_versions > 1:
+        return steady
+    if flat(schedule, ranks) and (known.forwards_first or m > ranks):
         return 0.0, (m + ranks - 1) / ranks
-    return 0.0, 1.0 / (1.0 - (1.0 - 1.0 / m) ** ranks)
+    fill = 1.0 / (1.0 - (1.0 - 1.0 / m) ** (ranks * virtual_stages))
+    if known.splits_backward:
+        # W is about a third of both passes; where the bound that leaves it out is lower, the other.
+        return (0.0, fill) if 2 * fill * ranks > 3 * m else steady
+    if virtual_stages > 1 and m % ranks == 0:
+        fill = max(fill, looped_fill(ranks, m, virtual_stages))
+    return (0.0, fill) if fill * ranks >= m else steady
 
 
 def flat(schedule: str, ranks: int) -> bool:
     """Whether a constant is known that all seconds of a micro-batch count, wherever they are."""
     known = schedule_of(schedule)
     return ranks > 1 and (known.forwards_first or known.phi_bound)
+
+
+@lru_cache(maxsize=1024)
+def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
+    """Return K with T >= K Σ t under interleaved 1F1B, m being a multiple of P.
+
+    Before stage q = v P + r begins, the first micro-batch passes q stages.  From then on until the
+    last backward of stage q, rank r does all its actions but P of each stage before q, forwards at
+    the beginning and backwards at the end.  Then the last micro-batch goes back through q stages:
+
+        T >= Σ_{s<q} x_s + m Σ_u x_{u P + r} - P Σ_{u<v} x_{u P + r}
+
+    In the mean over v, and over r with weights a_r, stage u P + r counts
+
+        m a_r + (1 - P a_r) (V - 1 - u) / V + A_r / V       A_r = Σ_{s>r} a_s
+
+    times.  That is linear in u, so it is K at least where it is for the first and the last u.  From
+    the last rank on, each a_r is the least that makes it so; K holds if they add up to 1 or less.
+
+    >>> round(looped_fill(8, 8, 2), 3), round(looped_fill(8, 32, 2), 3)
+    (1.203, 4.216)
+    """
+    p, m, v = ranks, micro_batches, virtual_stages
+
+    def needed(fill: float) -> float:
+        behind = 0.0
+        for _ in range(p):
+            last = (fill - behind / v) / m
+            first = (fill - behind / v - (v - 1) / v) / (m - p * (v - 1) / v)
+            behind += max(0.0, last, first)
+        return behind
+
+    low, high = 0.0, (m + p) / p
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if needed(middle) <= 1.0 else (low, middle)
+    return low
 
 
 class SimulatedCandidates(Candidates):
@@ -77,20 +132,38 @@ class SimulatedCandidates(Candidates):
         found._known_paces = {}
         found._forget()
         found._known_moved = moved
+        if found.families:
+            # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.
+            chain = candidates._chain
+            weights_s = [
+                np.max([one.weight_s for one in each], axis=0) for each in chain.figures.values()
+            ]
+            counts = np.array([chain.counts[kind] for kind in chain.figures])
+            found._chain = replace(chain, credits_s=counts @ np.array(weights_s))
+            found._rooms = candidates._rooms.of(found._chain)
         return found
 
     def _pace(self, layout: Layout) -> tuple[float, float]:
-        return pace(layout.schedule, layout.pipeline, layout.micro_batches)
+        count, virtual = layout.micro_batches, layout.virtual_stages
+        return pace(layout.schedule, layout.pipeline, count, virtual)
 
-    def _credited(self, fill: float) -> float:
-        """Nothing is taken back: `fill` is no bubble."""
-        return 0.0
+    def _paces(
+        self, pipeline: int, count: int, found: tuple[Timetable, ...]
+    ) -> NDArray[np.float64]:
+        """As there; where `fill` leaves out W, so do actions."""
+        rows = super()._paces(pipeline, count, found).copy()
+        for row, (name, virtual) in zip(rows, found, strict=True):
+            if row[1] and schedule_of(name).splits_backward:
+                share = self.tables.action_share(virtual)
+                row[3] = share * max(0, 2 * pipeline * virtual - 2)
+        return rows
 
     def _with_once(
         self, part: Family, passes_s: bounds.Floats, once_s: bounds.Floats
     ) -> tuple[bounds.Floats, bounds.Floats]:
         count = part.micro_batches
-        if flat(part.timetables[0].schedule, part.degrees.pipeline):
+        _, fill = self._pace(part.first)
+        if fill:
             return passes_s, 0.0 * once_s
         return passes_s + once_s / count, 0.0 * once_s
 
@@ -98,6 +171,8 @@ class SimulatedCandidates(Candidates):
         """Least seconds with what sharding takes, memory ignored."""
         costs, count = self.tables.of(layout), layout.micro_batches
         steady, fill = self._pace(layout)
+        if layout.executed.splits_backward:
+            steady, fill = float(count), 0.0
         rows = []
         for kind, table in costs.kinds.items():
             among = choices_of(self.recompute, kind)
@@ -121,12 +196,15 @@ class SimulatedCandidates(Candidates):
         """Least seconds with what each stage can hold, by every pace that is known."""
         if layout not in self._known_memory_s:
             step_s = self.tables.of(layout).step_s
-            each = (bounds.counted_s(one) for one in self.instances(layout))
+            each = (bounds.counted_s(one) + more_s for one, more_s in self.instances(layout))
             self._known_memory_s[layout] = max(each) + step_s
         return self._known_memory_s[layout]
 
-    def instances(self, layout: Layout) -> list[Instance]:
-        """Return partition problems none of whose optima is above the least simulated step."""
+    def instances(self, layout: Layout) -> list[tuple[Instance, float]]:
+        """Return partition problems, none of whose optima is above the least simulated step.
+
+        Each with what its optimum is below that at least: transfers.
+        """
         costs, count = self._sending(layout), layout.micro_batches
         base = instance_of(
             self.model, self.cluster, layout, costs, self.recompute, self.pins.require
@@ -145,11 +223,13 @@ class SimulatedCandidates(Candidates):
                 for table in base.kinds
             ),
         )
-        if not flat(layout.schedule, layout.pipeline):
-            return [steady]
+        _, fill = self._pace(layout)
+        if not fill or layout.executed.splits_backward:
+            return [(steady, 0.0)]
         unsynced = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in base.kinds)
-        _, fill = pace(layout.schedule, layout.pipeline, count)
-        return [steady, replace(base, steady=0.0, fill=fill, kinds=unsynced)]
+        waited_s = transfers(layout) * hidden_s(self.costs(layout))
+        flat = replace(base, steady=0.0, fill=fill, kinds=unsynced)
+        return [(steady, 0.0), (flat, waited_s)]
 
     def _sending(self, layout: Layout) -> LayoutCosts:
         """Return costs whose transfers are what their senders wait for."""
@@ -157,3 +237,23 @@ class SimulatedCandidates(Candidates):
         waiting_s = costs.waits * costs.transfer_s
         action_s = costs.boundary_s - costs.transfer_s
         return replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
+
+
+def transfers(layout: Layout) -> int:
+    """Return how many transfers a step waits for beside `fill`, at least.
+
+    Under 1F1B each of ⌊m / P⌋ rounds through all ranks and back (`planner.search.simulated_cuts`),
+    under GPipe the first micro-batch on its way and the last one on its way back.
+
+    >>> transfers(Layout(pipeline=4, micro_batches=9)), transfers(Layout(micro_batches=9))
+    (12, 0)
+    """
+    known, ranks, m = layout.executed, layout.pipeline, layout.micro_batches
+    if known.forwards_first:
+        return 2 * (ranks - 1)
+    return 2 * (ranks - 1) * (m // ranks) if known.phi_bound and m >= 2 * ranks else 0
+
+
+def hidden_s(costs: LayoutCosts) -> float:
+    """Return the seconds of a transfer that its receiver waits for, and its sender does not."""
+    return (1 - costs.waits) * costs.transfer_s

@@ -24,7 +24,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,11 @@ from planner.plan import Layout
 from planner.schedule import rank_of_stage
 from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
+from planner.search.simulated_bounds import hidden_s
+from planner.search.simulated_cuts import Placed, least_s
 from planner.solver.instance import Instance, Solution, priced
 from planner.tolerances import ROUNDING
 
-MOST_ACTIONS = 30_000
-"""Of a step whose paths are looked at."""
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
 CLOSE = 1e-6
@@ -50,49 +50,78 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """What a rank may hold, and its seconds."""
+    """What a rank may hold, wherever its entries begin, and its seconds."""
 
     rank: int
-    first: int
     options: tuple[int, ...]
     seconds: Floats
     """[kind, stage] Of one micro-batch; 0 of the stages of other ranks."""
     sync_s: float
     update_s: float
 
-    @property
-    def end(self) -> int:
-        """The first entry of the next rank."""
-        return self.first + len(self.options)
+
+class Choices:
+    """What the ranks of a layout may hold in plans that beat a limit."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        layout: Layout,
+        instance: Instance,
+        columns: Sequence[Column],
+        placed: Placed,
+    ) -> None:
+        """`columns` are those of `placed`, one for each of its rows."""
+        self._candidates, self._layout, self._instance = candidates, layout, instance
+        self._columns, self._placed = columns, placed
+        costs = candidates.costs(layout)
+        self._step_s, self._transfer_s = costs.step_s, hidden_s(costs)
+
+    def cut_s(self, limit_s: float) -> float:
+        """Return seconds that no cut simulates below, or `limit_s` if that is less."""
+        low_s = least_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
+        return min(limit_s, low_s + self._step_s)
+
+    def optimum(
+        self,
+        limit_s: float,
+        tried: Callable[[Solution], float],
+        *,
+        actions: int,
+        nodes: int,
+        until: float = math.inf,
+    ) -> float | None:
+        """Return seconds that no plan simulates below, or `limit_s` if that is less.
+
+        `tried` simulates a solution and returns its step.  None where the step has more
+        `actions`; it stops at so many `nodes` of a tree, or when the process has used `until` CPU
+        seconds.
+        """
+        if 2 * self._layout.micro_batches * self._layout.stages > actions:
+            return None
+        low_s = self.cut_s(limit_s)
+        if low_s >= limit_s:
+            return limit_s
+        program = _Program(
+            self._candidates, self._layout, self._instance, self._columns, self._placed
+        )
+        return max(low_s, program.solve(limit_s, tried, nodes, until))
 
 
-def optimum(
-    candidates: Candidates,
-    layout: Layout,
-    limit_s: float,
-    tried: Callable[[Solution], float],
-    *,
-    ways: int,
-    until: float = math.inf,
-) -> float | None:
-    """Return seconds that no plan of a layout simulates below, or `limit_s` if that is less.
+def choices_of(
+    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int
+) -> Choices | None:
+    """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
-    `tried` simulates a solution and returns its step.  None where the program is too large (on a
-    rank, more than `ways` to choose options), or the layout has what it does not know; it stops
-    when the process has used `until` CPU seconds.
+    Too much are more than `ways` to choose options on a rank.
     """
-    if 2 * layout.micro_batches * layout.stages > MOST_ACTIONS or layout.pipeline == 1:
+    if layout.pipeline == 1:
         return None
     instance = candidates.instance(layout)
     if instance.sides or instance.hosts or instance.sizes or instance.used_bytes is None:
         return None
-    columns = _Columns(candidates, layout, instance, limit_s, ways).every()
-    if columns is None:
-        return None
-    program = _Program(candidates, layout, instance, columns)
-    if not program.feasible:
-        return limit_s
-    return program.solve(limit_s, tried, until)
+    found = _Columns(candidates, layout, instance, limit_s, ways).every()
+    return None if found is None else Choices(candidates, layout, instance, *found)
 
 
 class _Columns:
@@ -121,8 +150,8 @@ class _Columns:
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
         self._known: dict[tuple[object, ...], list[Column] | None] = {}
 
-    def every(self) -> list[Column] | None:
-        """Return all columns; None where there are too many.
+    def every(self) -> tuple[list[Column], Placed] | None:
+        """Return all columns and where they may begin; None where there are too many.
 
         A rank's entries take at most as long as the limit leaves, at their fastest; so do those of
         the ranks behind it, which have to hold the rest.
@@ -136,7 +165,8 @@ class _Columns:
             least_s = total_s[earliest[-1]] - most_s
             earliest.append(int(np.searchsorted(total_s, least_s, "left")))
         earliest.reverse()
-        result: list[Column] = []
+        columns: list[Column] = []
+        places: list[tuple[int, int, int]] = []
         starts = {0} if earliest[0] == 0 else set[int]()
         for rank in range(ranks):
             following: set[int] = set()
@@ -148,19 +178,19 @@ class _Columns:
                 for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
                     following.add(end)
                     own = self._of(rank, first, layers[first:end])
-                    if own is None or len(result) + len(own) > MOST_COLUMNS:
+                    if own is None or len(columns) + len(own) > MOST_COLUMNS:
                         return None
-                    result += own
+                    columns += own
+                    places += [(rank, first, end)] * len(own)
             starts = following
-        return result
+        return columns, _placed(columns, places, self._layout.stages)
 
     def _of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
         """Return the columns of a rank with these entries; None where there are too many."""
         key = rank, kinds
         if key not in self._known:
             self._known[key] = self._new(rank, first, kinds)
-        known = self._known[key]
-        return None if known is None else [replace(column, first=first) for column in known]
+        return self._known[key]
 
     def _new(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
@@ -246,7 +276,7 @@ class _Columns:
                 seconds[3, stage] = weight_s + action_s
                 seconds[2, stage] = seconds[1, stage] - seconds[3, stage]
             sync_s, update_s = sync_s + synced_s, update_s + updated_s
-        return Column(rank, first, options, seconds, sync_s, update_s)
+        return Column(rank, options, seconds, sync_s, update_s)
 
     def _layer(self, position: int, choice: int) -> tuple[float, ...]:
         """Return forward, backward, weights, and the least of any choice once per step."""
@@ -263,6 +293,20 @@ class _Columns:
                 min(one.optimizer_s + one.stream_s for one in every),
             )
         return self._layer_s[key]
+
+
+def _placed(
+    columns: Sequence[Column], places: Sequence[tuple[int, int, int]], stages: int
+) -> Placed:
+    rank, first, end = np.array(places, dtype=np.intp).reshape(-1, 3).T
+    return Placed(
+        rank=rank,
+        first=first,
+        end=end,
+        seconds=np.array([column.seconds for column in columns]).reshape(-1, len(KINDS), stages),
+        sync_s=np.array([column.sync_s for column in columns]),
+        update_s=np.array([column.update_s for column in columns]),
+    )
 
 
 def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
@@ -290,29 +334,23 @@ class _Program:
         layout: Layout,
         instance: Instance,
         columns: Sequence[Column],
+        placed: Placed,
     ) -> None:
         import highspy  # noqa: PLC0415 - loaded where it is used
 
         self._instance, self._layout, self._columns = instance, layout, columns
         costs = candidates.costs(layout)
         self._step_s = costs.step_s
-        self._transfer_s = [(1 - costs.waits) * costs.transfer_s] * (layout.stages - 1)
+        self._transfer_s = [hidden_s(costs)] * (layout.stages - 1)
         self._graph: Graph = graph_of(
             layout.executed.name,
             stages=layout.stages,
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
         )
-        self.feasible = all(
-            any(column.rank == rank for column in columns) for rank in range(layout.pipeline)
-        )
-        self._rank = np.array([column.rank for column in columns], dtype=int)
-        self._seconds = np.array([column.seconds for column in columns])
-        """[column, kind, stage]"""
-        self._sync_s = np.array([column.sync_s for column in columns])
-        self._update_s = np.array([column.update_s for column in columns])
-        if not self.feasible:
-            return
+        self._placed = placed
+        self._rank, self._seconds = placed.rank, placed.seconds
+        self._sync_s, self._update_s = placed.sync_s, placed.update_s
         self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
         self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
@@ -341,8 +379,7 @@ class _Program:
     def _links(self) -> None:
         """Each rank has one column, and begins where the one before it ends."""
         ranks = self._layout.pipeline
-        firsts = [column.first for column in self._columns]
-        ends = [column.end for column in self._columns]
+        firsts, ends = self._placed.first.tolist(), self._placed.end.tolist()
         self._row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
         for rank in range(1, ranks):
             before = np.flatnonzero(self._rank == rank - 1).tolist()
@@ -381,8 +418,11 @@ class _Program:
             [*(-worth[at] / self._unit_s), 1.0],
         )
 
-    def solve(self, limit_s: float, tried: Callable[[Solution], float], until: float) -> float:
+    def solve(
+        self, limit_s: float, tried: Callable[[Solution], float], nodes: int, until: float
+    ) -> float:
         """Return the least step, or `limit_s` if that is less."""
+        self._highs.setOptionValue("mip_max_nodes", nodes)
         low_s = 0.0
         for whole in (False, True):
             kind = self._integer if whole else self._continuous
@@ -439,10 +479,10 @@ class _Program:
         return found
 
     def _solution(self, values: Floats) -> Solution:
-        chosen = [self._columns[at] for at in np.flatnonzero(values[:-2] > 0.5).tolist()]
-        chosen.sort(key=lambda column: column.rank)
-        cuts = (0, *(column.end for column in chosen))
-        options = [option for column in chosen for option in column.options]
+        chosen = np.flatnonzero(values[:-2] > 0.5)
+        chosen = chosen[np.argsort(self._rank[chosen])]
+        cuts = (0, *self._placed.end[chosen].tolist())
+        options = [option for at in chosen.tolist() for option in self._columns[at].options]
         return priced(self._instance, cuts, options)
 
 

@@ -25,7 +25,7 @@ from planner.plan import Layout
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_program import optimum
+from planner.search.simulated_program import Choices, choices_of
 from planner.search.space import Family, canonical, complexity, timetables
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
 from planner.tolerances import EQUAL, ROUNDING
@@ -34,9 +34,10 @@ Solve = Callable[[Instance, float], object]
 Told = Callable[[float], None]
 """Told the certified gap as it falls."""
 
-FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, SOLVED, SETTLED = range(7)
+FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, CUT, SOLVED, SETTLED = range(8)
 """What is known of an entry: computation; within memory; with sharing; as a layout; all of its
-memory; the exact optimum of the bound; of the simulated step."""
+memory; the least of all cuts by paths that stay with a rank; the exact optimum of the bound; of the
+simulated step."""
 BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 """Entries that are looked at together."""
 
@@ -47,27 +48,46 @@ class Effort:
 
     schedules: int = 8
     """Other schedules of the closed form's optimum that are solved and simulated."""
-    families: int = 600
+    families: int = 1_500
     """Configuration groups and parts that are bounded."""
-    layouts: int = 80
+    layouts: int = 150
     """Layouts whose memory is looked at."""
-    solved: int = 10
+    cut: int = 4
+    """Layouts whose cuts are gone through."""
+    solved: int = 12
     """Layouts whose partition problems are solved."""
-    programs: int = 5
+    programs: int = 2
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""
+    actions: int = 2_500
+    """Of a step whose program is tried."""
+    nodes: int = 50
+    """Of the tree of one program."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
+    program_s: float = math.inf
+    """Of them, for one program."""
 
 
 NEAR = 0.03
 """Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
 USUAL = Effort()
-BRIEF = Effort(schedules=6, families=96, layouts=20, solved=2, programs=0)
+BRIEF = Effort(schedules=6, families=96, layouts=20, cut=4, solved=2, programs=0)
 """For plans beside the answer, of which nothing is proven."""
 _ALL = 1 << 30
-FULL = Effort(families=_ALL, layouts=_ALL, solved=_ALL, programs=_ALL, ways=20_000, seconds=100.0)
+FULL = Effort(
+    families=_ALL,
+    layouts=_ALL,
+    cut=_ALL,
+    solved=_ALL,
+    programs=_ALL,
+    ways=20_000,
+    actions=30_000,
+    nodes=1_000,
+    seconds=100.0,
+    program_s=5.0,
+)
 Prove = Literal["usual", "simulated"]
 EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
 """What a user may ask for."""
@@ -132,6 +152,8 @@ class _Search:
         self._found: list[tuple[Candidates, Ranked]] = []
         self._polished: dict[tuple[int, Layout], float] = {}
         """What programs have found before their turn."""
+        self._known_choices: dict[tuple[int, Layout], Choices | None] = {}
+        """Of layouts whose cuts were gone through, and whose programs may come."""
         self._numbers = itertools.count()
         self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
         self._spent = dict.fromkeys(range(SETTLED + 1), 0)
@@ -216,15 +238,22 @@ class _Search:
             return False
         if level < LAYOUT:
             return sum(spent[one] for one in range(LAYOUT)) < effort.families
-        most = {LAYOUT: effort.layouts, WITHIN_MEMORY: effort.solved, SOLVED: effort.programs}
+        most = {
+            LAYOUT: effort.layouts,
+            WITHIN_MEMORY: max(effort.cut, effort.solved),
+            CUT: effort.solved,
+            SOLVED: effort.programs,
+        }
         return spent[level] < most.get(level, 0)
 
     def _advance(self, level: int) -> None:
         """Give the lowest entries of a level their next bound."""
         if level >= LAYOUT:
             bound_s, _, _, place, item = heapq.heappop(self._left[level])
-            self._spent[level] += 1
             assert isinstance(item, Layout)
+            if level == LAYOUT and self._left_out(place, item):
+                return
+            self._spent[level] += 1
             better_s = self._layout_s(level, place, item)
             self._push(level + 1, max(bound_s, better_s), place, item)
             return
@@ -250,6 +279,8 @@ class _Search:
     def _layout_s(self, level: int, place: int, layout: Layout) -> float:
         """Return the next bound of a layout."""
         if level == WITHIN_MEMORY:
+            return self._cut_s(place, layout) if self._spent[level] <= self._effort.cut else 0.0
+        if level == CUT:
             return self._solved_s(place, layout)
         if level == SOLVED:
             known_s = self._polished.pop((place, layout), None)
@@ -286,28 +317,24 @@ class _Search:
         opened = bounded.shared_rooms_s([part for _, part in some])
         for (bound_s, _), layouts in zip(some, opened, strict=True):
             for layout, better_s in layouts:
-                least_s = max(bound_s, better_s)
-                if least_s >= self._limit_s or bounded.refusal(layout) is not None:
-                    continue
-                if not bounded.repeats(layout):
-                    self._push(LAYOUT, least_s, place, layout)
+                self._push(LAYOUT, max(bound_s, better_s), place, layout)
 
     def _solved_s(self, place: int, layout: Layout) -> float:
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
         candidates, bounded = self._every[place], self._bounded[place]
         step_s = candidates.costs(layout).step_s
         most_s = -math.inf
-        for instance in bounded.instances(layout):
+        for instance, waited_s in bounded.instances(layout):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
-            solution = self._solve(relaxed, self._limit_s - step_s)
+            solution = self._solve(relaxed, self._limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
                 return math.inf
             if isinstance(solution, Solution):
-                most_s = max(most_s, solution.lower_bound_s + step_s)
+                most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
                 self._try(candidates, layout, solution)
             elif isinstance(solution, Fathomed):
-                most_s = max(most_s, solution.lower_bound_s + step_s)
+                most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
         near_s = self._best.objective_s * (1 + NEAR)
         if most_s < self._limit_s and candidates.memory_s(layout) <= near_s:
             solution = self._solve(candidates.instance(layout), near_s - step_s)
@@ -326,28 +353,68 @@ class _Search:
             self._owner, self._best = candidates, plan
         return plan.prediction.step_time_s
 
+    def _choices(self, place: int, layout: Layout) -> Choices | None:
+        """Return what the ranks of a layout may hold, if that can be told."""
+        key = place, layout
+        if key not in self._known_choices:
+            self._known_choices[key] = choices_of(
+                self._every[place], layout, self._limit_s, ways=self._effort.ways
+            )
+        return self._known_choices[key]
+
+    def _cut_s(self, place: int, layout: Layout) -> float:
+        """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        choices = self._choices(place, layout)
+        found_s = 0.0 if choices is None else choices.cut_s(self._limit_s)
+        if found_s >= self._limit_s:
+            del self._known_choices[place, layout]
+        return found_s
+
     def _settled_s(self, place: int, layout: Layout) -> float:
         """Return the least of a layout by its program; 0 if that cannot be told."""
+        choices = self._choices(place, layout)
+        del self._known_choices[place, layout]
+        if choices is None:
+            return 0.0
         candidates = self._every[place]
-        found_s = optimum(
-            candidates,
-            layout,
+        found_s = choices.optimum(
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
-            ways=self._effort.ways,
-            until=self._started + self._effort.seconds,
+            actions=self._effort.actions,
+            nodes=self._effort.nodes,
+            until=min(
+                self._started + self._effort.seconds,
+                time.process_time() + self._effort.program_s,
+            ),
         )
         return 0.0 if found_s is None else found_s
 
     def _gap(self) -> float:
         return max(0.0, 1 - self._bound_s() / self._best.prediction.step_time_s)
 
+    def _left_out(self, place: int, layout: Layout) -> bool:
+        """Whether a layout is none of the space; most never have to be asked."""
+        bounded = self._bounded[place]
+        return bounded.refusal(layout) is not None or bounded.repeats(layout)
+
     def _bound_s(self) -> float:
+        heap = self._left[LAYOUT]
+        while heap:
+            _, _, _, place, item = heap[0]
+            assert isinstance(item, Layout)
+            if not self._left_out(place, item):
+                break
+            heapq.heappop(heap)
         tops = [heap[0][0] for heap in self._left if heap]
         return min([self._best.prediction.step_time_s, *tops])
 
+    def _looked_at(self, level: int) -> int:
+        spent = self._spent[level]
+        return min(spent, self._effort.cut) if level == WITHIN_MEMORY else spent
+
     def proof(self) -> Proof:
         """Return what is proven by now."""
+        lower_bound_s = self._bound_s()
         lowest = min((heap[0] for heap in self._left if heap), default=None)
         if lowest is not None and lowest[0] >= self._limit_s:
             lowest = None
@@ -356,9 +423,9 @@ class _Search:
         return Proof(
             best=self._best,
             owner=self._owner,
-            lower_bound_s=self._bound_s(),
+            lower_bound_s=lower_bound_s,
             found=tuple(self._found),
-            looked_at={name: self._spent[level] for level, name in enumerate(NAMES)},
+            looked_at={name: self._looked_at(level) for level, name in enumerate(NAMES)},
             lowest=first.text() if first is not None else None,
         )
 
@@ -368,6 +435,7 @@ NAMES = (
     "parts with sharing",
     "parts within memory and with sharing",
     "layouts within memory",
+    "layouts by their cuts",
     "layouts solved",
     "layouts by their programs",
     "",

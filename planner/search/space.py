@@ -21,7 +21,17 @@ from typing import NamedTuple, get_args
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Axis, Compile, GradientWire, Job, Layout, Offload
+from planner.plan import (
+    INSIDE_OUT,
+    Axis,
+    Compile,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    Scales,
+    WeightWire,
+)
 from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule
@@ -79,6 +89,9 @@ class Family:
     """How far tensor and context groups reach within each tier."""
     sequence_parallel: bool = True
     compile: Compile = "none"
+    scales: Scales = "tensorwise"
+    weight_wire: WeightWire = "full"
+    """Of layouts that gather weights in each pass."""
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -91,6 +104,8 @@ class Family:
             self.micro_batch,
             self.place,
             self.compile,
+            self.scales,
+            self.weight_wire,
         )
 
     @property
@@ -113,6 +128,7 @@ class Family:
     ) -> Layout:
         """Return one layout; without `saving`, of the first."""
         saving = saving or self.savings[0]
+        here = saving.offload != "parameters"
         return Layout(
             tensor=self.degrees.tensor,
             context=self.degrees.context,
@@ -128,6 +144,8 @@ class Family:
             order=sharing.order,
             offload=saving.offload,
             gradient_wire=saving.wire,
+            scales=self.scales,
+            weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             compile=self.compile,
         )
@@ -139,17 +157,12 @@ class Family:
                 for saving in self.savings:
                     yield self.layout(sharing, timetable, saving)
 
-    def widest(self) -> Iterator[ShardingChoice]:
-        """Yield the sharings that divide states among the most ranks, for each ZeRO level."""
-        for level in {sharing.zero: None for sharing in self.sharings}:
-            yield next(sharing for sharing in self.sharings if sharing.zero == level)
-
     def corners(self) -> Iterator[Layout]:
-        """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
-        for widest in self.widest():
-            for timetable in self.timetables:
-                for saving in self.savings:
-                    yield self.layout(widest, timetable, saving)
+        """Yield layouts of the simplest timetable, states divided the most at each ZeRO level."""
+        for level in {sharing.zero: None for sharing in self.sharings}:
+            widest = next(sharing for sharing in self.sharings if sharing.zero == level)
+            for saving in self.savings:
+                yield self.layout(widest, self.timetables[0], saving)
 
     @property
     def first(self) -> Layout:
@@ -331,6 +344,8 @@ def families(
                     place=place,
                     sequence_parallel=divided,
                     compile=choice,
+                    scales=pins.scales or "tensorwise",
+                    weight_wire=weight_wire(request),
                 )
 
 
@@ -353,6 +368,19 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
     hindered = any(conflict.place == "compile" for conflict in found)
     return "none" if hindered else "block"
+
+
+def weight_wire(request: Request) -> WeightWire:
+    """Return how weights travel that ranks gather in each pass.
+
+    Where the user has not said: in 8 bits, if products round them so anyway, since that halves what
+    is sent and held and changes no value.
+    """
+    pins, job = request.pins, request.job
+    if pins.weight_wire is not None:
+        return pins.weight_wire
+    narrow = job.precision == "fp8" and pins.scales in (None, "tensorwise")
+    return "fp8" if narrow and "fp8" in request.space.weight_wires else "full"
 
 
 def _orders(

@@ -1,7 +1,8 @@
 """Where to cut a chain, given what every stage would cost for every run of layers.
 
-A table `x[stage, first, n - 1]` says what `stage` costs with the n layers from `first` on; inf
-where it cannot hold them.  `best_cuts` minimises exactly what `planner.solver.descent` says.
+A table `x[stage, first, n - 1]` says what `stage` costs with the n layers from `first` on, flat or
+not; inf where it cannot hold them.  `best_cuts` minimises exactly what `planner.solver.descent`
+says.
 
 Among equal sums the dynamic program takes the earliest cuts.
 """
@@ -57,7 +58,7 @@ class Chain:
 
     def smallest_maximum(self, cost: Floats) -> float:
         """Least possible maximum of `cost` over the stages; inf if the chain cannot be split."""
-        total = self._total
+        total, cost = self._total, cost.reshape(self._shape)
         windows = self._tails.start()
         best = np.empty(0)
         for s in range(self._shape[0] - 1, -1, -1):
@@ -68,7 +69,7 @@ class Chain:
 
     def smallest_sum(self, cost: Floats) -> tuple[int, ...] | None:
         """Earliest cuts with the least sum of `cost`, None if the chain cannot be split."""
-        stages = self._shape[0]
+        stages, cost = self._shape[0], cost.reshape(self._shape)
         total, picks = self._total, self._picks
         flat = total.reshape(-1)
         windows = self._tails.start()
@@ -87,6 +88,7 @@ class Chain:
 
     def along(self, table: Floats, way: tuple[int, ...]) -> list[float]:
         """[stage] Entries of a table that a split uses."""
+        table = table.reshape(self._shape)
         return [
             float(table[s, first, end - first - 1]) for s, (first, end) in enumerate(pairwise(way))
         ]

@@ -31,6 +31,7 @@ from planner.tolerances import SLACK
 Floats = NDArray[np.float64]
 
 _MULTIPLIERS = 12
+_HALVINGS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +111,28 @@ class Fluid:
         per_s = np.take_along_axis(self._per_s, pick, axis=2) / self._scale[:, None]
         least = np.take_along_axis(most, pick, axis=2)
         return least[:, :, 0], np.where(np.isfinite(least), per_s, 0.0)[:, :, 0]
+
+    def hosted(self, price: int, stage: int, own_s: Floats) -> Floats:
+        """Most of one price that a stage can hold in so many seconds with what is exposed."""
+        seconds = np.maximum((own_s - self._exposed_s[stage]) / self._scale[stage], 0.0)
+        per_s, of_bytes = self._per_s[price, stage], self._of_bytes[price, stage]
+        finite = self._finite[price, stage]
+        most: Floats = np.full(own_s.shape, np.inf)
+        for slope, given in zip(per_s[finite], of_bytes[finite], strict=True):
+            np.minimum(most, slope * seconds + given, out=most)
+        return most
+
+    def scarcest(self, cut_s: float) -> int:
+        """Return the price that the stages hold only under the highest ceiling, at such cuts."""
+        cuts_s = np.full(len(self._scale) - 1, cut_s)
+        low_s, high_s = self.largest_s, self.whole_s + 2 * cut_s
+        row = 0
+        for _ in range(_HALVINGS):
+            middle_s = (low_s + high_s) / 2
+            together = self.hosts(middle_s, cuts_s)[0].sum(axis=1) / self._total
+            row = int(np.argmin(together))
+            low_s, high_s = (low_s, middle_s) if together[row] >= 1.0 else (middle_s, high_s)
+        return row
 
     def allows(self, ceiling_s: float) -> bool:
         """Whether all stages together might hold all layers under the ceiling."""

@@ -1,40 +1,58 @@
-"""The partition problem as an integer program, solved by HiGHS through PuLP.
+"""Partition problems as an integer program, solved by HiGHS through PuLP.
 
-A second opinion: it shares the problem and its pricing with `planner.solver.inner` and nothing
-else.
+A second opinion on every kind of problem: it shares the problem and its pricing with the exact
+solvers and nothing else.  A chain is a graph with one order, and devices that are alike are one
+type, of which nothing has to be chosen.
 
-Layers of one kind in a row are a run, and layers of a run are alike, so counting them is enough.
-Over runs a of N_a layers, stages s, options k and levels i of transient bytes:
+Layers of a chain that are of one kind and in a row are a run, and layers of a run are alike, so
+counting them is enough; of a graph, and where cuts cost anything, every layer is a run of its own.
+Over runs a of N_a layers, stages s, types g, options k and levels i of transient bytes:
 
-    n[a,s,k]       integer: layers of run a on stage s with option k
-    done[a,s]      binary: run a ends on stage s or before
+    n[a,s,g,k]     integer: layers of run a on stage s, of type g, with option k
+    is[s,g]        binary: stage s is of type g
+    until[a,s]     = Σ_{s'<=s,g,k} n[a,s',g,k]: layers of run a on stage s or before
+    done[a,s]      binary: run a ends on stage s or before; until[a,s] where N_a is 1
     level[s,i]     binary: the largest transient of stage s is θ_i
+    sent[a,s]      the output of a crosses the boundary behind stage s
     t_s, τ, γ      seconds of stage s, of the slowest stage, of the longest synchronisation
 
     minimise    A τ + Σ_s z_s + γ,    z_s = ρ t_s - κ_s
 
-    Σ_{s,k} n[a,s,k] = N_a                          run{a}_is_placed
-    Σ_{a,k} n[a,s,k] >= least_s                     stage{s}_has_layers_enough
-    Σ_{a,k} n[a,s,k] <= most_s                      stage{s}_has_no_more_layers
-    Σ_{s'<=s,k} n[a,s',k] >= N_a done[a,s]          run{a}_is_done_by_stage{s}
+    Σ_{s,g,k} n[a,s,g,k] = N_a                      run{a}_is_placed
+    Σ_g is[s,g] = 1                                 stage{s}_has_a_type
+    Σ_s is[s,g] = P_g                               type{g}_is_used
+    Σ_k n[a,s,g,k] <= N_a is[s,g]                   run{a}_on_stage{s}_is_of_type{g}
+    Σ_{a,g,k} n[a,s,g,k] >= least_s                 stage{s}_has_layers_enough
+    Σ_{a,g,k} n[a,s,g,k] <= most_s                  stage{s}_has_no_more_layers
+    until[a,s] >= N_a done[a,s]                     run{a}_is_done_by_stage{s}
     done[a,s] >= done[a,s-1]                        run{a}_stays_done_on_stage{s}
-    Σ_k n[a,s,k] <= N_a done[a-1,s]                 run{a}_follows_the_one_before_on_stage{s}
+    until[b,s] <= N_b done[a,s]                     run{b}_follows_{a}_on_stage{s}
 
     Σ_i level[s,i] = 1                              stage{s}_has_one_transient_level
-    n[a,s,k] <= N_a Σ_{i: θ_i >= u_k} level[s,i]    n_{a}_{s}_{k}_is_below_the_level
-    Σ_{a,k} n[a,s,k] (w + q_s a + d_s e)
-        + Σ_i θ_i level[s,i] <= M_s                 stage{s}_fits_in_memory
-    Σ_s ranks_s Σ_{a,k} n[a,s,k] h <= H             host{number}_has_the_memory
+    n[a,s,g,k] <= N_a Σ_{i: θ_i >= u_k} level[s,i]  n_{a}_{s}_{g}_{k}_is_below_the_level
+    Σ n[a,s,g,k] (w + q a + d e)
+        + Σ_i θ_i level[s,i] <= Σ_g M_gs is[s,g]    stage{s}_fits_in_memory
+    Σ_s ranks_s Σ_{a,k} n[a,s,g,k] h <= H           host{number}_has_the_memory
 
-    t_s = σ_s Σ_{a,k} n[a,s,k] (f + b) + c_s        time_of_stage{s}
+    t_s = Σ n σ_g (f + b) + Σ_g c_gs is[s,g]
+        + cut_{s-1} + cut_s                         time_of_stage{s}
     t_s <= τ                                        stage{s}_is_within_the_slowest
-    Σ_{a,k} n[a,s,k] g <= γ                         stage{s}_syncs_within_the_longest
+    Σ n[a,s,g,k] γ_k <= γ                           stage{s}_syncs_within_the_longest
+    sent[a,s] >= until[a,s] - until[b,s]            output{a}_crosses_behind_stage{s}_to_{b}
+    cut_s >= Σ_a o_gh[a] sent[a,s]
+        - M (2 - is[s,g] - is[s+1,h])               cut_behind_stage{s}_of_types{g}_{h}
 
 Of the instance, A is `steady`, ρ `fill`, κ_s the `credits_s` of the layers on stage s; of a stage,
-σ_s is `time_scale`, c_s `exposed_s` and the cuts at its ends, M_s `free_bytes`, q_s and d_s the
-micro-batches in flight and those whose weight gradients wait; of option k, f and b are its seconds,
-g `sync_s`, u `transient_bytes`, and w, a and e the bytes that it holds always, per micro-batch in
-flight and per one that waits; h is what a layer has on its host of H bytes.
+σ is `time_scale`, c `exposed_s`, M `free_bytes`, q and d the micro-batches in flight and those
+whose weight gradients wait; of option k, f and b are its seconds, γ_k `sync_s`, u
+`transient_bytes`, and w, a and e the bytes that it holds always, per micro-batch in flight and per
+one that waits; h is what a layer has on its host of H bytes.  Where all runs are single layers, the
+largest transient is a number that no run on the stage exceeds: run{a}_runs_on_stage{s}.
+
+Where outputs are not relayed, Σ_a o[a] end[a,s] stands in t_s instead of the cuts, with
+
+    end[a,s] >= on[a,s] - until[b,s]                output{a}_for_{b}_on_stage{s}_is_sent
+    end[a,s] >= on[b,s] - on[a,s]                   output{a}_for_{b}_on_stage{s}_is_received
 
 With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
 stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
@@ -43,37 +61,37 @@ the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
 many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
 binary per stage where layers lie together.  A run ends where one of them begins or ends.
 
-Costs of cuts depend on where a cut is.  With them every layer is a run of its own, its row "done"
-is an equation, and the cut behind stage s lies behind layer a if done[a,s] - done[a+1,s] is 1.
-
 HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
-gigabytes.  PuLP calls a run that met its time limit "Optimal": `read` looks at `sol_status` and at
-the dual bound instead.
+gigabytes, and of a solution that exceeds a capacity by a tolerance another is asked for that leaves
+a little free.  The program knows sums of bytes alone: where stages hold more than sums they get
+less room until a solution fits, and the bound is that of the whole room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise, product, starmap
+from typing import Any, NamedTuple, overload
 
 from planner.errors import MeshwrightError
-from planner.solver.highs import Outcome, power_of_ten, pulp, run
+from planner.solver.highs import power_of_ten, pulp, run
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
     Instance,
     Option,
     Solution,
+    Stage,
     Unfinished,
     broken,
     fits,
     priced,
 )
 from planner.solver.memory_reach import why_infeasible
-from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.solver.sides import AtMost, Chosen, Host, Placed, Side, Tie, Together
 from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
@@ -81,25 +99,358 @@ _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Formulation:
-    """The program and what its variables mean; `count[a][s][k]` is n[a,s,k]."""
+class Taken(NamedTuple):
+    """A solution: the type of each stage, the runs of its layers in order, cuts and options."""
 
-    instance: Instance
-    program: Any
-    runs: list[tuple[int, int]]
-    count: list[list[list[Any]]]
-    unit_s: float
+    types: list[int]
+    runs: list[int]
+    cuts: list[int]
+    options: list[int]
 
-    def options(self, run: int) -> tuple[Option, ...]:
-        """Return the options of the layers of a run."""
-        return self.instance.kinds[self.runs[run][0]]
 
-    def terms(self, stage: int) -> Iterator[tuple[Any, Option, int]]:
-        """Counts on one stage, each with its option and its run."""
-        for a, on_stage in enumerate(self.count):
-            for n, option in zip(on_stage[stage], self.options(a), strict=True):
-                yield n, option, a
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A problem as the program takes it: runs of layers, stages, types of devices."""
+
+    runs: Sequence[tuple[int, int]]
+    """Kind and layers of each."""
+    edges: Sequence[tuple[int, int]]
+    """(a, b) where run b reads run a."""
+    types: Sequence[Sequence[Sequence[Option]]]
+    """[type][kind] Options."""
+    rooms: Sequence[Sequence[Stage]]
+    """[type][stage]"""
+    numbers: Sequence[int]
+    """[type] Stages of it."""
+    steady: float
+    fill: float
+    forward_apart: bool
+    evaluate: Callable[[Taken], tuple[Instance, Solution]]
+    """Return the chain of a solution, and the solution as its formulas have it."""
+    credits_s: Sequence[Sequence[float]] = ()
+    """[type][kind] None where it is empty."""
+    output_s: Sequence[Sequence[Sequence[float]]] = ()
+    """[type before][type after][run] Seconds of each of the stages that its output goes between."""
+    relayed: bool = True
+    hosts: Sequence[tuple[Host, int]] = ()
+    """Hosts, each for stages of one type."""
+    ties: Sequence[Tie] = field(default=())
+    """Of runs."""
+    more_than_sums: bool = False
+
+
+class Optimum(NamedTuple):
+    """A split, and how it was read."""
+
+    split: Solution
+    taken: Taken
+
+
+def optimum(
+    problem: Placement,
+    *,
+    time_limit_s: float | None = None,
+    gap: float = HIGHS_GAP,
+    at_least_s: float = -math.inf,
+    cutoff_s: float = math.inf,
+) -> Optimum | Unfinished | None:
+    """Solve a problem to a relative gap; None if there is no solution below the cutoff."""
+    lacks, bound_s = [0.0] * len(problem.rooms[0]), -math.inf
+    margins = (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN)
+    for attempt in range(_TIGHTENED if problem.more_than_sums else len(margins)):
+        margin = margins[min(attempt, len(margins) - 1)]
+        stated = _Program(problem, lacks, margin)
+        stated.bound(max(at_least_s, bound_s), cutoff_s)
+        outcome = run(stated.program, stated.unit_s, time_limit_s, gap)
+        if outcome.impossible and attempt == 0:
+            return None
+        bound_s = max(at_least_s, outcome.bound_s) if attempt == 0 else bound_s
+        if not outcome.found:
+            break
+        taken = stated.read()
+        instance, split = problem.evaluate(taken)
+        if fits(instance, split) and broken(instance, split) is None:
+            # Closed to the gap that was asked for counts as optimal only if the solver says so.
+            tolerance = 2 * gap if outcome.proven else EQUAL
+            lower_s = min(bound_s, split.objective_s)
+            return Optimum(replace(split, lower_bound_s=lower_s, tolerance=tolerance), taken)
+        for s, (used, stage) in enumerate(zip(split.stage_bytes, instance.stages, strict=True)):
+            lacks[s] += max(0.0, used - stage.capacity_bytes)
+    return Unfinished(bound_s)
+
+
+class _Count(NamedTuple):
+    """One variable n."""
+
+    variable: Any
+    run: int
+    type: int
+    option: Option
+    number: int
+    """Of the option."""
+
+
+class _Program:
+    """The program of a problem.
+
+    Stages have `lacks` bytes and a share `margin` of their capacity less than they have.
+    """
+
+    def __init__(self, problem: Placement, lacks: Sequence[float], margin: float) -> None:
+        self.problem = problem
+        self.program = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.stages, self.types = range(len(problem.rooms[0])), range(len(problem.numbers))
+        self.runs = range(len(problem.runs))
+        self.single = all(length == 1 for _, length in problem.runs)
+        longest_s = max(
+            sum(length * min(o.time_s for o in tables[kind]) for kind, length in problem.runs)
+            * min(room.time_scale for room in rooms)
+            for tables, rooms in zip(problem.types, problem.rooms, strict=True)
+        )
+        self.unit_s = power_of_ten(longest_s) * 1e-3
+        several = len(self.types) > 1
+        self.of_type: list[list[Any]] = [
+            [self._binary(f"is_{s}_{g}") if several else 1 for g in self.types] for s in self.stages
+        ]
+        self.on = [[list(self._counts(a, s)) for s in self.stages] for a in self.runs]
+        """[run][stage]"""
+        self.here = [[one for a in self.runs for one in self.on[a][s]] for s in self.stages]
+        self._places()
+        self._memory(lacks, margin)
+        self._hosts(margin)
+        self._ties()
+        self.total = self._objective()
+
+    def _binary(self, name: str) -> Any:
+        return self.program.add_variable(name, cat=pulp.LpBinary)
+
+    def _counts(self, a: int, s: int) -> Iterator[_Count]:
+        kind, length = self.problem.runs[a]
+        for g in self.types:
+            for k, option in enumerate(self.problem.types[g][kind]):
+                name = f"n_{a}_{s}_{g}_{k}"
+                variable = self.program.add_variable(name, 0, length, pulp.LpInteger)
+                yield _Count(variable, a, g, option, k)
+
+    @cached_property
+    def until(self) -> list[list[Any]]:
+        """[run][stage] Layers of it on the stage or before."""
+        return [
+            [pulp.lpSum(n.variable for own in on[: s + 1] for n in own) for s in self.stages]
+            for on in self.on
+        ]
+
+    def _held(self, a: int, s: int) -> Any:
+        return pulp.lpSum(n.variable for n in self.on[a][s])
+
+    def _places(self) -> None:
+        """Every layer on one stage, in an order that runs; stages not empty, each of one type."""
+        program, problem = self.program, self.problem
+        done = list(self.until)
+        for a, (_, length) in enumerate(problem.runs):
+            program += self.until[a][-1] == length, f"run{a}_is_placed"
+            for s, g in product(self.stages, self.types if len(self.types) > 1 else ()):
+                own = pulp.lpSum(n.variable for n in self.on[a][s] if n.type == g)
+                program += own <= length * self.of_type[s][g], f"run{a}_on_stage{s}_is_of_type{g}"
+            if length == 1:
+                continue
+            done[a] = [self._binary(f"done_{a}_{s}") for s in self.stages]
+            for s in self.stages:
+                program += self.until[a][s] >= length * done[a][s], f"run{a}_is_done_by_stage{s}"
+            for s in self.stages[1:]:
+                program += done[a][s] >= done[a][s - 1], f"run{a}_stays_done_on_stage{s}"
+        for (a, b), s in product(problem.edges, self.stages):
+            follows = self.until[b][s] <= problem.runs[b][1] * done[a][s]
+            program += follows, f"run{b}_follows_{a}_on_stage{s}"
+        for s in self.stages:
+            held, room = pulp.lpSum(n.variable for n in self.here[s]), problem.rooms[0][s]
+            program += held >= room.least_layers, f"stage{s}_has_layers_enough"
+            if room.most_layers is not None:
+                program += held <= room.most_layers, f"stage{s}_has_no_more_layers"
+        if len(self.types) > 1:
+            for s in self.stages:
+                program += pulp.lpSum(self.of_type[s]) == 1, f"stage{s}_has_a_type"
+            for g in self.types:
+                used = pulp.lpSum(self.of_type[s][g] for s in self.stages)
+                program += used == problem.numbers[g], f"type{g}_is_used"
+
+    def _memory(self, lacks: Sequence[float], margin: float) -> None:
+        """Every stage within the capacity of its type, with the largest transient of its layers."""
+        program = self.program
+        tables = [self.problem.types[g][kind] for g in self.types for kind, _ in self.problem.runs]
+        every_level = sorted({o.transient_bytes for table in tables for o in table})
+        for s in self.stages:
+            rooms = [own[s] for own in self.problem.rooms]
+            free = [room.free_bytes - margin * room.capacity_bytes - lacks[s] for room in rooms]
+            # Each row in units of its own capacity, without what could never fit: small tolerances.
+            unit = power_of_ten(max(room.capacity_bytes for room in rooms)) * 1e-1
+            used = []
+            for n in self.here[s]:
+                needs = rooms[n.type].held_bytes(n.option)
+                if needs + n.option.transient_bytes > free[n.type]:
+                    n.variable.upBound = 0
+                used.append(n.variable * (needs / unit))
+            if self.single:
+                largest = program.add_variable(f"largest_{s}", 0)
+                used.append(largest)
+                for a in self.runs:
+                    each = (n.variable * (n.option.transient_bytes / unit) for n in self.on[a][s])
+                    program += largest >= pulp.lpSum(each), f"run{a}_runs_on_stage{s}"
+            else:
+                levels = {
+                    u: self._binary(f"level_{s}_{i}")
+                    for i, u in enumerate(every_level)
+                    if u <= max(free)
+                }
+                program += pulp.lpSum(levels.values()) == 1, f"stage{s}_has_one_transient_level"
+                used += [v * (u / unit) for u, v in levels.items()]
+                for n in self.here[s]:
+                    u = n.option.transient_bytes
+                    if u > every_level[0] and n.variable.upBound:
+                        covering = pulp.lpSum(v for level, v in levels.items() if level >= u)
+                        most, name = self.problem.runs[n.run][1] * covering, n.variable.name
+                        program += n.variable <= most, f"{name}_is_below_the_level"
+            own = [is_ * (room / unit) for is_, room in zip(self.of_type[s], free, strict=True)]
+            program += pulp.lpSum(used) <= pulp.lpSum(own), f"stage{s}_fits_in_memory"
+
+    def _hosts(self, margin: float) -> None:
+        """Every host within its memory; hosts that hold the same devices are alike."""
+        program = self.program
+        for number, (host, g) in enumerate(dict.fromkeys(self.problem.hosts)):
+            unit = power_of_ten(host.capacity_bytes) * 1e-1
+            used = [
+                n.variable * (ranks * self.problem.rooms[g][s].on_host_bytes(n.option) / unit)
+                for s, ranks in enumerate(host.ranks)
+                for n in self.here[s]
+                if ranks and n.type == g and (n.option.host_resident_bytes or n.option.host_bytes)
+            ]
+            room = host.capacity_bytes * (1 - margin) / unit
+            program += pulp.lpSum(used) <= room, f"host{number}_has_the_memory"
+
+    def _ties(self) -> None:
+        """Every side by rows over the runs that it speaks of."""
+        program = self.program
+        for number, tie in enumerate(self.problem.ties):
+            side, home = tie.side, []
+            if isinstance(side, AtMost):
+                for s in side.stages:
+                    held = pulp.lpSum(n.variable for n in self.here[s])
+                    program += held <= side.layers, f"side{number}_on_stage{s}"
+            if isinstance(side, Together):
+                home = [self._binary(f"home_{number}_{s}") for s in self.stages]
+                program += pulp.lpSum(home) == 1, f"side{number}_has_one_stage"
+            for a, s in product(tie.layers, self.stages):
+                if isinstance(side, Together):
+                    most = self.problem.runs[a][1] * home[s]
+                    program += self._held(a, s) <= most, f"side{number}_{a}_{s}"
+                elif isinstance(side, Placed) and s not in side.stages:
+                    program += self._held(a, s) == 0, f"side{number}_{a}_{s}"
+                elif isinstance(side, Chosen):
+                    for n in self.on[a][s]:
+                        if n.option.name not in side.options:
+                            n.variable.upBound = 0
+
+    def _cuts(self) -> list[Any]:
+        """[boundary] Seconds of what crosses it, for the types that meet there."""
+        cuts, output_s = [], self.problem.output_s
+        for s in self.stages[:-1] if output_s else ():
+            sent: dict[int, Any] = {}
+            for a, b in sorted(set(self.problem.edges)):
+                if a not in sent:
+                    sent[a] = self.program.add_variable(f"sent_{a}_{s}", 0, 1)
+                crosses = self.until[a][s] - self.until[b][s]
+                name = f"output{a}_crosses_behind_stage{s}_to_{b}"
+                self.program += sent[a] >= crosses, name
+            cut = self.program.add_variable(f"cut_{s}", 0)
+            cuts.append(cut)
+            for g, h in product(self.types, self.types):
+                own_s = output_s[g][h]
+                apart = 2 - self.of_type[s][g] - self.of_type[s + 1][h]
+                least = pulp.lpSum(one * (own_s[a] / self.unit_s) for a, one in sent.items())
+                least -= apart * (sum(own_s) / self.unit_s)
+                self.program += cut >= least, f"cut_behind_stage{s}_of_types{g}_{h}"
+        return cuts
+
+    def _straight_s(self, s: int) -> Any:
+        """Seconds of a stage for outputs that go straight from where they are made to readers."""
+        (output_s,) = self.problem.output_s[0]
+        ends: dict[int, Any] = {}
+        for a, b in sorted(set(self.problem.edges)):
+            if a not in ends:
+                ends[a] = self.program.add_variable(f"end_{a}_{s}", 0, 1)
+            own, its, name = self._held(a, s), self._held(b, s), f"output{a}_for_{b}_on_stage{s}"
+            self.program += ends[a] >= own - self.until[b][s], f"{name}_is_sent"
+            self.program += ends[a] >= its - own, f"{name}_is_received"
+        return pulp.lpSum(end * (output_s[a] / self.unit_s) for a, end in ends.items())
+
+    def _objective(self) -> Any:
+        """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
+        program, problem = self.program, self.problem
+        cuts = self._cuts() if problem.relayed else []
+        slowest, slowest_forward, longest_sync = (
+            program.add_variable(name, 0) for name in ("slowest", "slowest_forward", "longest_sync")
+        )
+        total = [problem.steady * slowest, 1.0 * longest_sync]
+        if problem.forward_apart:
+            total.append(problem.steady * slowest_forward)
+        for s in self.stages:
+            scale = [own[s].time_scale / self.unit_s for own in problem.rooms]
+            beside = pulp.lpSum(cuts[max(0, s - 1) : s + 1] if s else cuts[:1])
+            beside += pulp.lpSum(
+                self.of_type[s][g] * (problem.rooms[g][s].exposed_s / self.unit_s)
+                for g in self.types
+            )
+            if not problem.relayed:
+                beside += self._straight_s(s)
+            seconds = program.add_variable(f"seconds_{s}", 0)
+            own = (n.variable * (scale[n.type] * n.option.time_s) for n in self.here[s])
+            program += seconds == pulp.lpSum(own) + beside, f"time_of_stage{s}"
+            if problem.forward_apart:
+                forward = pulp.lpSum(
+                    n.variable * (scale[n.type] * n.option.forward_s) for n in self.here[s]
+                )
+                forward += 0.5 * beside
+                program += forward <= slowest_forward, f"stage{s}_forward_is_within_the_slowest"
+                program += seconds - forward <= slowest, f"stage{s}_backward_is_within_the_slowest"
+            else:
+                program += seconds <= slowest, f"stage{s}_is_within_the_slowest"
+            sync = [n.variable * (n.option.sync_s / self.unit_s) for n in self.here[s]]
+            program += pulp.lpSum(sync) <= longest_sync, f"stage{s}_syncs_within_the_longest"
+            total.append(problem.fill * seconds)
+            for n in self.here[s]:
+                credits_s = problem.credits_s[n.type] if problem.credits_s else ()
+                if credits_s:
+                    total.append(n.variable * (-scale[n.type] * credits_s[problem.runs[n.run][0]]))
+        objective = pulp.lpSum(total)
+        program.setObjective(objective)
+        return objective
+
+    def bound(self, at_least_s: float, cutoff_s: float) -> None:
+        """State what is known of the objective."""
+        program = self.program
+        if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
+            known_s = at_least_s - HIGHS_MARGIN * abs(at_least_s)
+            program += self.total >= known_s / self.unit_s, "no_faster_than_known"
+        if cutoff_s < math.inf:
+            program += self.total <= cutoff_s / self.unit_s, "faster_than_the_cutoff"
+
+    def read(self) -> Taken:
+        """Turn the solver's values into cuts and options; nothing later knows of a solver."""
+        types = [0] * len(self.stages)
+        if len(self.types) > 1:
+            types = [
+                max(self.types, key=lambda g, s=s: self.of_type[s][g].value())  # type: ignore[misc]
+                for s in self.stages
+            ]
+        taken = Taken(types, [], [0], [])
+        for s in self.stages:
+            for a in self.runs:
+                for n in reversed(self.on[a][s]):
+                    count = round(n.variable.value())
+                    taken.runs.extend([a] * count)
+                    taken.options.extend([n.number] * count)
+            taken.cuts.append(len(taken.options))
+        return taken
 
 
 @overload
@@ -153,66 +504,28 @@ def _solved(
     at_least_s: float,
     cutoff_s: float,
 ) -> Solution | Infeasible | Fathomed | Unfinished:
-    """Solve an instance whose bytes may be more than sums."""
-    if instance.used_bytes is None:
-        return _solve(instance, time_limit_s, gap, at_least_s, cutoff_s)
-    # The program knows sums alone.  Stages that hold more than they have get less room, until a
-    # solution fits; the bound is that of the sums, and may stay below it.
-    tight, bound_s = replace(instance, used_bytes=None), -math.inf
-    for attempt in range(_TIGHTENED):
-        found = _solve(tight, time_limit_s, gap, max(at_least_s, bound_s), cutoff_s)
-        if not isinstance(found, Solution):
-            return found if attempt == 0 else Unfinished(bound_s)
-        bound_s = max(bound_s, found.lower_bound_s) if attempt == 0 else bound_s
-        exact = priced(instance, found.cuts, found.options)
-        if fits(instance, exact):
-            bound_s = min(bound_s, exact.objective_s)
-            return replace(exact, lower_bound_s=bound_s, tolerance=found.tolerance)
-        lacks = [
-            max(0.0, used - stage.capacity_bytes)
-            for used, stage in zip(exact.stage_bytes, instance.stages, strict=True)
-        ]
-        stages = [
-            replace(stage, fixed_bytes=stage.fixed_bytes + more)
-            for stage, more in zip(tight.stages, lacks, strict=True)
-        ]
-        tight = replace(tight, stages=tuple(stages))
-    return Unfinished(bound_s)
-
-
-def _solve(
-    instance: Instance,
-    time_limit_s: float | None,
-    gap: float,
-    at_least_s: float,
-    cutoff_s: float,
-) -> Solution | Infeasible | Fathomed | Unfinished:
-    """Solve an instance whose bytes are sums."""
     reason = why_infeasible(instance)
     if reason:
         return Infeasible(reason)
-    bound_s = -math.inf
-    # A solution may exceed a capacity by the solver's tolerance.  Then it is asked again for one
-    # that leaves a little free; the bound is that of the whole capacity.
-    for margin in (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN):
-        formulation = formulate(instance, margin=margin, at_least_s=at_least_s, cutoff_s=cutoff_s)
-        outcome = run(formulation.program, formulation.unit_s, time_limit_s, gap)
-        if outcome.impossible and margin == 0.0:
-            if cutoff_s < math.inf:
-                return Fathomed(cutoff_s)
-            return Infeasible(_why_not(instance))
-        answer = read(formulation, outcome, gap)
-        bound_s = max(at_least_s, answer.lower_bound_s) if margin == 0.0 else bound_s
-        if isinstance(answer, Unfinished):
-            break
-        if fits(instance, answer) and broken(instance, answer) is None:
-            return replace(answer, lower_bound_s=min(bound_s, answer.objective_s))
-    if time_limit_s is None:
+    found = optimum(
+        chain_placement(instance),
+        time_limit_s=time_limit_s,
+        gap=gap,
+        at_least_s=at_least_s,
+        cutoff_s=cutoff_s,
+    )
+    if isinstance(found, Optimum):
+        return found.split
+    if found is None and cutoff_s < math.inf:
+        return Fathomed(cutoff_s)
+    if found is None:
+        return Infeasible(_why_not(instance))
+    if time_limit_s is None and instance.used_bytes is None:
         raise MeshwrightError(
             "the integer program found no split that fits to the byte: its numbers differ too much "
             "in size for HiGHS; use the exact solver"
         )
-    return Unfinished(bound_s)
+    return found
 
 
 def _why_not(instance: Instance) -> str:
@@ -223,39 +536,43 @@ def _why_not(instance: Instance) -> str:
     return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
 
 
-def formulate(
-    instance: Instance,
-    *,
-    margin: float = 0.0,
-    at_least_s: float = -math.inf,
-    cutoff_s: float = math.inf,
-) -> Formulation:
-    """State the program; `margin` is the share of every capacity that stays free."""
+def chain_placement(instance: Instance) -> Placement:
+    """Return a chain on devices that are alike."""
     runs = _runs(instance)
-    chain_s = sum(min(o.time_s for o in instance.kinds[kind]) for kind in instance.layers)
-    chain_s *= min(stage.time_scale for stage in instance.stages)
-    program = pulp.LpProblem("partition", pulp.LpMinimize)
-    count = [
-        [
-            [
-                program.add_variable(f"n_{a}_{s}_{k}", 0, length, pulp.LpInteger)
-                for k in range(len(instance.kinds[kind]))
-            ]
-            for s in range(len(instance.stages))
-        ]
-        for a, (kind, length) in enumerate(runs)
-    ]
-    stated = Formulation(instance, program, runs, count, power_of_ten(chain_s) * 1e-3)
-    total = _state_objective(stated, done=_state_places(stated))
-    _state_memory(stated, margin)
-    _state_hosts(stated, margin)
-    _state_sides(stated)
-    if at_least_s > -math.inf:  # a hair less, for the solver's tolerances
-        known_s = at_least_s - HIGHS_MARGIN * abs(at_least_s)
-        program += total >= known_s / stated.unit_s, "no_faster_than_known"
-    if cutoff_s < math.inf:
-        program += total <= cutoff_s / stated.unit_s, "faster_than_the_cutoff"
-    return stated
+    ends = list(accumulate(length for _, length in runs))
+
+    def tie(side: Side) -> Tie:
+        if isinstance(side, AtMost):
+            return Tie(side)
+        inside = (
+            a
+            for a, ((_, length), end) in enumerate(zip(runs, ends, strict=True))
+            if side.first <= end - length and end - 1 <= side.last
+        )
+        return Tie(side, tuple(inside))
+
+    def evaluate(taken: Taken) -> tuple[Instance, Solution]:
+        options = list(taken.options)
+        for held in starmap(range, pairwise(taken.cuts)):
+            _order_alike(instance, options, held)
+        return instance, priced(instance, taken.cuts, options)
+
+    return Placement(
+        runs=runs,
+        edges=tuple(pairwise(range(len(runs)))),
+        types=(instance.kinds,),
+        rooms=(instance.stages,),
+        numbers=(len(instance.stages),),
+        steady=instance.steady,
+        fill=instance.fill,
+        forward_apart=instance.forward_apart,
+        evaluate=evaluate,
+        credits_s=(instance.credits_s,),
+        output_s=((instance.cut_s[1:],),) if instance.cut_s else (),
+        hosts=tuple((host, 0) for host in instance.hosts),
+        ties=tuple(map(tie, instance.sides)),
+        more_than_sums=instance.used_bytes is not None,
+    )
 
 
 def _runs(instance: Instance) -> list[tuple[int, int]]:
@@ -273,177 +590,8 @@ def _runs(instance: Instance) -> list[tuple[int, int]]:
     return [(kind, len(list(same))) for (kind, _), same in groupby(keys)]
 
 
-def _state_places(stated: Formulation) -> list[list[Any]]:
-    """Every layer on one stage, stages contiguous and not empty; returns done[run][stage]."""
-    program, count = stated.program, stated.count
-    stages = range(len(stated.instance.stages))
-    done = [
-        [program.add_variable(f"done_{a}_{s}", cat=pulp.LpBinary) for s in stages]
-        for a in range(len(stated.runs))
-    ]
-    for a, (_, length) in enumerate(stated.runs):
-        on_stage = [pulp.lpSum(count[a][s]) for s in stages]
-        program += pulp.lpSum(on_stage) == length, f"run{a}_is_placed"
-        for s in stages:
-            until = pulp.lpSum(on_stage[: s + 1])
-            if stated.instance.cut_s:  # the cut behind a layer is read off these
-                program += until == done[a][s], f"run{a}_is_done_by_stage{s}"
-            else:
-                program += until >= length * done[a][s], f"run{a}_is_done_by_stage{s}"
-            if s > 0:
-                program += done[a][s] >= done[a][s - 1], f"run{a}_stays_done_on_stage{s}"
-            if a > 0:
-                follows = pulp.lpSum(on_stage[s]) <= length * done[a - 1][s]
-                program += follows, f"run{a}_follows_the_one_before_on_stage{s}"
-    for s in stages:
-        held = pulp.lpSum(n for n, _, _ in stated.terms(s))
-        stage = stated.instance.stages[s]
-        program += held >= stage.least_layers, f"stage{s}_has_layers_enough"
-        if stage.most_layers is not None:
-            program += held <= stage.most_layers, f"stage{s}_has_no_more_layers"
-    return done
-
-
-def _state_memory(stated: Formulation, margin: float) -> None:
-    """Every stage within its capacity, with the largest transient of its layers."""
-    program, tables = stated.program, [stated.options(a) for a in range(len(stated.runs))]
-    every_level = sorted({o.transient_bytes for table in tables for o in table})
-    for s, stage in enumerate(stated.instance.stages):
-        room = stage.free_bytes - margin * stage.capacity_bytes
-        # Each row in units of its own capacity, without what could never fit: small tolerances.
-        unit = power_of_ten(stage.capacity_bytes) * 1e-1
-        levels = {
-            u: program.add_variable(f"level_{s}_{i}", cat=pulp.LpBinary)
-            for i, u in enumerate(every_level)
-            if u <= room
-        }
-        program += pulp.lpSum(levels.values()) == 1, f"stage{s}_has_one_transient_level"
-        used = [v * (u / unit) for u, v in levels.items()]
-        for n, option, a in stated.terms(s):
-            needs = stage.held_bytes(option)
-            if needs + option.transient_bytes > room:
-                n.upBound = 0
-                continue
-            used.append(n * (needs / unit))
-            if option.transient_bytes > every_level[0]:
-                covering = pulp.lpSum(v for u, v in levels.items() if u >= option.transient_bytes)
-                program += n <= stated.runs[a][1] * covering, f"{n.name}_is_below_the_level"
-        program += pulp.lpSum(used) <= room / unit, f"stage{s}_fits_in_memory"
-
-
-def _state_hosts(stated: Formulation, margin: float) -> None:
-    """Every host within its memory; hosts that hold the same devices are alike."""
-    program = stated.program
-    for number, host in enumerate(dict.fromkeys(stated.instance.hosts)):
-        unit = power_of_ten(host.capacity_bytes) * 1e-1
-        used = [
-            n * (ranks * stage.on_host_bytes(o) / unit)
-            for s, (stage, ranks) in enumerate(zip(stated.instance.stages, host.ranks, strict=True))
-            for n, o, _ in stated.terms(s)
-            if ranks and (o.host_resident_bytes or o.host_bytes)
-        ]
-        room = host.capacity_bytes * (1 - margin) / unit
-        program += pulp.lpSum(used) <= room, f"host{number}_has_the_memory"
-
-
-def _state_sides(stated: Formulation) -> None:
-    """Every side by rows over the runs that it speaks of."""
-    program, stages = stated.program, range(len(stated.instance.stages))
-    ends = list(accumulate(length for _, length in stated.runs))
-    for number, side in enumerate(stated.instance.sides):
-        if isinstance(side, AtMost):
-            for s in side.stages:
-                held = pulp.lpSum(n for n, _, _ in stated.terms(s))
-                program += held <= side.layers, f"side{number}_on_stage{s}"
-            continue
-        inside = [
-            a
-            for a, ((_, length), end) in enumerate(zip(stated.runs, ends, strict=True))
-            if side.first <= end - length and end - 1 <= side.last
-        ]
-        home = []
-        if isinstance(side, Together):
-            home = [program.add_variable(f"home_{number}_{s}", cat=pulp.LpBinary) for s in stages]
-            program += pulp.lpSum(home) == 1, f"side{number}_has_one_stage"
-        for a in inside:
-            for s in stages:
-                on_stage = pulp.lpSum(stated.count[a][s])
-                if isinstance(side, Together):
-                    program += on_stage <= stated.runs[a][1] * home[s], f"side{number}_{a}_{s}"
-                elif isinstance(side, Placed) and s not in side.stages:
-                    program += on_stage == 0, f"side{number}_{a}_{s}"
-                elif isinstance(side, Chosen):
-                    for n, option in zip(stated.count[a][s], stated.options(a), strict=True):
-                        if option.name not in side.options:
-                            n.upBound = 0
-
-
-def _state_objective(stated: Formulation, done: list[list[Any]]) -> Any:
-    """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
-    instance, program, unit = stated.instance, stated.program, stated.unit_s
-    slowest = program.add_variable("slowest", 0)
-    slowest_forward = program.add_variable("slowest_forward", 0)
-    longest_sync = program.add_variable("longest_sync", 0)
-    total = [instance.steady * slowest, 1.0 * longest_sync]
-    if instance.forward_apart:
-        total.append(instance.steady * slowest_forward)
-    for s, stage in enumerate(instance.stages):
-        seconds = program.add_variable(f"seconds_{s}", 0)
-        scale = stage.time_scale / unit
-        layers = pulp.lpSum(n * (scale * o.time_s) for n, o, _ in stated.terms(s))
-        more = pulp.lpSum(_cut_terms(stated, done, s)) + stage.exposed_s / unit
-        program += seconds == layers + more, f"time_of_stage{s}"
-        if instance.forward_apart:
-            forward = pulp.lpSum(n * (scale * o.forward_s) for n, o, _ in stated.terms(s))
-            forward += 0.5 * more
-            program += forward <= slowest_forward, f"stage{s}_forward_is_within_the_slowest"
-            program += seconds - forward <= slowest, f"stage{s}_backward_is_within_the_slowest"
-        else:
-            program += seconds <= slowest, f"stage{s}_is_within_the_slowest"
-        sync = [n * (o.sync_s / unit) for n, o, _ in stated.terms(s) if o.sync_s > 0]
-        if sync:
-            program += pulp.lpSum(sync) <= longest_sync, f"stage{s}_syncs_within_the_longest"
-        total.append(instance.fill * seconds)
-        if instance.credits_s:
-            total += [
-                n * (-scale * instance.credits_s[stated.runs[a][0]]) for n, _, a in stated.terms(s)
-            ]
-    objective = pulp.lpSum(total)
-    program.setObjective(objective)
-    return objective
-
-
-def _cut_terms(stated: Formulation, done: list[list[Any]], stage: int) -> list[Any]:
-    """Seconds of the cuts at both ends of a stage; runs are single layers here."""
-    cut_s = stated.instance.cut_s
-    terms = []
-    for boundary in (stage - 1, stage) if cut_s else ():
-        if 0 <= boundary < len(stated.instance.stages) - 1:
-            for a in range(len(done) - 1):
-                here = done[a][boundary] - done[a + 1][boundary]
-                terms.append((cut_s[a + 1] / stated.unit_s) * here)
-    return terms
-
-
-def read(stated: Formulation, outcome: Outcome, gap: float) -> Solution | Unfinished:
-    """Turn the solver's values into cuts and options; nothing later knows there was a solver."""
-    if not outcome.found:
-        return Unfinished(outcome.bound_s)
-    cuts, options = [0], []
-    for s in range(len(stated.instance.stages)):
-        for on_stage in stated.count:
-            numbers = [round(n.value()) for n in on_stage[s]]
-            for k in reversed(range(len(numbers))):
-                options += [k] * numbers[k]
-        cuts.append(len(options))
-        _order_alike(stated.instance, options, cuts[-2])
-    solution = priced(stated.instance, cuts, options, lower_bound_s=outcome.bound_s)
-    # Closed to the gap that was asked for counts as optimal only if the solver says so.
-    return replace(solution, tolerance=2 * gap if outcome.proven else EQUAL)
-
-
-def _order_alike(instance: Instance, options: list[int], first: int) -> None:
-    """Give later options to the earlier of the layers from `first` on that nothing tells apart.
+def _order_alike(instance: Instance, options: list[int], held: range) -> None:
+    """Give later options to the earlier of a stage's layers that nothing tells apart.
 
     What ends a run between two of them may have been a side that does not speak of options.
     """
@@ -453,7 +601,7 @@ def _order_alike(instance: Instance, options: list[int], first: int) -> None:
         asked = (side for side in chosen if side.first <= layer <= side.last)
         return instance.layers[layer], *asked
 
-    for _, same in groupby(range(first, len(options)), key=key):
+    for _, same in groupby(held, key=key):
         layers = list(same)
         options[layers[0] : layers[-1] + 1] = sorted(
             options[layers[0] : layers[-1] + 1], reverse=True

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +28,12 @@ from planner.solver.instance import (
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_infeasible
+from planner.solver.prefixes import Prefixes
 from planner.solver.settled import best_split, loose_s
 from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.stage_table import StageTable
+from planner.solver.step_bounds import StepBounds
+from planner.solver.table import Known
 from planner.tolerances import SETTLED
 
 _COARSE = 2.0**10
@@ -68,8 +70,14 @@ def solve(
     floor = _Floor(knapsacks)
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
     whole_s = floor.most_s
+    every = Prefixes(len(instance.layers))
+    cut_s = np.array(instance.cut_s or (0.0,) * len(every))
+    cut_s[0] = cut_s[-1] = 0.0
+    bounds = StepBounds(knapsacks, every, np.arange(len(every)), cut_s)
+    known: Known = {}
     while True:
-        table = StageTable(knapsacks, ceiling_s, whole_s, limit_s=floor.slowest_s(cutoff_s))
+        limit_s = floor.slowest_s(cutoff_s)
+        table = StageTable(bounds, known, ceiling_s, whole_s, limit_s=limit_s)
         best = _best_under(table, instance, cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
         if best is not None and whole_s > _COARSE * sum(best.stage_s):
@@ -150,9 +158,8 @@ def _best_under(table: StageTable, instance: Instance, cutoff_s: float) -> Solut
     """Return the best split of the table below the cutoff."""
 
     def chosen(found: Way) -> _Chosen:
-        stages = enumerate(pairwise(found.way))
-        options = [o for stage, held in stages for o in table.options(stage, *held)]
-        return _Chosen(assembled(instance, found.way, options))
+        _, cuts, options = table.laid(found.way)
+        return _Chosen(assembled(instance, cuts, options))
 
     best = best_split(table, chosen, cutoff_s=cutoff_s)
     return None if best is None else best.split

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from planner.solver.sides import Host, Side
+from planner.solver.sides import Host, Side, Tie, of_chain, unkept
 from planner.tolerances import EQUAL, ROUNDING
 
 
@@ -356,7 +356,7 @@ def host_bytes(instance: Instance, host: Host, solution: Solution) -> float:
     return total
 
 
-def broken(instance: Instance, solution: Solution) -> Host | Side | None:
+def broken(instance: Instance, solution: Solution) -> Host | Tie | None:
     """Return a host that is too full or a side that is not kept, None if all is well."""
     for host in instance.hosts:
         if host_bytes(instance, host, solution) > host.capacity_bytes * (1 + ROUNDING):
@@ -366,7 +366,8 @@ def broken(instance: Instance, solution: Solution) -> Host | Side | None:
     names = [
         instance.options_of(layer)[option].name for layer, option in enumerate(solution.options)
     ]
-    return next((side for side in instance.sides if not side.kept(solution.cuts, names)), None)
+    ties = map(of_chain, instance.sides)
+    return unkept(ties, range(len(names)), solution.cuts, names)
 
 
 def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:

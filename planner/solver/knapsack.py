@@ -20,7 +20,7 @@ A choice that breaks the limit is replaced by the fastest that keeps it (planner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -181,9 +181,9 @@ class Knapsacks:
             for at, s in enumerate(family.stages)
         }
         self._runs: dict[tuple[int, int, int], Runs] = {}
-        self.checked: dict[tuple[int, int, tuple[int, ...], float], Checked] = {}
-        """By stage, its first layer (-1 where that is all the same), kinds of its layers and limit
-        on sync: its fastest options that fit."""
+        self.checked: dict[tuple[int, Hashable, tuple[int, ...], float], Checked] = {}
+        """By stage, its place (None where that is all the same), kinds of its layers and limit on
+        sync: its fastest options that fit."""
         self.visited = 0
         """Parts of choices that were looked at for them (planner.solver.checked)."""
         self.host_limit = np.full(len(stages), np.inf)
@@ -212,13 +212,6 @@ class Knapsacks:
             least = options.resident.min(axis=1)
             families.append(StageClass(stages, np.ones(len(stages)), load - least[:, None], least))
         return families
-
-    def content(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Kinds, rising, and their number among `count` layers from `first` on."""
-        numbers: dict[int, int] = {}
-        for kind in self.instance.layers[first : first + count]:
-            numbers[kind] = numbers.get(kind, 0) + 1
-        return sorted(numbers.items())
 
     @cached_property
     def relaxed(self) -> list[Relaxed]:

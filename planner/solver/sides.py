@@ -12,7 +12,7 @@ problems with such sides; nothing here searches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import assert_never
@@ -43,10 +43,6 @@ class Together:
         """Say what it asks for."""
         return f"layers {self.first}-{self.last} together"
 
-    def kept(self, cuts: Sequence[int], _: Sequence[str]) -> bool:
-        """Whether a split does."""
-        return not any(self.first < cut <= self.last for cut in cuts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
@@ -60,13 +56,6 @@ class Placed:
         """Say what it asks for."""
         return f"layers {self.first}-{self.last} on stage {_numbers(self.stages)}"
 
-    def kept(self, cuts: Sequence[int], _: Sequence[str]) -> bool:
-        """Whether a split does."""
-        return all(
-            stage in self.stages or max(first, self.first) >= min(end, self.last + 1)
-            for stage, (first, end) in enumerate(pairwise(cuts))
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtMost:
@@ -78,10 +67,6 @@ class AtMost:
     def __str__(self) -> str:
         """Say what it asks for."""
         return f"at most {self.layers} layers on stage {_numbers(self.stages)}"
-
-    def kept(self, cuts: Sequence[int], _: Sequence[str]) -> bool:
-        """Whether a split does."""
-        return all(cuts[s + 1] - cuts[s] <= self.layers for s in self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +80,6 @@ class Chosen:
     def __str__(self) -> str:
         """Say what it asks for."""
         return f"layers {self.first}-{self.last} take {' or '.join(self.options)}"
-
-    def kept(self, _: Sequence[int], names: Sequence[str]) -> bool:
-        """Whether a split does."""
-        return all(name in self.options for name in names[self.first : self.last + 1])
 
 
 Side = Together | Placed | AtMost | Chosen
@@ -131,15 +112,23 @@ class Tie:
                 assert_never(self.side)
 
 
-def all_kept(
-    ties: Sequence[Tie], layers: Sequence[int], cuts: Sequence[int], names: Sequence[str]
-) -> bool:
-    """Whether a split keeps all; `layers` and the `names` of their options are in its order."""
+def of_chain(side: Side) -> Tie:
+    """Return the tie of layers that are numbered in a row."""
+    return Tie(side, () if isinstance(side, AtMost) else tuple(range(side.first, side.last + 1)))
+
+
+def unkept(
+    ties: Iterable[Tie], layers: Sequence[int], cuts: Sequence[int], names: Sequence[str]
+) -> Tie | None:
+    """Return a tie that a split does not keep, None if it keeps all.
+
+    `layers` and the `names` of their options are in its order.
+    """
     stage_of, name_of = [0] * len(layers), [""] * len(layers)
     for stage, (first, end) in enumerate(pairwise(cuts)):
         for at in range(first, end):
             stage_of[layers[at]], name_of[layers[at]] = stage, names[at]
-    return all(tie.kept(stage_of, name_of) for tie in ties)
+    return next((tie for tie in ties if not tie.kept(stage_of, name_of)), None)
 
 
 def _numbers(stages: tuple[int, ...]) -> str:

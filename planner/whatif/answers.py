@@ -6,19 +6,22 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.catalog import facility
+from planner.whatif.break_even import Against
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.evaluate import SECONDS_PER_DAY, Outcome
 from planner.whatif.run import Changed, Result
+from planner.whatif.words import MOST_NAMES, listed
 
 NOTHING = 0.005
 """Changes of time below this share are called none."""
-MOST_NAMES = 5
+HURTS = 0.05
+"""Share of a step from which something that is missing is called felt."""
 
 
 def answers(result: Result) -> list[str]:
@@ -31,25 +34,15 @@ def answers(result: Result) -> list[str]:
         *_against_the_first(result),
         *_worth(result),
         *_plan_changes(result),
-        *_largest(result),
+        *_solved(result),
         *_fewest(result),
+        *_domain_and_chip(result),
         *_side_by_side(result),
         *_replacing(result),
         *_buying(result),
         *_under_a_cap(result),
         *_carbon(result),
     ]
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names, five at most.
-
-    >>> listed("abcdefg")
-    'a, b, c, d, e and 2 more'
-    """
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
-    return ", ".join(every[:MOST_NAMES]) + more
 
 
 def _fitting(result: Result) -> Iterator[str]:
@@ -63,19 +56,38 @@ def _fitting(result: Result) -> Iterator[str]:
 
 
 def _changed_candidates(result: Result) -> Iterator[str]:
-    """Compare candidates that differ in a changed figure alone."""
+    """Say what products that nobody sells would be worth against those that are."""
     outcomes = {(o.model, o.candidate): o for o in result.outcomes}
     every = list(result.candidates.values())
     for before, after in _pairs(every):
         words = ", ".join(f"{WORDS[change]} x {factor:g}" for change, factor in after.changes)
-        said = []
+        said, felt = [], []
         for model in result.study.models:
             pair = outcomes.get((model, before.name)), outcomes.get((model, after.name))
-            if pair[0] is not None and pair[1] is not None:
-                of_model = f" for {model}" if len(result.study.models) > 1 else ""
-                said.append(_difference(pair[0], pair[1]) + of_model)
+            if pair[0] is None or pair[1] is None:
+                continue
+            of_model = f" for {model}" if len(result.study.models) > 1 else ""
+            said.append(_difference(pair[0], pair[1]) + of_model)
+            if _time_ratio(pair[0], pair[1]) < 1 - HURTS:
+                felt.append(pair[0])
         if said:
-            yield f"{before.name} with {words}: {', '.join(said)}."
+            sold = ", which is not sold" if after.hypothetical else ""
+            yield f"{before.name} with {words}{sold}: {', '.join(said)}."
+        if len(result.study.models) > 1 and said:
+            yield _felt(before.name, words, felt)
+
+
+def _time_ratio(before: Outcome, after: Outcome) -> float:
+    if not (before.fits and after.fits) or before.step_s is None or after.step_s is None:
+        return 1.0
+    return after.step_s.value / before.step_s.value
+
+
+def _felt(name: str, words: str, felt: Sequence[Outcome]) -> str:
+    if not felt:
+        return f"Without {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
+    least = min(felt, key=lambda outcome: outcome.parameters)
+    return f"Without {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
@@ -96,8 +108,11 @@ def _difference(before: Outcome, after: Outcome) -> str:
         if before.fits == after.fits:
             return "does not fit either"
         return "fits then" if after.fits else "fits no more"
-    assert before.step_s is not None and after.step_s is not None
-    return _time(after.step_s.value / before.step_s.value)
+    ratio = _time_ratio(before, after)
+    price = before.usd_per_device_hour
+    if price is None or ratio > 1 - NOTHING or before.devices != after.devices:
+        return _time(ratio)
+    return f"{_time(ratio)}, worth up to {price.value * (1 / ratio - 1):.2f} USD per device hour"
 
 
 def _time(ratio: float) -> str:
@@ -199,18 +214,44 @@ def _plan_changes(result: Result) -> Iterator[str]:
             yield f"Nothing fits at {word} x {listed(lost)}."
 
 
-def _largest(result: Result) -> Iterator[str]:
-    """Name the largest model that meets the goal, where several are compared."""
-    models = result.study.models
-    if len(models) == 1:
-        return
-    meeting = [
-        rank.outcome for ranks in result.ranks.values() for rank in ranks if not rank.outcome.misses
-    ]
-    if meeting:
-        best = max(meeting, key=lambda outcome: outcome.parameters)
-        same = [o.candidate for o in meeting if o.model == best.model]
-        yield f"The largest model that meets the goal: {best.model}, on {listed(same)}."
+def _solved(result: Result) -> Iterator[str]:
+    """Say which sizes were found, and for what."""
+    for offer in result.study.offers:
+        if offer.solve is None:
+            continue
+        sizes = [f"{offer.cluster.replace('{n}', str(n))}" for n in offer.n]
+        what = {
+            "need": "The fewest that keep the deadline",
+            "power": "The most that the power cap feeds",
+            "afford": "The most that the budget pays for",
+        }[offer.solve]
+        surely = ""
+        if offer.solve != "power":
+            surely = f", with probability {result.study.goal.confidence:g} or more"
+        yield f"{what}{surely}: {listed(sizes)}."
+
+
+def _domain_and_chip(result: Result) -> Iterator[str]:
+    """Separate what a wider scale-up domain gains from what other devices gain."""
+    outcomes = {(o.model, o.candidate): o for o in result.outcomes if o.fits}
+    every = [c for c in result.candidates.values() if len(c.cluster.groups) == 1]
+    for narrow, wide in _pairs(every):
+        if [change for change, _ in wide.changes] != ["domain"]:
+            continue
+        width = wide.cluster.groups[0].devices_per_node
+        for other in every:
+            its = other.cluster.groups[0]
+            if other.changes or its.devices_per_node != width or other.devices != wide.devices:
+                continue
+            for model in result.study.models:
+                three = [outcomes.get((model, c.name)) for c in (narrow, wide, other)]
+                rates = [o.tokens_per_s.value for o in three if o is not None and o.tokens_per_s]
+                if len(rates) == len(three):
+                    yield (
+                        f"{other.name} trains {model} {rates[2] / rates[0]:.2f} times as fast as "
+                        f"{narrow.name}: {rates[1] / rates[0]:.2f} times by its domain of {width} "
+                        f"devices, {rates[2] / rates[1]:.2f} times by its devices."
+                    )
 
 
 def _fewest(result: Result) -> Iterator[str]:
@@ -300,25 +341,35 @@ def _replacing(result: Result) -> Iterator[str]:
 
 
 def _buying(result: Result) -> Iterator[str]:
-    """Say from which share of used hours a purchase is cheaper, and what waiting for it costs."""
+    """Say from which share of used hours binding terms are cheaper, and what waiting costs."""
     for curve in result.break_even:
+        assumed = result.candidates[curve.name].assumed
         for against in curve.against:
-            if against.share is None:
-                yield f"{curve.name} is never cheaper than {against.name}."
-                continue
-            low, high = against.low, against.high
-            ends = (
-                f" ({100 * low:.0f} to {'never' if high is None else f'{100 * high:.0f} %'} as "
-                "resale and electricity vary)"
-                if low is not None
+            yield _against_text(curve.name, against, assumed.utilisation) + (
+                f" Renting until it is delivered, {assumed.lead_days.value:g} days, costs "
+                f"{against.waiting_usd:,.0f} USD."
+                if against.waiting_usd is not None
                 else ""
             )
-            yield (
-                f"{curve.name} is cheaper than {against.name} above {100 * against.share:.0f} % of "
-                f"hours used{ends}; renting until it is delivered, "
-                f"{result.study.assumptions.lead_days.value:g} days, costs "
-                f"{against.waiting_usd:,.0f} USD."
-            )
+
+
+def _against_text(name: str, against: Against, utilisation: float) -> str:
+    share = against.share
+    if share is None:
+        text = f"{name} is never cheaper than {against.name}"
+        if against.low is not None:
+            above = f"above {100 * against.low:.0f} % of hours used" if against.low else "always"
+            text += f", at the low ends of its costs {above}"
+        return f"{text}."
+    if share == 0:
+        return f"{name} is cheaper than {against.name} at any share of hours used."
+    high = "never" if against.high is None else f"{100 * against.high:.0f} %"
+    low = "never" if against.low is None else f"{100 * against.low:.0f} %"
+    wins = "so it is" if utilisation > share else "so it is not"
+    return (
+        f"{name} is cheaper than {against.name} above {100 * share:.0f} % of hours used ({low} to "
+        f"{high} as its costs vary); {100 * utilisation:.0f} % are assumed, {wins}."
+    )
 
 
 def _under_a_cap(result: Result) -> Iterator[str]:
@@ -337,8 +388,8 @@ def _under_a_cap(result: Result) -> Iterator[str]:
             )
     if said:
         yield (
-            f"Tokens under the cap: {'; '.join(said)}. Devices run at their full power; what a "
-            "lower limit on each would do is not modelled, for want of curves of power and clock."
+            f"Tokens under the cap: {'; '.join(said)}. Devices run at their offer's power_limit, "
+            "full power where it names none."
         )
 
 
@@ -350,7 +401,10 @@ def _carbon(result: Result) -> Iterator[str]:
     if goal.power_cap_w is None and goal.emission_cap_kg is None and goal.by != "energy":
         return
     grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
-    tonnes = [f"{name} {best.energy_kwh.value * grams / 1e6:,.0f}" for name, grams in grids]
+    tonnes = [
+        f"{name} {best.energy_kwh.value * grams / 1e6:,.0f} ({grams:g} g/kWh)"
+        for name, grams in grids
+    ]
     yield f"Tonnes of CO2 of {best.candidate} by grid: {', '.join(tonnes)}."
 
 

@@ -1,114 +1,141 @@
-"""Buying against renting: dollars per useful hour over the share of hours used."""
+"""Price of a useful device hour over the share of hours used, and where two terms cost the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from planner.whatif.candidates import Candidate, power_usd_per_device_hour
-from planner.whatif.economics import (
-    Purchase,
-    break_even_utilisation,
-    owned_usd_per_device_hour,
-)
-from planner.whatif.span import Span, exact
-from planner.whatif.study import Assumptions
+from planner.whatif.candidates import Candidate
+from planner.whatif.economics import Horizon, Hourly, cheaper_above, rent_cash_usd
+from planner.whatif.span import Span
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A purchase against one rent: the share of hours used above which it is cheaper, or None."""
+    """Terms with fixed payments against others: the share of hours used above which they win."""
 
     name: str
     share: float | None
+    """0 where they always are cheaper, None where they never are."""
     low: float | None
-    """With the best resale and the cheapest electricity of their ranges."""
+    """With all that is paid for them at the low ends of its ranges."""
     high: float | None
-    """With the worst of both."""
-    waiting_usd: float
-    """Rent of as many devices until the bought ones can be used."""
+    """At the high ends."""
+    waiting_usd: float | None = None
+    """Rent of as many devices until bought ones can be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """One candidate's price of a useful device hour; a rent's is the same at every share."""
+    """One candidate's price of a useful device hour at each share of hours used."""
 
     name: str
     utilisation: tuple[float, ...]
     usd_per_device_hour: tuple[float, ...]
+    cash_usd: tuple[float, ...]
+    """Of all its devices: on the first day, then in each year."""
     against: tuple[Against, ...] = ()
-    """For each rented candidate."""
+    """For each candidate of the same devices that binds to less."""
 
     def at(self, share: float) -> float:
         """Return the price at one of the shares of the curve."""
         return self.usd_per_device_hour[self.utilisation.index(share)]
 
 
-def break_evens(candidates: Sequence[Candidate], assumptions: Assumptions) -> list[BreakEven]:
-    """Return curves of bought candidates and of those that rent the same devices."""
-    bought = [c for c in candidates if c.priced.purchase is not None]
-    rented = [c for c in candidates if c.priced.rent_usd_per_device_hour is not None]
-    pairs = [(b, [r for r in rented if _devices(r) == _devices(b)]) for b in bought]
-    pairs = [(b, same) for b, same in pairs if same]
-    matched = {r.name: r for _, same in pairs for r in same}
-    return [
-        *(_bought(b, same, assumptions) for b, same in pairs),
-        *(_rented(r) for r in matched.values()),
-    ]
+def break_evens(candidates: Sequence[Candidate]) -> list[BreakEven]:
+    """Return curves of candidates that bind to payments, and of others with the same devices."""
+    priced = [c for c in candidates if c.priced.hourly is not None and not c.priced.owned]
+    bound = [c for c in priced if c.priced.at_once_usd_per_device is not None]
+    pairs = [(one, [c for c in priced if c is not one and _comparable(one, c)]) for one in bound]
+    pairs = [(one, others) for one, others in pairs if others]
+    shown = {c.name: c for one, others in pairs for c in (one, *others)}
+    against = {one.name: [c for c in others if _freer(c, one)] for one, others in pairs}
+    return [_curve(c, against.get(c.name, [])) for c in shown.values()]
 
 
-def _devices(candidate: Candidate) -> set[str]:
-    return {group.accelerator.name for group in candidate.cluster.groups}
+def _comparable(one: Candidate, other: Candidate) -> bool:
+    def of(candidate: Candidate) -> tuple[object, ...]:
+        names = {group.accelerator.name for group in candidate.cluster.groups}
+        return frozenset(names), candidate.changes, candidate.power_limit
+
+    return of(one) == of(other)
 
 
-def _bought(candidate: Candidate, rented: list[Candidate], assumptions: Assumptions) -> BreakEven:
-    purchase = candidate.priced.purchase
-    assert purchase is not None
-    power = power_usd_per_device_hour(candidate.cluster, assumptions) or exact(0.0)
+def _freer(other: Candidate, one: Candidate) -> bool:
+    """Whether other terms bind to less: rent on demand, then contracts, then purchases."""
+
+    def bond(candidate: Candidate) -> int:
+        priced = candidate.priced
+        return 2 if priced.purchase is not None else int(priced.reservation is not None)
+
+    return bond(other) < bond(one)
+
+
+def over_years(candidate: Candidate) -> Hourly:
+    """Return a candidate's price an hour over the years that are compared: rents may change."""
+    hourly, assumed = candidate.priced.hourly, candidate.assumed
+    assert hourly is not None  # of the priced ones
+    if candidate.priced.purchase is not None:
+        return hourly
+    horizon = Horizon(years=assumed.years, interest=assumed.interest)
+    reserved = candidate.priced.reservation
+    term = reserved.years if reserved is not None else 0.0
+    factor = horizon.rent(1.0, assumed.rent_change_a_year, term)
+    return Hourly(fixed=hourly.fixed.times(factor), used=hourly.used.times(factor))
+
+
+def cash_usd(candidate: Candidate) -> tuple[float, ...]:
+    """Return what a candidate's devices cost on the first day and in each year, before tax."""
+    priced, assumed = candidate.priced, candidate.assumed
+    assert priced.hourly is not None  # of the priced ones
+    if priced.purchase is not None:
+        each = priced.purchase.cash_usd(assumed.utilisation)
+    else:
+        reserved = priced.reservation
+        price = reserved.usd_per_device_hour if reserved is not None else priced.hourly.used
+        each = rent_cash_usd(
+            price.value,
+            Horizon(years=assumed.years, interest=assumed.interest),
+            utilisation=assumed.utilisation,
+            change_a_year=assumed.rent_change_a_year,
+            term_years=reserved.years if reserved is not None else None,
+            prepaid=reserved.prepaid if reserved is not None else 0.0,
+        )
+    return tuple(usd * candidate.devices for usd in each)
+
+
+def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
+    hourly = over_years(candidate)
     return BreakEven(
         name=candidate.name,
         utilisation=SHARES,
-        usd_per_device_hour=tuple(
-            owned_usd_per_device_hour(
-                purchase, utilisation=share, power_usd_per_device_hour=power
-            ).value
-            for share in SHARES
-        ),
-        against=tuple(_against(candidate, other, purchase, power, assumptions) for other in rented),
+        usd_per_device_hour=tuple(hourly.at(share).value for share in SHARES),
+        cash_usd=cash_usd(candidate),
+        against=tuple(_against(candidate, hourly, other) for other in others),
     )
 
 
-def _against(
-    candidate: Candidate, other: Candidate, purchase: Purchase, power: Span, assumed: Assumptions
-) -> Against:
-    rent = other.priced.rent_usd_per_device_hour
-    assert rent is not None  # of the rented ones
+def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
+    its = over_years(other)
+    waiting = None
+    if candidate.priced.purchase is not None:
+        assumed = candidate.assumed
+        hours = 24 * assumed.lead_days.value * assumed.utilisation
+        waiting = hours * candidate.devices * its.at(assumed.utilisation).value
 
-    def share(residual: float, power_usd: float) -> float | None:
-        return break_even_utilisation(
-            replace(purchase, residual=exact(residual)),
-            rent_usd_per_device_hour=rent.value,
-            power_usd_per_device_hour=power_usd,
-        )
+    def end(of: Span, at: str) -> float:
+        return float(getattr(of, at))
 
-    resale = purchase.residual
-    waiting_hours = 24 * assumed.lead_days.value * assumed.utilisation
+    low, high = (
+        cheaper_above((end(hourly.fixed, at), end(hourly.used, at)), its.middle)
+        for at in ("low", "high")
+    )
     return Against(
         name=other.name,
-        share=share(resale.value, power.value),
-        low=share(resale.high, power.low),
-        high=share(resale.low, power.high),
-        waiting_usd=waiting_hours * candidate.devices * rent.value,
-    )
-
-
-def _rented(candidate: Candidate) -> BreakEven:
-    span = candidate.priced.rent_usd_per_device_hour
-    assert span is not None
-    return BreakEven(
-        name=candidate.name,
-        utilisation=SHARES,
-        usd_per_device_hour=(span.value,) * len(SHARES),
+        share=cheaper_above(hourly.middle, its.middle),
+        low=low,
+        high=high,
+        waiting_usd=waiting,
     )

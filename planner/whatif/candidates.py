@@ -2,32 +2,77 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.catalog import Rent, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
+from planner.units import MOST_DEVICES
 from planner.whatif.changes import changed
-from planner.whatif.economics import Power, Purchase
+from planner.whatif.economics import (
+    HOURS_PER_YEAR,
+    Horizon,
+    Hourly,
+    Power,
+    Purchase,
+    Tax,
+    power_usd_per_hour,
+    prepaid_factor,
+    residual_share,
+)
+from planner.whatif.offers import price_of, rent_of
 from planner.whatif.span import Span, exact, product, span_of, total
-from planner.whatif.study import Assumptions, Buying, ChangeName, Offer, Rental, Study, Tuning
+from planner.whatif.study import (
+    Assumptions,
+    Buying,
+    ChangeName,
+    Offer,
+    Owning,
+    Rental,
+    Study,
+    Tuning,
+)
 
-MANY = 5
-"""Prices of which the middle 80 % are known."""
+MONTHS_PER_YEAR = 12.0
+SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
+"""Changes that a buyer can order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A contract whose every hour is paid."""
+
+    years: float
+    prepaid: float = 0.0
+    """Share of it that is paid on the first day."""
+    usd_per_device_hour: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A price per device and hour, or a purchase; neither means that nothing is known."""
+    """A price of a device and hour, with what stands behind it; none if nothing is known."""
 
-    rent_usd_per_device_hour: Span | None = None
+    hourly: Hourly | None = None
     purchase: Purchase | None = None
+    reservation: Reservation | None = None
+    minimum_hours: float = 0.0
+    """Of a run, paid at least."""
     owned: bool = False
     how: str = "no price known"
     """Commitment, date and source, in words."""
+
+    @property
+    def at_once_usd_per_device(self) -> float | None:
+        """What signing binds to for each device: a purchase, or a contract's whole term."""
+        if self.purchase is not None:
+            return self.purchase.hardware_usd.value
+        if self.reservation is not None:
+            term_hours = self.reservation.years * HOURS_PER_YEAR
+            return self.reservation.usd_per_device_hour.value * term_hours
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +84,11 @@ class Candidate:
     priced: Priced
     spot: bool
     tuning: Tuning
+    assumed: Assumptions = field(default_factory=Assumptions)
+    """The study's, with the offer's own in their place."""
+    power_limit: float = 1.0
+    narrower: ClusterSpec | None = None
+    """Of a wider scale-up domain: the cluster without it, as which it can be used too."""
     fix: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     changes: tuple[tuple[ChangeName, float], ...] = ()
@@ -50,6 +100,22 @@ class Candidate:
     def devices(self) -> int:
         """Of the whole cluster."""
         return self.cluster.devices
+
+    @property
+    def limited(self) -> ClusterSpec:
+        """The cluster as fast as its devices are at their power limit."""
+        if self.power_limit == 1:
+            return self.cluster
+        slower = changed(
+            self.cluster, "compute", self.power_limit**self.assumed.power_limit_exponent.value
+        )
+        assert slower is not None  # every device computes
+        return slower
+
+    @property
+    def hypothetical(self) -> bool:
+        """Whether no such product is sold."""
+        return any(change not in SOLD for change, _ in self.changes)
 
 
 def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
@@ -85,26 +151,33 @@ def power_of(assumptions: Assumptions) -> Power:
     )
 
 
-def watts_of(cluster: ClusterSpec, assumptions: Assumptions) -> Span | None:
+def watts_of(
+    cluster: ClusterSpec, assumptions: Assumptions, power_limit: float = 1.0
+) -> Span | None:
     """Return what a cluster draws at the meter; None if an accelerator's figure is not known."""
     power, spans = power_of(assumptions), []
     for group in cluster.groups:
         if group.accelerator.tdp_w is None:
             return None
-        spans.append(power.watts(group.devices, group.accelerator.tdp_w))
+        spans.append(power.watts(group.devices, group.accelerator.tdp_w * power_limit))
     return total(spans)
 
 
-def power_usd_per_device_hour(cluster: ClusterSpec, assumed: Assumptions) -> Span | None:
+def power_usd_per_device_hour(
+    cluster: ClusterSpec, assumed: Assumptions, power_limit: float = 1.0
+) -> Span | None:
     """Return what a device's electricity costs an hour."""
-    watts = watts_of(cluster, assumed)
+    watts = watts_of(cluster, assumed, power_limit)
     if watts is None:
         return None
-    electricity = span_of(assumed.facility.electricity_usd_per_kwh)
-    return product([watts.times(1e-3 / cluster.devices), electricity])
+    return power_usd_per_hour(
+        watts.times(1 / cluster.devices), span_of(assumed.facility.electricity_usd_per_kwh)
+    )
 
 
 def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
+    if offer.solve is not None and not offer.n:
+        raise DocumentError("solve", "is carried out by planner.whatif.sizing before")
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
     listed = [
         _candidate(study, each, text, known)
@@ -114,28 +187,48 @@ def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Can
     if not offer.largest:
         yield from listed
         return
+    yield max(_within_cap(study, listed), key=lambda candidate: candidate.devices)
+
+
+def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
     cap = study.goal.power_cap_w
     if cap is None:
         raise DocumentError("largest", "needs goal.power_cap_w")
-    draws = [(watts_of(candidate.cluster, study.assumptions), candidate) for candidate in listed]
+    draws = [(watts_of(c.cluster, c.assumed, c.power_limit), c) for c in listed]
     within = [c for watts, c in draws if watts is not None and watts.value <= cap]
     if not within:
         raise DocumentError("n", f"no number of nodes keeps {cap / 1e3:g} kW; list smaller ones")
-    yield max(within, key=lambda candidate: candidate.devices)
+    return within
+
+
+def powered(study: Study, offer: Offer) -> int:
+    """Return the most that the goal's power cap feeds of an offer's `n`."""
+    cap = study.goal.power_cap_w
+    if cap is None:
+        raise DocumentError("solve", "power needs goal.power_cap_w")
+    one = resolve_cluster(offer.cluster.replace("{n}", "1"))
+    watts = watts_of(one, study.assumptions.but(offer.assumptions), offer.power_limit)
+    if watts is None:
+        raise DocumentError("solve", f"the power of {one.name} is not known")
+    most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + 1e-12)))
+    if most < 1:
+        raise DocumentError("solve", f"{cap / 1e3:g} kW feed none; one takes {watts.value:,.0f} W")
+    return most
 
 
 def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Offer]:
     """Return an offer for each provider that rents the cluster's accelerators, or the one given."""
     if offer.rent is None or not offer.rent.each_provider:
         return [offer]
-    names = {group.accelerator.name for group in resolve_cluster(text).groups}
     rentals = [
         Rental(commitment=offer.rent.commitment, provider=provider)
         for provider in sorted({rent.provider for rent in known})
     ]
-    having = [r for r in rentals if all(_offers(name, r, known) for name in names)]
+    cluster = resolve_cluster(text)
+    having = [r for r in rentals if rent_of(r, cluster, known).usd_per_device_hour is not None]
     if not having:
-        raise DocumentError("rent.each_provider", f"nobody is known to rent {', '.join(names)}")
+        names = ", ".join(sorted({group.accelerator.name for group in cluster.groups}))
+        raise DocumentError("rent.each_provider", f"nobody is known to rent {text} ({names})")
     return [
         offer.model_copy(
             update={"name": f"{offer.name or offer.cluster} at {rental.provider}", "rent": rental}
@@ -150,10 +243,12 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         size = {"host_memory_bytes": offer.host_memory_bytes}
         groups = tuple(group.model_copy(update=size) for group in cluster.groups)
         cluster = cluster.model_copy(update={"groups": groups})
+    narrower = None
     for change, factor in offer.change.items():
         other = changed(cluster, change, factor)
         if other is None:
             raise DocumentError("change", f"{text} has no {change} to change by {factor:g}")
+        narrower = cluster if change == "domain" and factor > 1 else narrower
         cluster = other
     return Candidate(
         name=_name(offer, text),
@@ -161,6 +256,9 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         priced=_priced(study, offer, cluster, known),
         spot=offer.rent is not None and offer.rent.commitment == "spot",
         tuning=offer.tuning or study.work.tuning,
+        assumed=study.assumptions.but(offer.assumptions),
+        power_limit=offer.power_limit,
+        narrower=narrower if list(offer.change)[-1:] == ["domain"] else None,
         fix=offer.fix,
         allow=offer.allow,
         changes=tuple(offer.change.items()),
@@ -181,23 +279,56 @@ def _name(offer: Offer, text: str) -> str:
 
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
+    assumed = study.assumptions.but(offer.assumptions)
     if isinstance(offer.owned, tuple):
-        return _owned_in_part(study, offer.owned, offer.rent or Rental(), cluster, known)
+        return _owned_in_part(assumed, offer, offer.owned, cluster, known)
     if offer.owned:
-        return Priced(owned=True, how="owned: power alone is paid")
+        power = power_usd_per_device_hour(cluster, assumed, offer.power_limit)
+        return Priced(
+            hourly=_used_alone(power or exact(0.0)), owned=True, how="owned: power alone is paid"
+        )
     if offer.buy is not None:
-        return _bought(study, offer.buy, cluster)
+        return _bought(assumed, offer.buy, cluster, offer.power_limit)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
         return Priced(
-            rent_usd_per_device_hour=exact(price.usd_per_device_hour),
+            hourly=_used_alone(exact(price.usd_per_device_hour)),
             how=f"{price.commitment}, {price.date}, {price.source}",
         )
-    return _rented(offer.rent or Rental(), cluster, known)
+    return _rented(assumed, offer.rent or Rental(), cluster, known)
+
+
+def _used_alone(price: Span) -> Hourly:
+    return Hourly(fixed=exact(0.0), used=price)
+
+
+def _in_usd(amount: float, currency: str, assumed: Assumptions) -> float:
+    if currency == "USD":
+        return amount
+    if currency not in assumed.currencies:
+        raise DocumentError(
+            "currency", f"is {currency:.20}; give assumptions.currencies its rate, date and source"
+        )
+    return amount * assumed.currencies[currency].usd
+
+
+def _quoted(
+    value: float, low: float | None, high: float | None, currency: str, assumed: Assumptions
+) -> Span:
+    """Return a given price with its range, in US dollars."""
+    return Span(
+        value=_in_usd(value, currency, assumed),
+        low=_in_usd(low or value, currency, assumed),
+        high=_in_usd(high or value, currency, assumed),
+    )
 
 
 def _owned_in_part(
-    study: Study, owned: Sequence[str], rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
+    assumed: Assumptions,
+    offer: Offer,
+    owned: Sequence[str],
+    cluster: ClusterSpec,
+    known: Sequence[Rent],
 ) -> Priced:
     """Return the mean price of a device of which some are rented and others take power alone."""
     mine = tuple(g for g in cluster.groups if g.accelerator.name in owned)
@@ -209,109 +340,155 @@ def _owned_in_part(
             f"names {', '.join(sorted(missing) or owned)}; the cluster has "
             f"{', '.join(g.accelerator.name for g in cluster.groups)}, and some must be rented",
         )
-    rent = _rented(rental, cluster.model_copy(update={"groups": others}), known)
-    power = power_usd_per_device_hour(
-        cluster.model_copy(update={"groups": mine}), study.assumptions
+    rent = _rented(
+        assumed,
+        offer.rent or Rental(),
+        cluster.model_copy(update={"groups": others}),
+        known,
     )
-    if rent.rent_usd_per_device_hour is None or power is None:
+    power = power_usd_per_device_hour(
+        cluster.model_copy(update={"groups": mine}), assumed, offer.power_limit
+    )
+    if rent.hourly is None or power is None:
         return rent if power is not None else Priced(how="the power of what is owned is not known")
     rented = sum(group.devices for group in others)
     share = rented / cluster.devices
     return Priced(
-        rent_usd_per_device_hour=total(
-            [rent.rent_usd_per_device_hour.times(share), power.times(1 - share)]
+        hourly=Hourly(
+            fixed=rent.hourly.fixed.times(share),
+            used=total([rent.hourly.used.times(share), power.times(1 - share)]),
         ),
         how=f"{rented} of {cluster.devices} devices: {rent.how}; power alone for the others",
     )
 
 
-def _rented(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
-    """Return a given rent, or the middle of the catalogue's offers for the accelerators."""
-    value = rental.usd_per_device_hour
-    if value is not None:
-        return Priced(
-            rent_usd_per_device_hour=Span(
-                value=value, low=rental.low or value, high=rental.high or value
-            ),
-            how=f"{rental.commitment}, {rental.date}, {rental.source}",
+def _rented(
+    assumed: Assumptions, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
+) -> Priced:
+    """Return a given rent, or that of the catalogue's offers that can make the cluster."""
+    term, prepaid = rental.term_months, rental.prepaid or 0.0
+    if rental.usd_per_device_hour is not None:
+        price = _quoted(
+            rental.usd_per_device_hour, rental.low, rental.high, rental.currency, assumed
         )
-    if rental.commitment == "reserved":
-        raise DocumentError(
-            "rent", "the catalogue has no reserved prices; give usd_per_device_hour"
-        )
-    spans, words = [], []
-    for group in cluster.groups:
-        found = _offers(group.accelerator.name, rental, known)
-        if not found:
-            return Priced(how=f"no {rental.commitment} rent of {group.accelerator.name} is known")
-        prices = sorted(price for price, _ in found)
-        spans.append((group.devices, middle_of(prices)))
-        dates = sorted({date for _, date in found})
-        words.append(
-            f"median of {len(prices)} {rental.commitment.replace('_', '-')} rents of "
-            f"{group.accelerator.name}"
-            + (f" at {rental.provider}" if rental.provider else "")
-            + f", {dates[0]}"
-            + (f" to {dates[-1]}" if dates[1:] else "")
-        )
-    devices = sum(count for count, _ in spans)
+        _check_spot(price.value, rental, cluster, known)
+        how = f"{rental.commitment}, {rental.date}, {rental.source}"
+        if rental.currency != "USD":
+            rate = assumed.currencies[rental.currency]
+            how += f", {rental.currency} at {rate.usd:g} USD of {rate.date}"
+    else:
+        found = rent_of(rental, cluster, known)
+        if found.usd_per_device_hour is None:
+            return Priced(how=found.how)
+        price, how = found.usd_per_device_hour, found.how
+        term = term or found.term_months
+        prepaid = found.prepaid if rental.prepaid is None else prepaid
+    if rental.commitment != "reserved":
+        return Priced(hourly=_used_alone(price), minimum_hours=rental.minimum_hours, how=how)
+    assert term is not None  # of every reservation
+    years = term / MONTHS_PER_YEAR
+    level = price.times(prepaid_factor(prepaid, years, assumed.interest))
     return Priced(
-        rent_usd_per_device_hour=total(span.times(count / devices) for count, span in spans),
-        how="; ".join(words),
+        hourly=Hourly(fixed=level, used=exact(0.0)),
+        reservation=Reservation(years=years, prepaid=prepaid, usd_per_device_hour=price),
+        how=f"{how}, {term:g} months"
+        + (f", {100 * prepaid:.0f} % paid at once" if prepaid else ""),
     )
 
 
-def middle_of(prices: Sequence[float]) -> Span:
-    """Return the median of sorted prices and the range of the middle 80 %, of all if they are few.
-
-    >>> middle_of([1.0, 2.0, 4.0])
-    Span(value=2.0, low=1.0, high=4.0)
-    """
-    low, high = prices[0], prices[-1]
-    if len(prices) >= MANY:
-        tenths = statistics.quantiles(prices, n=10, method="inclusive")
-        low, high = tenths[0], tenths[-1]
-    return Span(value=statistics.median(prices), low=low, high=high)
-
-
-def _offers(accelerator: str, rental: Rental, known: Sequence[Rent]) -> list[tuple[float, str]]:
-    """Return prices with their dates, of whole nodes."""
-    result = []
-    for rent in known:
-        if rent.accelerator != accelerator or rental.provider not in (None, rent.provider):
-            continue
-        price = rent.on_demand_usd_per_device_hour
-        if rental.commitment == "spot":
-            price = rent.spot_usd_per_device_hour
-        if price is not None:
-            result.append((price, rent.date))
-    return result
+def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> None:
+    """Refuse a spot price above every on-demand price that is known: a column has slipped."""
+    if rental.commitment != "spot":
+        return
+    names = {group.accelerator.name for group in cluster.groups}
+    of_names = [price_of(offer, "on_demand") for offer in known if offer.accelerator in names]
+    prices = [one for one in of_names if one is not None]
+    if prices and price > max(prices):
+        raise DocumentError(
+            "rent.usd_per_device_hour",
+            f"is {price:g} on spot, above every on-demand price known, {max(prices):g} at most",
+        )
 
 
-def _bought(study: Study, buying: Buying, cluster: ClusterSpec) -> Priced:
-    assumed = study.assumptions
-    network = span_of(network_purchase())
-    if buying.network_usd_per_device is not None:
-        network = exact(buying.network_usd_per_device)
+def _bought(
+    assumed: Assumptions, buying: Buying, cluster: ClusterSpec, power_limit: float
+) -> Priced:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
     name = cluster.groups[0].accelerator.name
-    value, low, high = buying.usd_per_device, buying.low, buying.high
-    how = f"bought, {buying.date}, {buying.source}"
-    if value is None:
+    if buying.usd_per_device is not None:
+        price = _quoted(buying.usd_per_device, buying.low, buying.high, buying.currency, assumed)
+        how = f"bought, {buying.date}, {buying.source}"
+    else:
         known = purchases().get(name)
         if known is None:
-            return Priced(how=f"no purchase price of {name} is known")
-        value, low, high = known.usd_per_device, known.low, known.high
+            return Priced(how=f"no price known, purchase of {name}")
+        value = known.usd_per_device
+        price = Span(value=value, low=known.low or value, high=known.high or value)
         node = "with its node" if known.with_node else "without its node"
         how = f"bought {node}, {known.date}, {known.source}"
-    return Priced(
-        purchase=Purchase(
-            usd_per_device=Span(value=value, low=low or value, high=high or value),
-            network_usd_per_device=network,
-            years=assumed.years,
-            residual=span_of(assumed.residual),
-            interest=assumed.interest,
+    network = span_of(network_purchase())
+    if buying.network_usd_per_device is not None:
+        network = exact(buying.network_usd_per_device)
+    purchase = purchase_of(assumed, price, network, cluster, power_limit)
+    return Priced(hourly=purchase.hourly, purchase=purchase, how=how)
+
+
+def purchase_of(
+    assumed: Assumptions,
+    price: Span,
+    network: Span,
+    cluster: ClusterSpec,
+    power_limit: float = 1.0,
+) -> Purchase:
+    """Return a device's purchase with all that owning it costs."""
+    own = assumed.owning
+    bare = total([price, network, span_of(own.storage_usd_per_device)])
+    spares = span_of(own.spares)
+    with_spares = Span(value=1 + spares.value, low=1 + spares.low, high=1 + spares.high)
+    hardware = product([bare, with_spares]).times(1 + own.sales_tax)
+    running = power_usd_per_device_hour(cluster, assumed, power_limit) or exact(0.0)
+    return Purchase(
+        hardware_usd=hardware,
+        yearly_usd=total(
+            [
+                product([bare, span_of(own.support_a_year)]),
+                product([bare, span_of(own.insurance_a_year)]),
+                span_of(own.staff_usd_per_device_year),
+                product(
+                    [_it_kw_per_device(cluster, assumed, power_limit), _hosting_usd_per_kw(own)]
+                ),
+            ]
         ),
-        how=how,
+        horizon=Horizon(years=assumed.years, interest=assumed.interest),
+        residual=_residual(assumed),
+        idle_power=span_of(own.idle_power),
+        running_usd_per_hour=running,
+        tax=Tax(rate=own.income_tax, depreciation_years=own.depreciation_years),
+    )
+
+
+def _it_kw_per_device(cluster: ClusterSpec, assumed: Assumptions, power_limit: float) -> Span:
+    """Return the kilowatts that a device's share of hosts and network needs in a rack."""
+    watts = watts_of(cluster, assumed, power_limit)
+    if watts is None:
+        return exact(0.0)
+    known = assumed.facility.power_usage_effectiveness
+    return watts.times(1e-3 / cluster.devices / known.value)
+
+
+def _hosting_usd_per_kw(own: Owning) -> Span:
+    """Return dollars a year for the space and cooling of a kilowatt."""
+    return span_of(own.hosting_usd_per_kw_month).times(MONTHS_PER_YEAR)
+
+
+def _residual(assumed: Assumptions) -> Span:
+    own, age = assumed.owning, assumed.years
+    if own.residual_by_age:
+        return exact(residual_share(age, retained_a_year=1.0, by_age=own.residual_by_age))
+    kept = own.retained_a_year
+    return Span(
+        value=residual_share(age, retained_a_year=kept.value),
+        low=residual_share(age, retained_a_year=kept.low),
+        high=residual_share(age, retained_a_year=kept.high),
     )

@@ -1,22 +1,31 @@
-"""What a run costs: hours, rent, purchase, energy, carbon.  Arithmetic alone.
+"""What devices and runs cost: hours, rents, purchases, energy, carbon.  Arithmetic alone.
 
 Symbols: n devices, T hours, g goodput (share of the hours that trains), P the thermal design power
 of a device, k node power over the devices' design power, w network watts per device, PUE the power
-usage effectiveness, c price of a kWh.
+usage effectiveness, c price of a kWh, u share of hours used, i interest a year, Y years.
 
     hours    = tokens / (tokens per second) / 3600 / g
-    rent     = n T price
     power    = n (k P + w) PUE
     energy   = power T
     carbon   = energy x grams per kWh
-    purchase = n (device + network), residual value r of it left after Y years
-    annuity  = (purchase - r purchase / (1 + i)^Y) i / (1 - (1 + i)^-Y)       a year, interest i
-    owned    = n T (annuity / n / (8,760 u) + energy's price an hour)         u share of hours used
+    an hour  = fixed / u + used            USD of a device: of every hour, and of an hour used
+
+Rent on demand is all `used`, a reservation all `fixed`.  A purchase is levelised: its payments,
+each at its present value, over the hours of its years at theirs.  What is paid through a year
+counts at the year's middle: d(s) = (1 + i)^-s, H = sum over years of 8,760 d(middle).
+
+    fixed = capital lost / H + yearly / 8,760 + idle power's price
+    lost  = (1 - t D - (r - t (r - b)) d(Y)) / (1 - t)
+    D     = sum over years of d(middle) / depreciation years
+
+r is the resale and b what is not written off yet, as shares of the capital; t is the income tax.
+All figures are before tax, as rents are quoted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.span import Span, exact, product, total
@@ -74,67 +83,228 @@ def carbon_kg(energy: Span, g_per_kwh: float) -> Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purchase:
-    """Devices that are bought: with their share of nodes and network, and what is left of them."""
+class Hourly:
+    """US dollars of a device and hour: of every hour, used or not, and of an hour that is used."""
 
-    usd_per_device: Span
-    """Node included."""
-    network_usd_per_device: Span
-    years: float
-    residual: Span
-    """Share of the purchase that it sells for after these years."""
-    interest: float
-    """A year; 0.08 is 8 %."""
+    fixed: Span
+    used: Span
 
-    @property
-    def capital_usd_per_device(self) -> Span:
-        """What is paid on the first day."""
-        return total([self.usd_per_device, self.network_usd_per_device])
+    def at(self, utilisation: float) -> Span:
+        """Return the price of a useful hour, where so large a share of hours is used.
 
-    @property
-    def usd_per_device_year(self) -> Span:
-        """The annuity of the capital less what the resale brings, discounted.
-
-        >>> Purchase(usd_per_device=exact(1000.0), network_usd_per_device=exact(0.0), years=4.0,
-        ...     residual=exact(0.2), interest=0.0).usd_per_device_year.value
-        200.0
+        >>> reserved = Hourly(fixed=exact(2.0), used=exact(0.0))
+        >>> f"{reserved.at(0.6).value:.2f}"
+        '3.33'
         """
-        rate, years = self.interest, self.years
-        repaid = -math.expm1(-years * math.log1p(rate))  # above 0 for the smallest rates too
-        discount = 1 - repaid
-        share = rate / repaid if rate else 1 / years
-        lost = Span(
-            value=1 - self.residual.value * discount,
-            low=1 - self.residual.high * discount,
-            high=1 - self.residual.low * discount,
+        return total([self.fixed.times(1 / utilisation), self.used])
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Both figures without their ranges."""
+        return self.fixed.value, self.used.value
+
+
+def cheaper_above(one: tuple[float, float], other: tuple[float, float]) -> float | None:
+    """Share of hours used above which one (fixed, used) price is cheaper; 0 always, None never.
+
+    one / u + a < other / u + b where u (b - a) > one - other.
+
+    >>> cheaper_above((1.2, 0.1), (0.0, 2.1)), cheaper_above((1.0, 0.0), (2.0, 0.0))
+    (0.6, 0.0)
+    """
+    more_fixed, less_used = one[0] - other[0], other[1] - one[1]
+    if less_used <= 0:
+        return 0.0 if more_fixed < less_used else None
+    share = more_fixed / less_used
+    return max(0.0, share) if share < 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """Years over which payments and hours are compared, and the interest between them."""
+
+    years: float
+    interest: float
+
+    def discount(self, years: float) -> float:
+        """Return what a dollar after so many years is worth now."""
+        return math.exp(-years * math.log1p(self.interest))
+
+    @property
+    def parts(self) -> tuple[tuple[float, float], ...]:
+        """Start and length of each year; the last may be shorter.
+
+        >>> Horizon(years=2.5, interest=0.1).parts
+        ((0.0, 1.0), (1.0, 1.0), (2.0, 0.5))
+        """
+        whole = math.ceil(self.years - 1e-9)
+        return tuple((float(k), min(1.0, self.years - k)) for k in range(whole))
+
+    @property
+    def hours(self) -> float:
+        """Hours of all years, each year's at its present value: H of the module."""
+        return HOURS_PER_YEAR * sum(
+            length * self.discount(start + length / 2) for start, length in self.parts
         )
-        return product([self.capital_usd_per_device, lost, exact(share)])
+
+    def levelised(self, usd_now: float) -> float:
+        """Return what a payment on the first day is an hour."""
+        return usd_now / self.hours
+
+    def rent(self, usd_per_hour: float, change_a_year: float, fixed_years: float = 0.0) -> float:
+        """Return the one price that costs what a changing rent does; a contract fixes it a while.
+
+        >>> f"{Horizon(years=2.0, interest=0.0).rent(2.0, -0.5, fixed_years=1.0):.2f}"
+        '1.50'
+        """
+        paid = 0.0
+        for start, length in self.parts:
+            middle = start + length / 2
+            when = middle
+            if fixed_years:
+                when = fixed_years * math.floor(start / fixed_years + 1e-9)
+            price = usd_per_hour * math.exp(when * math.log1p(change_a_year))
+            paid += price * HOURS_PER_YEAR * length * self.discount(middle)
+        return paid / self.hours
 
 
-def owned_usd_per_device_hour(
-    purchase: Purchase, *, utilisation: float, power_usd_per_device_hour: Span
-) -> Span:
-    """What a useful hour of a bought device costs: its annuity over the hours used, and power.
+def prepaid_factor(share: float, years: float, interest: float) -> float:
+    """By how much a price an hour rises if a share of a contract is paid on its first day.
 
-    Power is counted for the hours used alone; an idle device is taken to be off.
+    >>> f"{prepaid_factor(1.0, 1.0, 0.21):.3f}"
+    '1.100'
     """
-    capital = purchase.usd_per_device_year.times(1 / (HOURS_PER_YEAR * utilisation))
-    return total([capital, power_usd_per_device_hour])
+    term = Horizon(years=years, interest=interest)
+    return share * HOURS_PER_YEAR * years / term.hours + (1 - share)
 
 
-def break_even_utilisation(
-    purchase: Purchase, *, rent_usd_per_device_hour: float, power_usd_per_device_hour: float
-) -> float | None:
-    """Share of all hours above which buying is cheaper than renting; None if it never is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tax:
+    """Income tax, and over how many years hardware is written off."""
 
-    >>> bought = Purchase(usd_per_device=exact(8760.0), network_usd_per_device=exact(0.0),
-    ...     years=1.0, residual=exact(0.0), interest=0.0)
-    >>> break_even_utilisation(bought, rent_usd_per_device_hour=2.5,
-    ...     power_usd_per_device_hour=0.5)
-    0.5
+    rate: float = 0.0
+    depreciation_years: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purchase:
+    """Devices that are bought: all that is paid for one, and what is left of it."""
+
+    hardware_usd: Span
+    """The device with its share of nodes, network, storage and spares, sales tax included."""
+    yearly_usd: Span
+    """Hosting, staff, support, insurance."""
+    horizon: Horizon
+    residual: Span
+    """Share of the hardware's price that it sells for in the end."""
+    idle_power: Span
+    """Share of the power in use that a device draws while it waits."""
+    running_usd_per_hour: Span
+    """Electricity of a device that trains."""
+    tax: Tax = Tax()
+
+    @property
+    def hourly(self) -> Hourly:
+        """Levelised: see the module."""
+        each_year = self.yearly_usd.times(1 / HOURS_PER_YEAR)
+        idle, running = self.idle_power, self.running_usd_per_hour
+        saved = Span(value=1 - idle.value, low=1 - idle.high, high=1 - idle.low)
+        capital = product([self.hardware_usd, self._lost]).times(1 / self.horizon.hours)
+        return Hourly(
+            fixed=total([capital, each_year, product([running, idle])]),
+            used=product([running, saved]),
+        )
+
+    @property
+    def _lost(self) -> Span:
+        """Share of the hardware's price that is not recovered, at present value before tax."""
+        return Span(
+            value=self._lost_with(self.residual.value),
+            low=self._lost_with(self.residual.high),
+            high=self._lost_with(self.residual.low),
+        )
+
+    def _lost_with(self, residual: float) -> float:
+        years, tax = self.horizon.years, self.tax
+        over = tax.depreciation_years
+        written_off = sum(
+            max(0.0, min(length, over - start)) * self.horizon.discount(start + length / 2) / over
+            for start, length in self.horizon.parts
+        )
+        book = max(0.0, 1 - years / over)
+        end = self.horizon.discount(years)
+        after_tax = residual - tax.rate * (residual - book)
+        return max(0.0, (1 - tax.rate * written_off - end * after_tax) / (1 - tax.rate))
+
+    def cash_usd(self, utilisation: float) -> tuple[float, ...]:
+        """Return what is paid for a device: on the first day, then in each year, before tax.
+
+        The last year has the resale.
+        """
+        drawn = utilisation + (1 - utilisation) * self.idle_power.value
+        power = HOURS_PER_YEAR * drawn * self.running_usd_per_hour.value
+        years = [length * (self.yearly_usd.value + power) for _, length in self.horizon.parts]
+        years[-1] -= self.residual.value * self.hardware_usd.value
+        return (self.hardware_usd.value, *years)
+
+
+def rent_cash_usd(
+    usd_per_hour: float,
+    horizon: Horizon,
+    *,
+    utilisation: float,
+    change_a_year: float,
+    term_years: float | None = None,
+    prepaid: float = 0.0,
+) -> tuple[float, ...]:
+    """Return what a device's rent is on the first day and in each year; contracts are renewed.
+
+    >>> rent_cash_usd(1.0, Horizon(years=2.0, interest=0.1), utilisation=0.5, change_a_year=0.0)
+    (0.0, 4380.0, 4380.0)
     """
-    saved = rent_usd_per_device_hour - power_usd_per_device_hour
-    if saved <= 0:
-        return None
-    share = purchase.usd_per_device_year.value / HOURS_PER_YEAR / saved
-    return share if share <= 1 else None
+
+    def price_at(years: float) -> float:
+        return usd_per_hour * math.exp(years * math.log1p(change_a_year))
+
+    paid = [0.0]
+    for start, length in horizon.parts:
+        when, share = start + length / 2, utilisation
+        if term_years:
+            when, share = term_years * math.floor(start / term_years + 1e-9), 1 - prepaid
+        paid.append(price_at(when) * HOURS_PER_YEAR * length * share)
+    begins = 0.0
+    while term_years and prepaid and begins < horizon.years - 1e-9:
+        hours = HOURS_PER_YEAR * min(term_years, horizon.years - begins)
+        paid[math.ceil(begins)] += prepaid * price_at(begins) * hours
+        begins += term_years
+    return tuple(paid)
+
+
+def power_usd_per_hour(watts: Span, usd_per_kwh: Span) -> Span:
+    """Price of an hour of so many watts.
+
+    >>> power_usd_per_hour(exact(1000.0), exact(0.1)).value
+    0.1
+    """
+    return product([watts.times(1e-3), usd_per_kwh])
+
+
+def residual_share(age: float, *, retained_a_year: float, by_age: Sequence[float] = ()) -> float:
+    """Share of its price that hardware sells for at an age in years.
+
+    Between the ages of a curve values fall by the same factor each day, from the whole price at 0;
+    beyond its last age nothing is known, and they go on falling as in its last year.
+
+    >>> f"{residual_share(3.0, retained_a_year=0.67):.3f}"
+    '0.301'
+    >>> residual_share(2.0, retained_a_year=0.67, by_age=(0.6, 0.4, 0.3))
+    0.4
+    """
+    if not by_age:
+        return float(retained_a_year**age)
+    points = [1.0, *by_age]
+    year = min(int(age), len(points) - 2)
+    before, after = points[year], points[year + 1]
+    if before == 0 or after == 0:
+        return max(0.0, before + (after - before) * (age - year))
+    return min(1.0, before * float((after / before) ** (age - year)))

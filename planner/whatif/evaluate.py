@@ -1,46 +1,29 @@
-"""One model on one candidate: the best plan there, and what it takes to reach the goal with it."""
+"""One model on one candidate: its best plan priced, and what it takes to reach the goal with it."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.catalog import facility
-from planner.cluster import ClusterSpec
 from planner.costs.uncertainty import link_seconds
-from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Job, Plan
+from planner.errors import DocumentError
+from planner.plan import Plan
 from planner.prediction import Prediction
-from planner.request import Request
-from planner.search.answer import Answer
-from planner.search.best_first import search
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 from planner.whatif import economics
-from planner.whatif.candidates import (
-    Candidate,
-    Priced,
-    power_usd_per_device_hour,
-    watts_of,
-)
-from planner.whatif.changes import changed
-from planner.whatif.fine_tuning import tuned
+from planner.whatif.candidates import Candidate, watts_of
+from planner.whatif.chances import within
+from planner.whatif.goodput import goodput_of
+from planner.whatif.planning import Planned, planned
 from planner.whatif.span import Span, exact, product, span_of
-from planner.whatif.study import Assumptions, Study
+from planner.whatif.study import Goal, Study
 
 SECONDS_PER_DAY = 86_400.0
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
-FEW_NODES = 16
-"""Up to so many, every smaller number of nodes is tried."""
-SHAPES = 0.9
-"""By what factor the same work may take less on fewer devices, whose products are larger."""
 NOTABLE = 0.12
 """Share of a step above which communication or the pipeline is named."""
 
@@ -57,6 +40,10 @@ class Outcome:
     binding: str
     """What limits it, in words; the reason why nothing fits if nothing does."""
     layout: str = ""
+    stack: str = ""
+    """Who trains."""
+    native_step_s: float | None = None
+    """Of our own runtime's best plan there, where it was planned too."""
     step_s: Span | None = None
     tokens_per_s: Span | None = None
     mfu: float = 0.0
@@ -70,23 +57,38 @@ class Outcome:
     tokens: float | None = None
     """To train in all."""
     tokens_in_budget: float | None = None
+    """That budget and deadline leave room for."""
+    goodput: Span | None = None
+    """Share of the wall clock that trains."""
     hours: Span | None = None
     usd: Span | None = None
     usd_per_device_hour: Span | None = None
     price: str = ""
     """Commitment, date and source of the price, in words."""
     capital_usd: float | None = None
+    """What signing binds to: a purchase, or a contract's whole term."""
     watts: Span | None = None
     energy_kwh: Span | None = None
     carbon_kg: Span | None = None
+    grams_per_kwh: float | None = None
+    """Of CO2, of the grid that it is planned on."""
     misses: tuple[str, ...] = ()
     """Goals that it does not meet."""
+    chances: dict[str, float] = field(default_factory=dict)
+    """By goal, the probability that it is kept."""
+    hypothetical: bool = False
+    """No such product is sold."""
     idle: int = 0
     """Devices that the plan leaves out, since it is faster without them."""
     provenance: dict[str, int] = field(default_factory=dict)
     """How many figures behind the prediction are measured, fitted, quoted, assumed."""
     optimal: bool = False
     plan: Plan | None = None
+
+    @property
+    def chance(self) -> float:
+        """The least probability of keeping a goal; 1 where there is none."""
+        return min(self.chances.values(), default=1.0)
 
     @property
     def utilisation(self) -> Span:
@@ -103,8 +105,8 @@ class Outcome:
 
     @property
     def headroom_bytes(self) -> float:
-        """Memory left on the fullest device."""
-        return self.capacity_bytes - self.peak_bytes
+        """Memory left on the fullest device; none where its allocator must compact."""
+        return max(0.0, self.capacity_bytes - self.peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, the plan as its document."""
@@ -117,59 +119,6 @@ class Outcome:
                 value = value.model_dump(mode="json", exclude_none=True)
             result[name] = value
         return {**result, "headroom_bytes": self.headroom_bytes}
-
-
-def asked(study: Study, model: ModelGraph, candidate: Candidate) -> Request:
-    """Return what a study asks of one candidate."""
-    return Request.of(
-        model,
-        candidate.cluster,
-        seq_len=study.work.seq_len,
-        global_batch=study.work.global_batch,
-        precision=study.work.precision,
-        pins=read_pins(candidate.fix, candidate.allow),
-        stack=study.work.backend,
-        called=candidate.name,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The best plan of a model on a cluster, or why there is none, on whatever terms it is had."""
-
-    job: Job | None = None
-    prediction: Prediction | None = None
-    plan: Plan | None = None
-    optimal: bool = False
-    reason: str = ""
-    """Why nothing fits."""
-    parameters: int = 0
-    """Of the model."""
-
-
-def planned(study: Study, model_name: str, candidate: Candidate) -> Planned:
-    """Return the best plan of one model on one candidate; this is what takes long."""
-    model = resolve_model(model_name)
-    try:
-        request = asked(study, model, candidate)
-        plan, prediction, optimal = _best(request, candidate)
-    except (NoPlanFits, DocumentError) as error:
-        return Planned(reason=str(error))
-    return Planned(
-        job=request.job,
-        prediction=prediction,
-        plan=plan,
-        optimal=optimal,
-        parameters=model.parameters,
-    )
-
-
-def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
-    """Return what a plan depends on; terms, prices and names are not among it."""
-    cluster = candidate.cluster.model_copy(update={"price": None})
-    work = study.work.model_dump_json()
-    terms = (candidate.tuning, *candidate.fix, *candidate.allow)
-    return (model_name, cluster.model_dump_json(), work, *terms)
 
 
 def evaluate(
@@ -185,6 +134,7 @@ def evaluate(
         fits=False,
         binding=found.reason,
         price=candidate.priced.how,
+        hypothetical=candidate.hypothetical,
     )
     prediction, plan = found.prediction, found.plan
     if prediction is None or found.job is None:
@@ -204,6 +154,7 @@ def evaluate(
         blank,
         parameters=found.parameters,
         fits=True,
+        stack=found.stack,
         layout=prediction.layout
         + (f" ({idle} of {candidate.devices} devices idle)" if idle else ""),
         idle=idle,
@@ -234,6 +185,8 @@ def binding_of(prediction: Prediction) -> str:
     said = []
     if share > FULL:
         text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
+        if share > 1:
+            text = f"memory: all of {bytes_text(fullest.memory_capacity_bytes)}, compacted"
         if again > 0.02 * step_s:
             text += f", recomputation takes {100 * again / step_s:.0f} %"
         said.append(text)
@@ -245,121 +198,50 @@ def binding_of(prediction: Prediction) -> str:
     return "; ".join(said)
 
 
-def _best(request: Request, candidate: Candidate) -> tuple[Plan, Prediction, bool]:
-    if candidate.tuning in ("lora", "qlora"):
-        answer = tuned(request, quantised=candidate.tuning == "qlora")
-        return answer.plan, answer.prediction, answer.certificate.optimal
-    found: Answer | None = None
-    reason: NoPlanFits | None = None
-    try:
-        found = search(request)
-    except NoPlanFits as error:
-        reason = error
-    for fewer in _worth_trying(request, found.prediction if found else None):
-        with contextlib.suppress(NoPlanFits):
-            best_s = math.inf if found is None else found.certificate.objective_s
-            other = search(fewer, below_s=best_s)
-            if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
-                found = other
-    if found is None:
-        assert reason is not None  # the first search found nothing
-        raise reason
-    return found.plan, found.prediction, found.certificate.optimal
-
-
-def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:
-    """Yield the request with nodes left idle, where a plan on fewer may be faster.
-
-    That is where links are too slow for so many: half of them may do; or where devices divide the
-    global batch badly.  Then every smaller number is tried, or of many nodes those that divide
-    better: more replicas take whole shares of the batch, or what is left for other axes has smaller
-    factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
-    """
-    cluster, job = request.cluster, request.job
-    if len(cluster.groups) > 1:
-        return
-    [group] = cluster.groups
-    for nodes in _fewer_nodes(group.nodes, group.devices_per_node, job.global_batch):
-        if prediction is not None:
-            computing_s = SHAPES * _computing_s(prediction)
-            if computing_s * group.nodes / nodes >= prediction.step_time_s:
-                return
-        fewer = changed(cluster, "devices", nodes / group.nodes)
-        if fewer is not None:
-            yield replace(request, cluster=fewer)
-
-
-def _fewer_nodes(nodes: int, per_node: int, global_batch: int) -> Iterator[int]:
-    """Yield smaller numbers of nodes that are worth a look, the largest first.
-
-    >>> list(_fewer_nodes(8, 8, 512)), list(_fewer_nodes(5, 8, 512)), list(_fewer_nodes(36, 8, 512))
-    ([4, 2, 1], [4, 3, 2, 1], [32])
-    """
-    if global_batch % (nodes * per_node) == 0:
-        while nodes := nodes // 2:
-            yield nodes
-        return
-    better: list[tuple[int, int]] = []
-    for fewer in range(nodes, 0, -1):
-        replicas = math.gcd(fewer * per_node, global_batch)
-        factor = max(factors(fewer * per_node // replicas), default=1)
-        worse = any(r >= replicas and f <= factor for r, f in better)
-        better.append((replicas, factor))
-        if fewer < nodes and (nodes <= FEW_NODES or not worse):
-            yield fewer
-
-
-def _computing_s(prediction: Prediction) -> float:
-    """Return the seconds of a step that devices compute, on average over stages.
-
-    What is computed again counts: fewer devices have less memory, so they do not compute less.
-    """
-    parts = prediction.step_parts
-    of_stages = [stage.forward_s + stage.backward_s for stage in prediction.stages]
-    mean = sum(of_stages) / len(of_stages)
-    computing_s = sum(parts.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    return computing_s * mean / max(of_stages)
-
-
-def factors(number: int) -> list[int]:
-    """Return the prime factors of a number.
-
-    >>> factors(360), factors(1)
-    ([2, 2, 2, 3, 3, 5], [])
-    """
-    found, divisor = [], 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            found.append(divisor)
-            number //= divisor
-        divisor += 1
-    return found + [number] * (number > 1)
-
-
 def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
     """Add hours, cost, energy and carbon, and what of the goal is missed."""
-    assumed, goal = study.assumptions, study.goal
-    watts = watts_of(candidate.cluster, assumed)
-    outcome = replace(outcome, watts=watts, **_prices(candidate.cluster, candidate.priced, assumed))
+    assumed, goal = candidate.assumed, study.goal
+    watts = watts_of(candidate.cluster, assumed, candidate.power_limit)
+    outcome = replace(
+        outcome, watts=watts, goodput=goodput(candidate, outcome.parameters), **_prices(candidate)
+    )
     tokens = goal.tokens_of(outcome.parameters)
-    if tokens is not None and outcome.tokens_per_s is not None:
-        run_hours = economics.hours(tokens, outcome.tokens_per_s, _goodput(candidate, assumed))
+    assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
+    if tokens is not None:
+        run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
         outcome = replace(outcome, hours=run_hours, tokens=tokens)
         if outcome.usd_per_device_hour is not None:
-            usd = economics.rent_usd(outcome.devices, run_hours, outcome.usd_per_device_hour)
+            paid_hours = at_least(run_hours, candidate.priced.minimum_hours)
+            usd = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
             outcome = replace(outcome, usd=usd)
-            if goal.budget_usd is not None:
-                affordable = tokens * goal.budget_usd / usd.value
-                outcome = replace(outcome, tokens_in_budget=affordable)
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
             grams = assumed.carbon_g_per_kwh
             if grams is None:
                 grams = carbon_of(assumed.country)
             outcome = replace(
-                outcome, energy_kwh=energy, carbon_kg=economics.carbon_kg(energy, grams)
+                outcome,
+                energy_kwh=energy,
+                carbon_kg=economics.carbon_kg(energy, grams),
+                grams_per_kwh=grams,
             )
-    return replace(outcome, misses=tuple(_misses(study, outcome)))
+    return replace(
+        outcome,
+        tokens_in_budget=tokens_in_budget(goal, candidate, outcome),
+        misses=tuple(_misses(goal, outcome)),
+        chances=chances_of(goal, outcome),
+    )
+
+
+def at_least(figure: Span, least: float) -> Span:
+    """Return a figure of which a least amount is paid.
+
+    >>> at_least(Span(value=5.0, low=1.0, high=9.0), 4.0)
+    Span(value=5.0, low=4.0, high=9.0)
+    """
+    return Span(
+        value=max(figure.value, least), low=max(figure.low, least), high=max(figure.high, least)
+    )
 
 
 def carbon_of(country: str) -> float:
@@ -373,51 +255,96 @@ def carbon_of(country: str) -> float:
     return known[country]
 
 
-def _goodput(candidate: Candidate, assumed: Assumptions) -> Span:
-    span = span_of(assumed.goodput)
-    if not candidate.spot:
-        return span
-    lost = assumed.spot_lost
-    kept = Span(value=1 - lost.value, low=1 - lost.high, high=1 - lost.low)
-    return product([span, kept])
+def goodput(candidate: Candidate, parameters: float) -> Span:
+    """Return the share of the wall clock that trains: as assumed, or by failures of its size."""
+    assumed = candidate.assumed
+    if assumed.goodput is not None:
+        return span_of(assumed.goodput)
+    return goodput_of(
+        assumed.failures,
+        parameters=parameters,
+        devices=candidate.devices,
+        nodes=sum(group.nodes for group in candidate.cluster.groups),
+        spot=candidate.spot,
+    )
 
 
-def _prices(cluster: ClusterSpec, priced: Priced, assumed: Assumptions) -> dict[str, Any]:
-    """Return the price of a device hour on the candidate's terms, and what is paid at once."""
-    if priced.rent_usd_per_device_hour is not None:
-        return {"usd_per_device_hour": priced.rent_usd_per_device_hour}
-    if priced.purchase is None and not priced.owned:
+def _prices(candidate: Candidate) -> dict[str, Any]:
+    """Return the price of a useful device hour on the candidate's terms, and what it binds to."""
+    priced = candidate.priced
+    if priced.hourly is None:
         return {}
-    power = power_usd_per_device_hour(cluster, assumed) or exact(0.0)
-    if priced.purchase is None:
-        return {"usd_per_device_hour": power}
-    each = economics.owned_usd_per_device_hour(
-        priced.purchase, utilisation=assumed.utilisation, power_usd_per_device_hour=power
-    )
-    capital = priced.purchase.capital_usd_per_device.value * cluster.devices
-    return {"usd_per_device_hour": each, "capital_usd": capital}
+    at_once = priced.at_once_usd_per_device
+    return {
+        "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
+        "capital_usd": None if at_once is None else at_once * candidate.devices,
+    }
 
 
-def _misses(study: Study, outcome: Outcome) -> list[str]:
-    goal, missed = study.goal, []
-    limits = (
-        ("deadline", outcome.hours, goal.deadline_days, 1 / 24, "days"),
-        ("budget", _paid(outcome), goal.budget_usd, 1.0, "USD"),
-        ("power cap", outcome.watts, goal.power_cap_w, 1.0, "W"),
-        ("emission cap", outcome.carbon_kg, goal.emission_cap_kg, 1.0, "kg"),
-    )
-    for name, span, limit, unit, words in limits:
+def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> float | None:
+    """Return the tokens for which budget and deadline both suffice; None without a budget.
+
+    What is bought or reserved is paid whole first; the rest of the budget pays for its hours.
+    """
+    price, rate, share = outcome.usd_per_device_hour, outcome.tokens_per_s, outcome.goodput
+    if goal.budget_usd is None or price is None or rate is None or share is None:
+        return None
+    left = goal.budget_usd
+    an_hour = price.value
+    if outcome.capital_usd is not None:
+        assert candidate.priced.hourly is not None  # it has a price
+        left -= outcome.capital_usd
+        an_hour = candidate.priced.hourly.used.value
+    if left < 0:
+        return 0.0
+    hours = [math.inf if an_hour == 0 else left / (an_hour * outcome.devices)]
+    if goal.deadline_days is not None:
+        hours.append(24 * goal.deadline_days)
+    if candidate.priced.purchase is not None:
+        horizon_hours = economics.HOURS_PER_YEAR * candidate.assumed.years
+        hours.append(horizon_hours * candidate.assumed.utilisation)
+    if candidate.priced.reservation is not None:
+        hours.append(economics.HOURS_PER_YEAR * candidate.priced.reservation.years)
+    least = min(hours)
+    if least < candidate.priced.minimum_hours:
+        return 0.0 if hours[0] < candidate.priced.minimum_hours else None
+    return rate.value * share.value * least * economics.SECONDS_PER_HOUR
+
+
+def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, Span | None, float | None, str]]:
+    """Return each goal by name with the outcome's figure, the limit and their unit."""
+    days = outcome.hours.times(1 / 24) if outcome.hours is not None else None
+    return [
+        ("deadline", days, goal.deadline_days, "days"),
+        ("budget", _paid(outcome), goal.budget_usd, "USD"),
+        ("power cap", outcome.watts, goal.power_cap_w, "W"),
+        ("emission cap", outcome.carbon_kg, goal.emission_cap_kg, "kg"),
+    ]
+
+
+def _misses(goal: Goal, outcome: Outcome) -> list[str]:
+    missed = []
+    for name, span, limit, words in _limits(goal, outcome):
         if limit is None:
             continue
         if span is None:
             missed.append(f"{name}: not known")
-        elif span.value * unit > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {span.value * unit:,.4g} of {limit:,.4g} {words}")
+        elif span.value > limit * (1 + ROUNDING):
+            missed.append(f"{name}: {span.value:,.4g} of {limit:,.4g} {words}")
     return missed
 
 
+def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
+    """Return the probability that each goal is kept, by the range of its figure."""
+    return {
+        name: within(span, limit * (1 + ROUNDING))
+        for name, span, limit, _ in _limits(goal, outcome)
+        if span is not None and limit is not None
+    }
+
+
 def _paid(outcome: Outcome) -> Span | None:
-    """Return what a run takes out of a budget; a purchase is paid whole."""
+    """Return what a run takes out of a budget; a purchase or a contract is paid whole."""
     if outcome.capital_usd is None:
         return outcome.usd
     return exact(outcome.capital_usd)

@@ -6,6 +6,7 @@ in host memory where the cluster says how much there is and how it is reached.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from planner.catalog import stacks
@@ -21,8 +22,11 @@ RANK = 16
 """Of adapters, where nobody says."""
 
 
-def tuned(request: Request, *, quantised: bool) -> Answer:
-    """Return the fastest plan of any fine-tuner; NoPlanFits says why each has none."""
+def tuned(request: Request, *, quantised: bool, below_s: float = math.inf) -> Answer:
+    """Return the fastest plan of any fine-tuner; NoPlanFits says why each has none.
+
+    Where none takes less than a finite `below_s`, it says no more than that.
+    """
     job = request.job
     adapters = replace(job, lora=job.lora or Lora(rank=RANK, quantised=quantised))
     groups = request.cluster.groups
@@ -33,7 +37,9 @@ def tuned(request: Request, *, quantised: bool) -> Answer:
     reasons: list[str] = []
     for name in TUNERS:
         try:
-            found = search(replace(request, job=adapters, stack=stacks()[name], pins=pins))
+            found = search(
+                replace(request, job=adapters, stack=stacks()[name], pins=pins), below_s=below_s
+            )
         except NoPlanFits as error:
             reasons.append(f"{name}: {error}")
             continue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.evaluate import Outcome
-from planner.whatif.span import Span, span_of
+from planner.whatif.span import Span
 from planner.whatif.study import Order, Study
 
 KERNELS, LINKS, GOODPUT, PRICE = "kernels", "links", "goodput", "price"
@@ -51,16 +51,24 @@ def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
 
 
 def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
-    """Return the outcomes that fit, best first; those that miss the goal come last.
+    """Return the outcomes that fit, best first.
 
-    Before them come those whose figure is not known, for want of a price or of a power.
+    Behind those that keep the goal as surely as it wants come those that keep it at the midpoint of
+    their range, then those that miss it, and last products that nobody sells.  Within each come
+    last those whose figure is not known, for want of a price or of a power.
 
     Two are tied with the best if their figures differ by no more than the margin of the larger.
     """
     by = ordered_by(study, outcomes)
     fitting = sorted(
         (outcome for outcome in outcomes if outcome.fits),
-        key=lambda outcome: (len(outcome.misses) > 0, figure(outcome, by), outcome.candidate),
+        key=lambda outcome: (
+            outcome.hypothetical,
+            len(outcome.misses) > 0,
+            not sure(study, outcome),
+            figure(outcome, by),
+            outcome.candidate,
+        ),
     )
     front = set(map(id, pareto(fitting)))
     result: list[Rank] = []
@@ -68,8 +76,8 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
         first = fitting[0]
         tied = (
             index > 0
-            and not outcome.misses
-            and not first.misses
+            and not (outcome.misses or outcome.hypothetical)
+            and not (first.misses or first.hypothetical)
             and tie(figure(first, by), figure(outcome, by), study.assumptions.tie)
         )
         result.append(
@@ -82,6 +90,11 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
             )
         )
     return result
+
+
+def sure(study: Study, outcome: Outcome) -> bool:
+    """Whether an outcome keeps each goal as likely as the study wants."""
+    return outcome.chance >= study.goal.confidence
 
 
 def tie(one: float, other: float, margin: float) -> bool:
@@ -163,7 +176,8 @@ def doubts(study: Study, best: Outcome) -> list[Doubt]:
         widths.append((KERNELS, width**2 * (1 - link) ** 2 / whole))
         widths.append((LINKS, width**2 * link**2 / whole))
     if best.hours is not None:
-        widths.append((GOODPUT, _width(span_of(study.assumptions.goodput)) ** 2))
+        assert best.goodput is not None  # it has hours
+        widths.append((GOODPUT, _width(best.goodput) ** 2))
     if study.goal.by == "cost" and best.usd_per_device_hour is not None:
         widths.append((PRICE, _width(best.usd_per_device_hour) ** 2))
     whole = sum(width for _, width in widths)
@@ -181,7 +195,7 @@ def _width(span: Span) -> float:
 
 def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str]:
     """Name the candidates that would come first if figures moved against the best by a margin."""
-    meeting = [rank for rank in ranks if not rank.outcome.misses]
+    meeting = [rank for rank in ranks if not rank.outcome.misses and not rank.outcome.hypothetical]
     if len(meeting) < 2:
         return []
     by = ordered_by(study, [rank.outcome for rank in ranks])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.catalog import Rent
 from planner.errors import DocumentError
@@ -16,13 +16,22 @@ from planner.units import seconds_text
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
-from planner.whatif.evaluate import Outcome, Planned, evaluate, planned, same_plan
+from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
+from planner.whatif.sizing import size_of, unsolved, with_sizes
+from planner.whatif.span import Span, exact
 from planner.whatif.study import ChangeName, Study
 
 Progress = Callable[[int, int], None]
+A = TypeVar("A")
+B = TypeVar("B")
 FEW = 3
 """So many evaluations are not worth starting processes for."""
+SIZES_FIRST = 3
+"""Of many sizes of a cluster, so many are planned under every stack."""
+NATIVE_TOO = 12
+"""Of each model, so many of the first candidates are planned for our own runtime too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +92,15 @@ class Result:
 
     @property
     def best(self) -> Outcome | None:
-        """The first of the first model, if it fits and meets the goal."""
-        for ranks in self.ranks.values():
-            if ranks and not ranks[0].outcome.misses:
-                return ranks[0].outcome
-        return None
+        """The first of the first model that has one which is sold, fits and meets the goal."""
+        return next((best for best in map(self.best_of, self.ranks) if best is not None), None)
+
+    def best_of(self, model: str) -> Outcome | None:
+        """The first of a model, if it is sold, fits and meets the goal."""
+        ranks = self.ranks[model]
+        if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
+            return None
+        return ranks[0].outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,10 @@ class _Task:
     study: Study
     model: str
     candidate: Candidate
+    backend: str | None = None
+    """Instead of the study's own."""
+    likely: str | None = None
+    """The stack that is faster than others on fewer devices and on more."""
 
 
 def run(
@@ -108,6 +125,10 @@ def run(
 
     `offers` are dated rents instead of the catalogue's.
     """
+    sizes = [(study, place, model, offers) for place, model in unsolved(study)]
+    if sizes:
+        found = _side_by_side(_size, sizes, processes)
+        study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
         _Task(study, model, candidate)
@@ -120,22 +141,58 @@ def run(
     try:
         for index, outcome in _evaluated(tasks, processes, told):
             done[index] = outcome
+        done |= dict(_natives(tasks, done, processes))
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
-    ranks = {
-        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
-        for model in study.models
-    }
     result = Result(
         study=study,
         outcomes=outcomes,
-        ranks=ranks,
+        ranks=_ranks(study, outcomes),
         interrupted=interrupted,
         candidates=candidates,
-        break_even=tuple(break_evens(list(candidates.values()), study.assumptions)),
+        break_even=tuple(break_evens(list(candidates.values()))),
     )
     return result if interrupted else _followed(result, processes, told)
+
+
+def _size(asked: tuple[Study, int, str, Sequence[Rent] | None]) -> int:
+    return size_of(*asked)
+
+
+def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
+    return {
+        model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
+        for model in study.models
+    }
+
+
+def _natives(
+    tasks: Sequence[_Task], done: Mapping[int, Outcome], processes: int | None
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield the first outcomes of each model with what our own runtime would take there."""
+    places = {(done[at].model, done[at].candidate): at for at in done}
+    wanted: dict[tuple[str, ...], list[int]] = {}
+    for model, ranks in _ranks(tasks[0].study, list(done.values())).items():
+        for rank in ranks[:NATIVE_TOO]:
+            at = places[model, rank.outcome.candidate]
+            task = tasks[at]
+            if rank.outcome.stack == NATIVE:
+                yield at, _with_native(done[at], done[at].step_s)
+            elif task.candidate.tuning not in ("lora", "qlora"):
+                key = same_plan(task.study, model, task.candidate)
+                wanted.setdefault(key, []).append(at)
+    groups = list(wanted.values())
+    own = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
+    for group, found in _planned(own, processes):
+        if found.prediction is not None:
+            step = exact(found.prediction.step_time_s)
+            for at in groups[group]:
+                yield at, _with_native(done[at], step)
+
+
+def _with_native(outcome: Outcome, step: Span | None) -> Outcome:
+    return outcome if step is None else replace(outcome, native_step_s=step.value)
 
 
 def _changes_asked(study: Study) -> int:
@@ -213,7 +270,10 @@ def _changes(
         if cluster is None:
             continue
         other = replace(
-            candidate, name=f"{candidate.name}, {WORDS[change]} x {factor:g}", cluster=cluster
+            candidate,
+            name=f"{candidate.name}, {WORDS[change]} x {factor:g}",
+            cluster=cluster,
+            narrower=candidate.cluster if change == "domain" and factor > 1 else None,
         )
         possible.append((change, factor))
         tasks.append(
@@ -266,22 +326,77 @@ def _evaluated(
         key = same_plan(task.study, task.model, task.candidate)
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    for group, found in _planned([tasks[group[0]] for group in groups], processes):
+    for group, found in _planned_by_size([tasks[group[0]] for group in groups], processes):
         for index in groups[group]:
             task = tasks[index]
             yield index, evaluate(task.study, task.model, task.candidate, found)
         told.more(len(groups[group]))
 
 
+def _planned_by_size(
+    tasks: Sequence[_Task], processes: int | None
+) -> Iterator[tuple[int, Planned]]:
+    """Yield plans; where sizes alone differ, the least, a middle and the most are planned first.
+
+    Between two sizes on which the same stack is fastest, only that one is searched.
+    """
+    rows = [row for row in _rows_of_sizes(tasks) if len(row) > SIZES_FIRST + 1]
+    ends = {at for row in rows for at in (row[0], row[len(row) // 2], row[-1])}
+    later = {at for row in rows for at in row} - ends
+    first = [at for at in range(len(tasks)) if at not in later]
+    known: dict[int, Planned] = {}
+    for place, found in _planned([tasks[at] for at in first], processes):
+        known[first[place]] = found
+        yield first[place], found
+    rest, order = [], sorted(later)
+    for row in rows:
+        for at in row:
+            if at in later:
+                below = max((k for k in row[: row.index(at)] if k in ends), key=row.index)
+                above = min((k for k in row[row.index(at) :] if k in ends), key=row.index)
+                rest.append((at, _between(known[below], known[above])))
+    rest.sort()
+    own = [replace(tasks[at], likely=stack) for at, stack in rest]
+    for place, found in _planned(own, processes):
+        yield order[place], found
+
+
+def _between(fewer: Planned, more: Planned) -> str | None:
+    """Return the stack that wins on fewer and on more devices, or on more where none fits fewer."""
+    return more.stack if fewer.stack in ("", more.stack) and more.stack else None
+
+
+def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
+    """Return indexes of tasks that differ in the number of nodes alone, the fewest first."""
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for index, task in enumerate(tasks):
+        candidate = task.candidate
+        if task.backend is not None or len(candidate.cluster.groups) > 1:
+            continue
+        group = candidate.limited.groups[0]
+        accelerator, per_node = group.accelerator.model_dump_json(), group.devices_per_node
+        terms = (candidate.tuning, candidate.fix, candidate.allow, candidate.changes)
+        work = task.study.work.model_dump_json()
+        rows.setdefault((task.model, accelerator, per_node, terms, work), []).append(index)
+    return [sorted(row, key=lambda at: tasks[at].candidate.devices) for row in rows.values()]
+
+
 def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
+    return _side_by_side(_plan, tasks, processes)
+
+
+def _side_by_side(
+    what: Callable[[A], B], tasks: Sequence[A], processes: int | None
+) -> Iterator[tuple[int, B]]:
+    """Yield results with the index of their task, as they come, from processes if they are many."""
     count = processes or os.cpu_count() or 1
     if len(tasks) <= FEW or count == 1:
         for index, task in enumerate(tasks):
-            yield index, _plan(task)
+            yield index, what(task)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(count, len(tasks)), mp_context=context) as pool:
-        waiting = {pool.submit(_plan, task): index for index, task in enumerate(tasks)}
+        waiting = {pool.submit(what, task): index for index, task in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
@@ -291,7 +406,7 @@ def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[in
 
 
 def _plan(task: _Task) -> Planned:
-    return planned(task.study, task.model, task.candidate)
+    return planned(task.study, task.model, task.candidate, task.backend, task.likely)
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -323,6 +438,7 @@ def result_json(result: Result) -> dict[str, Any]:
                 "name": curve.name,
                 "utilisation": list(curve.utilisation),
                 "usd_per_device_hour": list(curve.usd_per_device_hour),
+                "cash_usd": list(curve.cash_usd),
                 "against": {
                     against.name: {
                         "share": against.share,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+import datetime
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from planner.catalog import (
     Facility,
@@ -14,6 +16,7 @@ from planner.catalog import (
     Quantity,
     ShareQuantity,
     facility,
+    source_text,
 )
 from planner.cluster import Precision
 from planner.document import Document, Part
@@ -21,18 +24,38 @@ from planner.units import (
     Amount,
     Devices,
     Factor,
+    Flag,
     Fraction,
     Line,
     Positive,
+    Proportion,
     Rate,
     Samples,
     SampleTokens,
+    Share,
     Text,
 )
 
 Q = TypeVar("Q", bound=Quantity)
+P = TypeVar("P", bound=Part)
+RELEASED = datetime.date(2026, 11, 23)
+"""No clock that shows an earlier day is right."""
+
+
+def _no_future(text: str) -> str:
+    """Refuse a date that has not come; text that names none passes."""
+    today = max(datetime.date.today(), RELEASED)
+    for year, month, day in re.findall(r"\b(\d{4})-(\d\d)(?:-(\d\d))?\b", text):
+        if (int(year), int(month), int(day or 1)) > (today.year, today.month, today.day):
+            raise ValueError(f"is {text[:40]}, which is in the future; a price has been asked")
+    return text
+
+
+DateLine = Annotated[Line, AfterValidator(_no_future)]
+"""When a price was asked, as in 2026-11 or 2026-11-20."""
 Years = Annotated[float, Field(ge=0.01, le=100, strict=True, allow_inf_nan=False)]
 Interest = Annotated[float, Field(ge=0, le=10, strict=True, allow_inf_nan=False)]
+RentChange = Annotated[float, Field(ge=-0.9, le=10, strict=True, allow_inf_nan=False)]
 
 ChangeName = Literal[
     "memory",
@@ -57,6 +80,10 @@ USUAL: dict[ChangeName, tuple[float, ...]] = {
 """What is changed where a study does not say."""
 Tuning = Literal["pretrain", "full", "lora", "qlora"]
 Order = Literal["cost", "time", "energy"]
+Commitment = Literal["on_demand", "reserved", "spot"]
+Sizing = Literal["need", "power", "afford"]
+PUBLIC = "public"
+"""As a backend: the public stack that is fastest there."""
 
 
 class Work(Part):
@@ -66,11 +93,12 @@ class Work(Part):
     """As `plan` has it where it is not given: the model's own, 4,096 at most."""
     global_batch: Samples | None = None
     """Sequences; as `plan` has it where it is not given: about 4 million tokens."""
-    precision: Precision | None = None
-    """What each cluster has units for, bf16 or fp16, where it is not given."""
+    precision: Precision | Literal["auto"] | None = None
+    """What each cluster has units for, bf16 or fp16, where it is not given; auto tries fewer bits
+    where device and stack have them."""
     tuning: Tuning = "pretrain"
-    backend: Text = "native"
-    """The stack that trains, where the whole model is."""
+    backend: Text = PUBLIC
+    """The stack that trains, where the whole model is: a name, or the fastest public one."""
 
 
 class Goal(Part):
@@ -87,6 +115,9 @@ class Goal(Part):
     budget_usd: Rate | None = None
     power_cap_w: Rate | None = None
     emission_cap_kg: Rate | None = None
+    confidence: Fraction = 0.8
+    """Least probability of keeping each of these; what keeps one at its midpoint alone comes after
+    what keeps all so surely."""
     by: Order = "cost"
     """What candidates are ranked by; those without a price come last."""
 
@@ -114,11 +145,19 @@ class Rental(Part):
     usd_per_device_hour: Rate | None = None
     low: Rate | None = None
     high: Rate | None = None
-    commitment: Literal["on_demand", "reserved", "spot"] = "on_demand"
+    commitment: Commitment = "on_demand"
+    term_months: Rate | None = None
+    """Of a reservation, whose every hour is paid, used or not."""
+    prepaid: Proportion | None = None
+    """Share of a reservation that is paid on the first day."""
+    minimum_hours: Amount = 0.0
+    """Of a run, paid at least."""
+    currency: Line = "USD"
     provider: Line | None = None
-    each_provider: bool = False
+    region: Line | None = None
+    each_provider: Flag = False
     """A candidate for each provider in the catalogue, at the median of its own offers."""
-    date: Line | None = None
+    date: DateLine | None = None
     source: Text | None = None
 
     @model_validator(mode="after")
@@ -126,17 +165,36 @@ class Rental(Part):
         value = self.usd_per_device_hour
         if self.each_provider and (self.provider is not None or value is not None):
             raise ValueError("each_provider goes with neither provider nor a price")
+        if self.commitment != "reserved" and (self.term_months or self.prepaid):
+            raise ValueError("term_months and prepaid are of a reservation: commitment: reserved")
+        _check_price(value, self.low, self.high, self.date, self.source, "usd_per_device_hour")
         if value is None:
-            if self.low is not None or self.high is not None:
-                raise ValueError("low and high are the range of usd_per_device_hour; give it too")
             return self
-        if self.provider is not None:
-            raise ValueError("provider chooses among the catalogue's offers; a price needs none")
-        if self.date is None or self.source is None:
-            raise ValueError("a price needs its date and source")
-        if not (self.low or value) <= value <= (self.high or value):
-            raise ValueError(f"{value} is not between {self.low} and {self.high}")
+        if self.provider is not None or self.region is not None:
+            raise ValueError(
+                "provider and region choose among the catalogue's offers; a price needs none"
+            )
+        if self.commitment == "reserved" and self.term_months is None:
+            raise ValueError("a reservation needs its term_months")
         return self
+
+
+def _check_price(
+    value: float | None,
+    low: float | None,
+    high: float | None,
+    date: str | None,
+    source: str | None,
+    name: str,
+) -> None:
+    if value is None:
+        if low is not None or high is not None:
+            raise ValueError(f"low and high are the range of {name}; give it too")
+        return
+    if date is None or source is None:
+        raise ValueError("a price needs its date and source")
+    if not (low or value) <= value <= (high or value):
+        raise ValueError(f"{value} is not between {low} and {high}")
 
 
 class Buying(Part):
@@ -145,18 +203,179 @@ class Buying(Part):
     usd_per_device: Rate | None = None
     low: Rate | None = None
     high: Rate | None = None
-    date: Line | None = None
+    currency: Line = "USD"
+    date: DateLine | None = None
     source: Text | None = None
     network_usd_per_device: Amount | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        value = self.usd_per_device
-        if value is not None and (self.date is None or self.source is None):
-            raise ValueError("a price needs its date and source")
-        if value is not None and not (self.low or value) <= value <= (self.high or value):
-            raise ValueError(f"{value} is not between {self.low} and {self.high}")
+        _check_price(
+            self.usd_per_device, self.low, self.high, self.date, self.source, "usd_per_device"
+        )
         return self
+
+
+class Exchange(Part):
+    """What a unit of another currency was worth on a date."""
+
+    usd: Rate
+    date: DateLine
+    source: Text
+
+
+def _assumed(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
+    return cls(value=value, low=low, high=high, source=f"assumed: {why}")
+
+
+def _known(cls: type[Q], value: float, low: float, high: float, source: str) -> Q:
+    return cls(value=value, low=low, high=high, source=source_text(source))
+
+
+class Failures(Part):
+    """What takes time from training; `planner.whatif.goodput` has the arithmetic."""
+
+    per_device_hour: Quantity = _known(
+        Quantity, 1.97e-5, 1.22e-5, 7.35e-5, "LLAMA3, 1.97e-5; low NODE_FAILURES; high OPT175"
+    )
+    """Failures that end a run until it is restarted."""
+    spot_per_node_hour: Quantity = _known(
+        Quantity, 0.01, 3e-4, 0.1, "geometric mean of ADVISOR, 3e-4, and BAMBOO, 0.1"
+    )
+    """Interruptions of a spot instance, in addition."""
+    restart_s: Quantity = _assumed(
+        Quantity, 600.0, 300.0, 1800.0, "minutes where machines restart a run, more by hand"
+    )
+    """Until a run goes on from its checkpoint."""
+    checkpoint_bytes_per_parameter: Quantity = _known(
+        Quantity, 12.0, 12.0, 14.0, "weights and two moments in fp32, as this runtime saves them"
+    )
+    store_bytes_per_s_per_device: Quantity = _known(
+        Quantity, 1.22e8, 5e7, 1e9, "LLAMA3, 2 TB/s over 16,384; a node with disks of its own more"
+    )
+    """Written while training waits."""
+    other: ShareQuantity = _assumed(
+        ShareQuantity, 0.03, 0.01, 0.1, "evaluation, data, restarts by people"
+    )
+    """Share of hours lost at any size."""
+
+
+class Owning(Part):
+    """What bought devices cost beside their price.  Shares are of the price of the hardware."""
+
+    retained_a_year: FractionQuantity = _assumed(
+        FractionQuantity, 0.67, 0.46, 0.79, "a tenth, a third, half of the price after three years"
+    )
+    """Share of its value that hardware keeps from one year to the next."""
+    residual_by_age: tuple[Proportion, ...] = ()
+    """Shares of the price that it sells for after 1, 2, ... years, instead."""
+    storage_usd_per_device: Quantity = _assumed(
+        Quantity, 600.0, 200.0, 2000.0, "a petabyte of flash for about 500 devices"
+    )
+    spares: ProportionQuantity = _assumed(ProportionQuantity, 0.03, 0.01, 0.06, "a spare in 32")
+    """Share of the hardware bought in addition."""
+    support_a_year: ProportionQuantity = _assumed(
+        ProportionQuantity, 0.04, 0.02, 0.08, "contracts of vendors differ"
+    )
+    insurance_a_year: ProportionQuantity = _assumed(
+        ProportionQuantity, 0.005, 0.002, 0.01, "no public quote was found"
+    )
+    staff_usd_per_device_year: Quantity = _assumed(
+        Quantity, 500.0, 150.0, 2000.0, "an engineer for 400 devices; small clusters need one too"
+    )
+    hosting_usd_per_kw_month: Quantity = _known(
+        Quantity, 190.0, 130.0, 280.0, "COLO_RATES; range COLO; power is metered apart"
+    )
+    idle_power: ProportionQuantity = _assumed(
+        ProportionQuantity, 0.25, 0.15, 0.4, "share of the power in use; hosts and fans stay on"
+    )
+    sales_tax: Proportion = 0.0
+    income_tax: Share = 0.0
+    """Rents, running costs and depreciation lower it; figures are before tax."""
+    depreciation_years: Years = 5.0
+    """Straight line."""
+
+
+class Assumptions(Part):
+    """Figures that no plan knows; each default names its source."""
+
+    goodput: FractionQuantity | None = None
+    """Share of the wall clock that trains; by size from `failures` where it is not given."""
+    failures: Failures = Failures()
+    owning: Owning = Owning()
+    utilisation: Fraction = 0.8
+    """Share of the hours of what is bought or reserved that are used."""
+    years: Years = 3.0
+    """Until bought devices are sold, and over which purchases and rents are compared."""
+    interest: Interest = 0.08
+    """A year."""
+    rent_change_a_year: RentChange = 0.0
+    """Of rents that are not fixed by a contract: -0.2 is a fifth less each year."""
+    lead_days: Quantity = _assumed(
+        Quantity, 60, 14, 180, "delivery times differ by product and month"
+    )
+    """Until bought devices can be used."""
+    electricity_usd_per_kwh: Quantity | None = None
+    power_usage_effectiveness: OverheadQuantity | None = None
+    node_power_over_tdp: Quantity | None = None
+    network_w_per_device: Quantity | None = None
+    power_limit_exponent: Quantity = _known(
+        Quantity, 0.75, 0.33, 1.0, "POWERCAP, 0.7 to 1.05; low the cube law of frequency and power"
+    )
+    """Products run at the power limit's share to this power of their rate."""
+    country: Line = "USA"
+    carbon_g_per_kwh: Amount | None = None
+    """Of the country's grid where it is not given."""
+    currencies: dict[Line, Exchange] = Field(default_factory=dict)
+    """By code, as prices name them."""
+    tie: Fraction = 0.15
+    """Candidates that differ by no more than this share are tied."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replaced(cls, data: Any) -> Any:
+        """Name what took the place of figures that studies had before."""
+        if isinstance(data, dict):
+            for name, now in REPLACED.items():
+                if name in data:
+                    raise ValueError(f"{name} is replaced: {now}")
+        return data
+
+    @property
+    def facility(self) -> Facility:
+        """The catalogue's figures, with the study's own in their place."""
+        names = (
+            "node_power_over_tdp",
+            "network_w_per_device",
+            "power_usage_effectiveness",
+            "electricity_usd_per_kwh",
+        )
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return facility().model_copy(update=own)
+
+    def but(self, other: Assumptions | None) -> Assumptions:
+        """Return these with what `other` says in its place."""
+        return self if other is None else _merged(self, other)
+
+
+REPLACED = {
+    "spot_lost": "give failures.spot_per_node_hour, interruptions of an instance an hour",
+    "residual": "give owning.retained_a_year (0.3 after three years is 0.67 a year) or "
+    "owning.residual_by_age",
+}
+
+
+def _merged(base: P, other: P) -> P:
+    """Return a part with every field that another was given, parts within parts too."""
+    said = {}
+    for name in other.model_fields_set:
+        mine, its = getattr(base, name), getattr(other, name)
+        nested = isinstance(its, Failures | Owning)
+        said[name] = _merged(mine, its) if nested else its
+    return base.model_copy(update=said)
+
+
+PowerLimit = Annotated[float, Field(ge=0.6, le=1, strict=True, allow_inf_nan=False)]
 
 
 class Offer(Part):
@@ -168,6 +387,9 @@ class Offer(Part):
     n: tuple[Devices, ...] = ()
     largest: bool = False
     """Of `n`, only the largest that keeps the goal's power cap."""
+    solve: Sizing | None = None
+    """`n` is found: the fewest that keep the deadline, the most that the power cap feeds, or the
+    most that the budget pays for."""
     rent: Rental | None = None
     buy: Buying | None = None
     owned: bool | tuple[Line, ...] = False
@@ -182,11 +404,19 @@ class Offer(Part):
     """As on the command line: tp=1, zero=3."""
     allow: tuple[Line, ...] = ()
     """As on the command line: offload, compress, stale."""
+    power_limit: PowerLimit = 1.0
+    """Share of its design power that each device may draw."""
+    assumptions: Assumptions | None = None
+    """What differs here from the study's, such as a site's price of electricity."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if ("{n}" in self.cluster) != bool(self.n):
+        if ("{n}" in self.cluster) != (bool(self.n) or self.solve is not None):
             raise ValueError("cluster holds {n} where n lists numbers, and only there")
+        if self.solve is not None and self.n:
+            raise ValueError("solve finds n; list no numbers")
+        if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
+            raise ValueError("name holds {n}, and cluster does not; n numbers both")
         in_part = isinstance(self.owned, tuple)
         if in_part and self.buy is not None:
             raise ValueError("what is not owned of a cluster can be rented; buy is for whole ones")
@@ -195,62 +425,6 @@ class Offer(Part):
         if self.largest and not self.n:
             raise ValueError("largest chooses among n; list numbers")
         return self
-
-
-def _assumed(cls: type[Q], value: float, low: float, high: float, why: str) -> Q:
-    return cls(value=value, low=low, high=high, source=f"assumed: {why}")
-
-
-class Assumptions(Part):
-    """Figures that no plan knows; each default names its source."""
-
-    goodput: FractionQuantity = _assumed(
-        FractionQuantity,
-        0.9,
-        0.8,
-        0.97,
-        "no public rate of failures by size was found; measure your own",
-    )
-    """Share of the wall clock that trains: failures, restarts, checkpoints, evaluation."""
-    spot_lost: ShareQuantity = _assumed(
-        ShareQuantity, 0.15, 0.05, 0.4, "interruptions differ by region and month"
-    )
-    """Share of spot hours lost to restarts."""
-    utilisation: Fraction = 0.8
-    """Share of a bought device's hours that are used."""
-    years: Years = 3.0
-    """Until bought devices are sold."""
-    residual: ProportionQuantity = _assumed(
-        ProportionQuantity, 0.3, 0.1, 0.5, "no resale prices by age were found"
-    )
-    """Share of the price that they are sold for then."""
-    interest: Interest = 0.08
-    """A year."""
-    lead_days: Quantity = _assumed(
-        Quantity, 60, 14, 180, "delivery times differ by product and month"
-    )
-    """Until bought devices can be used."""
-    electricity_usd_per_kwh: Quantity | None = None
-    power_usage_effectiveness: OverheadQuantity | None = None
-    node_power_over_tdp: Quantity | None = None
-    network_w_per_device: Quantity | None = None
-    country: Line = "USA"
-    carbon_g_per_kwh: Amount | None = None
-    """Of the country's grid where it is not given."""
-    tie: Fraction = 0.15
-    """Candidates that differ by no more than this share are tied."""
-
-    @property
-    def facility(self) -> Facility:
-        """The catalogue's figures, with the study's own in their place."""
-        names = (
-            "node_power_over_tdp",
-            "network_w_per_device",
-            "power_usage_effectiveness",
-            "electricity_usd_per_kwh",
-        )
-        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return facility().model_copy(update=own)
 
 
 class Curve(Part):

@@ -1,12 +1,15 @@
 """docs/studies.md: the answers to the studies in this folder, written by one command.
 
 python plans/studies/make.py [STUDY.yaml ...]
+
+What a reader thinks of each answer stands in judged.md beside this file, a section for each study.
 """
 
 from __future__ import annotations
 
 import datetime
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -17,30 +20,49 @@ from planner.report.whatif_text import result_text
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent.parent / "docs" / "studies.md"
+JUDGED = FOLDER / "judged.md"
 WIDTH = 150
 
 
-def answer(path: Path) -> str:
-    """Return one study's answer as a section of Markdown."""
+def answer(path: Path, judged: str) -> str:
+    """Return one study's answer as a section of Markdown, with what a reader thinks of it."""
     found = whatif(str(path))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(result_text(found))
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
-    return f"## {path.stem}\n\n```\n{text}\n```\n"
+    return f"## {path.stem}\n\n```\n{text}\n```\n\nWould you sign this? {judged}\n"
+
+
+def judgements() -> dict[str, str]:
+    """Return what stands in judged.md by the name of a study."""
+    sections = re.split(r"^## ", JUDGED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {name.strip(): text.strip() for name, _, text in (s.partition("\n") for s in sections)}
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, section by section; of studies that are named, theirs alone."""
     asked = [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.yaml"))
-    sections = [answer(path) for path in asked]
+    judged = judgements()
+    page = PAGE.read_text(encoding="utf-8")
+    parts = re.split(r"^(?=## \d\d-)", page, flags=re.MULTILINE)[1:]
+    known = {part[3:].partition("\n")[0]: part.rstrip("\n") + "\n" for part in parts}
+    for path in asked:
+        known[path.stem] = answer(path, judged[path.stem])
+        PAGE.write_text(page_of(known), encoding="utf-8")
+        print(path.stem, file=sys.stderr)
+
+
+def page_of(sections: dict[str, str]) -> str:
+    """Return the page with all sections in their order."""
     today = datetime.datetime.now(datetime.UTC).date()
-    PAGE.write_text(
+    return (
         "# Twelve questions\n\n"
         f"Written on {today} by `python plans/studies/make.py`; each is one command, "
         "`meshwright whatif plans/studies/NAME.yaml`, and `--html` makes a page of it. Prices are "
-        "as old as they say; plans are those of the native backend, or of public fine-tuners where "
-        "adapters are trained.\n\n" + "\n".join(sections),
-        encoding="utf-8",
+        "as old as they say and only of offers that can make the cluster. Each candidate is priced "
+        "with the fastest public stack there, and the first ones with our own runtime too; "
+        "adapters are those of public fine-tuners. The paragraph after each answer is a reader's."
+        "\n\n" + "\n".join(sections[name] for name in sorted(sections))
     )
 
 

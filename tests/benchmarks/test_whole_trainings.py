@@ -83,6 +83,9 @@ def test_tables(held: Outcome) -> None:
     early = replace(held, name="gpt3-175b-ptdp-384", predicted=4.0, published=4.0)
     late = replace(held, name="gpt3-175b-ptdp-1536", predicted=1.0, published=2.0)
     assert "| 2.00 times | 4.00 times | +100% |" in ratios_text([early, late])
+    # Half of the samples for each device: half of the rate.
+    fewer = replace(late, samples=late.samples / 2)
+    assert "| 1.00 times | 2.00 times | +100% |" in ratios_text([early, fewer])
     assert ratios_text([early]) == ""
 
 
@@ -99,3 +102,20 @@ def test_published_gains_of_eight_bits_and_of_wider_memory() -> None:
     off = [abs(int(line.split("|")[-2].strip(" %"))) for line in table.splitlines()[2:]]
     assert len(off) == 4
     assert max(off) <= 10
+
+
+def test_published_ratios_of_devices_and_of_counts_hold_within_a_tenth() -> None:
+    """MLPerf Training 5.0 and 5.1, Llama-3.1-405B: H200, B200 and GB200 against H100, and 512 to
+    8,192 devices; none of these runs was fitted to."""
+    with Path("benchmarks/public_trainings.csv").open(newline="") as lines:
+        rows = [
+            row for row in csv.DictReader(lines) if row["name"].startswith("llama-3.1-405b-nemo")
+        ]
+
+    found = [outcome(row) for row in rows]
+
+    assert len(found) == 15
+    assert {each.name: each.error for each in found if abs(each.error) > 0.15} == {}
+    table = ratios_text(found).splitlines()[2:]
+    assert len(table) == 9
+    assert [line for line in table if abs(int(line.split("|")[-2].strip(" %"))) > 10] == []

@@ -188,9 +188,16 @@ def _study() -> Any:
             {"cluster": "{n}x8xh100-sxm-80gb", "n": [1, 2], "change": {"memory": 1.5}},
             {"name": "own", "cluster": "8xa100-sxm-80gb", "buy": {}, "fix": ["tp=1"]},
             {"name": "spot", "cluster": "8xh200-sxm", "rent": {"commitment": "spot"}},
+            {"name": "year", "cluster": "8xh200-sxm", "power_limit": 0.8, "rent": {
+                "commitment": "reserved", "usd_per_device_hour": 2.0, "term_months": 12.0,
+                "prepaid": 0.2, "currency": "EUR", "date": "2026-01", "source": "q"}},
+            {"cluster": "{n}x8xa10g", "solve": "afford"},
         ],
-        "assumptions": {"spot_lost": span, "residual": span, "interest": 0.08, "years": 3.0,
-                        "goodput": span, "utilisation": 0.8, "lead_days": span, "country": "USA"},
+        "assumptions": {"owning": {"retained_a_year": span, "spares": span, "income_tax": 0.2},
+                        "failures": {"restart_s": 600.0, "other": span}, "interest": 0.08,
+                        "rent_change_a_year": -0.1, "years": 3.0, "goodput": span,
+                        "currencies": {"EUR": {"usd": 1.1, "date": "2026-01", "source": "b"}},
+                        "utilisation": 0.8, "lead_days": span, "country": "USA"},
         "marginal": {"changes": {"memory": [2.0], "devices": [1.5], "domain": [2.0]}},
         "curves": [{"change": "network", "factors": [0.5, 2.0]}],
     }  # fmt: skip
@@ -209,6 +216,7 @@ def _rents() -> Any:
     return {"format": 1, "rents": [{
         "provider": "p", "instance": "i", "accelerator": "h100-sxm-80gb", "devices": 8,
         "region": "us", "on_demand_usd_per_device_hour": 2.0, "spot_usd_per_device_hour": 1.0,
+        "reserved_usd_per_device_hour": 1.5, "term_months": 12.0, "prepaid": 0.1, "fabric": "ib",
         "date": "2026-01", "source": "s", "confidence": "high",
     }]}  # fmt: skip
 

@@ -195,13 +195,13 @@ CASES = {
         "global-batch: is 18446744073709551616",
     ),
     "study of too many samples": (study_with(work={"global_batch": 2**64}), "work.global_batch"),
-    "every spot hour lost": (
-        study_with(assumptions={"spot_lost": quantity(1.0)}),
-        "assumptions.spot_lost.value: is 1.0",
+    "every hour lost": (
+        study_with(assumptions={"failures": {"other": quantity(1.0)}}),
+        "assumptions.failures.other.value: is 1.0",
     ),
     "a residual above the price": (
-        study_with(assumptions={"residual": quantity(1.3)}),
-        "assumptions.residual.value: is 1.3",
+        study_with(assumptions={"owning": {"residual_by_age": [1.3]}}),
+        "assumptions.owning.residual_by_age[0]: is 1.3",
     ),
     "no goodput": (
         study_with(assumptions={"goodput": quantity(0.0)}),

@@ -6,6 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import networkx
 
 from planner.solver.graphs.graph_instance import GraphInstance
 from planner.solver.instance import Instance, Option, Stage, UsedBytes
@@ -68,12 +71,41 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
     )
 
 
+def cyclic(problem: GraphInstance, groups: Sequence[Sequence[int]]) -> bool:
+    """Whether the graph has a cycle once each group is one node."""
+    home = {layer: min(group) for group in groups for layer in group}
+    graph = networkx.DiGraph(
+        (home.get(a, a), home.get(b, b))
+        for a, b in problem.edges
+        if home.get(a, a) != home.get(b, b)
+    )
+    return not networkx.is_directed_acyclic_graph(graph)
+
+
+def with_groups(problem: GraphInstance, seed: int) -> GraphInstance:
+    """The same with up to 3 groups of layers that stay together, none of which make a cycle."""
+    rng = random.Random(seed)
+    free, groups = list(range(len(problem.layers))), []  # type: list[int], list[tuple[int, ...]]
+    for _ in range(3):
+        if len(free) < 2:
+            break
+        group = tuple(sorted(rng.sample(free, min(len(free), rng.choice((2, 2, 3))))))
+        if not cyclic(problem, [*groups, group]):
+            groups.append(group)
+            free = [layer for layer in free if layer not in group]
+    return replace(problem, colocated=tuple(groups))
+
+
 def splits(problem: GraphInstance) -> Iterator[tuple[int, ...]]:
-    """[layer] Stage, for every split in which no edge leads back and no stage is empty."""
+    """[layer] Stage, for every split in which no edge leads back and no stage is empty.
+
+    The layers of a group have one stage.
+    """
     stages = range(len(problem.stages))
     for stage_of in itertools.product(stages, repeat=len(problem.layers)):
         forward = all(stage_of[a] <= stage_of[b] for a, b in problem.edges)
-        if forward and set(stage_of) == set(stages):
+        together = all(len({stage_of[at] for at in group}) == 1 for group in problem.colocated)
+        if forward and together and set(stage_of) == set(stages):
             yield stage_of
 
 
@@ -209,9 +241,14 @@ def _total_s(problem: GraphInstance, stage_of: tuple[int, ...], parts: Sequence[
 
 
 def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float:
-    """Seconds that stage s spends on outputs from before it or for after it, relays included."""
+    """Seconds that stage s spends on outputs from before it or for after it, with any relays."""
     total = 0.0
     for layer, at in enumerate(stage_of):
+        if not problem.relayed:
+            reading = {stage_of[b] for a, b in problem.edges if a == layer} - {at}
+            if reading and s in {at, *reading}:
+                total += problem.output_s[layer]
+            continue
         last = max((stage_of[b] for a, b in problem.edges if a == layer), default=at)
         if at < s <= last:
             total += problem.output_s[layer]  # received

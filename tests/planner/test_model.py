@@ -98,3 +98,45 @@ def test_attention_is_named_by_how_heads_share_keys(heads: int, kv_heads: int, k
 def test_no_token_goes_to_more_experts_than_there_are() -> None:
     with pytest.raises(ValueError, match="per_token is 3, more than the 2 experts"):
         Experts(count=2, per_token=3, ffn_size=8)
+
+
+def square(**fields: object) -> dict[str, object]:
+    """a -> b -> d, a -> c -> d."""
+    return {
+        "name": "square",
+        "layers": [{"name": name, "kind": name, "parameters": 1} for name in "abcd"],
+        "edges": [{"source": a, "target": b} for a, b in ("ab", "ac", "bd", "cd")],
+        **fields,
+    }
+
+
+def test_groups_are_part_of_a_model_and_of_its_digest() -> None:
+    model = ModelGraph.of(square(colocated={"pair": ["b", "c"]}))
+
+    assert model.colocated == {"pair": ("b", "c")}
+    assert model.digest != ModelGraph.of(square()).digest
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"g": ["a", "x"]}, "colocated.g: there is no layer 'x'"),
+        ({"g": ["a", "b"], "h": ["b", "c"]}, "layer 'b' is in 'g' already"),
+        ({"g": ["a", "d"]}, r"colocated.g: cannot be on one stage: .*add 'b' to it"),
+        ({"g": ["a"]}, "at least 2"),
+    ],
+)
+def test_a_group_that_no_stage_can_hold_is_refused_by_name(
+    groups: dict[str, list[str]], words: str
+) -> None:
+    with pytest.raises(DocumentError, match=words):
+        ModelGraph.of(square(colocated=groups))
+
+
+def test_two_groups_that_wait_for_each_other_are_named() -> None:
+    edges = [{"source": a, "target": b} for a, b in ("ab", "cd")]
+
+    with pytest.raises(DocumentError, match=r"make '(up|down)' and '(up|down)' one group"):
+        ModelGraph.of(square(edges=edges, colocated={"up": ["a", "d"], "down": ["b", "c"]}))
+    with pytest.raises(DocumentError, match="list the edges of this chain"):
+        ModelGraph.of(square(edges=[], colocated={"g": ["a", "b"]}))

@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog import stacks
+from planner.cluster import ClusterSpec, Precision
+from planner.executable import rules_of
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.native import caveat, limit, obstacle, refusal
 from planner.plan import Job, Layout
+from planner.stack_space import EVERYTHING
 from planner.training import Lora
 
 JOB = Job(seq_len=4096, global_batch=64)
@@ -51,7 +54,6 @@ def test_what_the_runtime_can_run_is_not_refused(llama: ModelGraph, node: Cluste
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        (replace(JOB, precision="mxfp8"), "precision: is mxfp8"),
         (replace(JOB, precision="nvfp4"), "precision: is nvfp4"),
         (replace(JOB, lora=Lora(rank=16, quantised=True)), "training.lora.quantised: is true"),
     ],
@@ -75,11 +77,67 @@ def test_eight_bits_are_refused_where_devices_lack_them(
     )
 
 
+def test_blocks_with_scales_of_their_own_are_multiplied_on_blackwell_alone(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
+    job = replace(JOB, precision="mxfp8")
+
+    assert refusal(llama, resolve_cluster("8xb200"), job, Layout()) is None
+    assert "no products of blocks with scales of their own; use fp8 or bf16" in (
+        refusal(llama, node, job, Layout()) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout", "reason"),
+    [
+        ("bf16", Layout(scales="rowwise"), "scales: is rowwise, and products in bf16 have no"),
+        ("bf16", Layout(data_shard=8, zero=3, weight_wire="fp8"), "products in bf16 want their"),
+        ("fp8", Layout(data_shard=8, zero=2, weight_wire="fp8"), "with ZeRO-2 the optimizer"),
+        (
+            "fp8",
+            Layout(data_shard=8, zero=3, weight_wire="fp8", scales="rowwise"),
+            "forward and backward scale other rows of a weight",
+        ),
+        (
+            "fp8",
+            Layout(data_shard=8, zero=3, weight_wire="fp8", offload="parameters"),
+            "parameters on the host come from there in their own type",
+        ),
+    ],
+)
+def test_choices_of_eight_bits_that_cannot_be_kept_are_refused(
+    llama: ModelGraph, node: ClusterSpec, precision: Precision, layout: Layout, reason: str
+) -> None:
+    assert reason in (refusal(llama, node, replace(JOB, precision=precision), layout) or "")
+
+
 @pytest.mark.parametrize(("name", "reason"), [("gpt2", "gpt2"), ("vit-l-16", "patches")])
 def test_models_that_cannot_be_divided_say_so(node: ClusterSpec, name: str, reason: str) -> None:
     layout = Layout(tensor=2, data_replicate=4, micro_batches=16)
 
     assert reason in (refusal(resolve_model(name), node, JOB, layout) or "")
+
+
+@pytest.mark.parametrize(
+    ("stack", "tensor", "refused"),
+    [
+        ("megatron", 8, False),  # two ranks have each of the four heads of keys
+        ("nanotron", 8, True),
+        ("torchtitan", 8, True),
+        ("native", 8, True),
+    ],
+)
+def test_heads_of_keys_are_shared_by_ranks_where_a_framework_gathers_them(
+    stack: str, tensor: int, refused: bool
+) -> None:
+    model, cluster = resolve_model("smollm3-3b"), resolve_cluster("8xh100-sxm-80gb")
+    layout = Layout(tensor=tensor, data_shard=8 // tensor, micro_batches=64)
+
+    found = rules_of(stacks()[stack])(model, cluster, JOB, layout)
+
+    assert (found is not None) == refused, found
+    assert not refused or "heads" in str(found)
 
 
 def test_an_obstacle_has_its_place_in_a_plan(llama: ModelGraph) -> None:
@@ -137,10 +195,10 @@ def test_a_family_without_an_adapter_is_planned_within_what_its_figures_divide(
 def test_what_divides_nothing_is_beyond_every_backend(
     llama: ModelGraph, node: ClusterSpec, layout: Layout, reason: str
 ) -> None:
-    assert reason in str(limit(llama, node, JOB, layout))
+    assert reason in str(limit(llama, node, JOB, layout, EVERYTHING))
 
 
 def test_a_backend_refuses_what_only_it_cannot_do(llama: ModelGraph, node: ClusterSpec) -> None:
     odd = Job(seq_len=4098, global_batch=64)
-    assert limit(llama, node, odd, Layout(context=2)) is None
+    assert limit(llama, node, odd, Layout(context=2), EVERYTHING) is None
     assert "2 x 2 chunks" in str(refusal(llama, node, odd, Layout(context=2)))

@@ -94,6 +94,8 @@ def plan(
     activations: str = "keep",
     offload: str = "none",
     gradient_wire: str = "full",
+    scales: str = "tensorwise",
+    weight_wire: str = "full",
     precision: str = "fp32",
     seed: int = 0,
     clip_norm: float = 1.0,
@@ -138,6 +140,8 @@ def plan(
         micro_batches=micro_batches,
         offload=offload,
         gradient_wire=gradient_wire,
+        scales=scales,
+        weight_wire=weight_wire,
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,

@@ -343,6 +343,7 @@ BOUNDS: dict[Property, Bound] = {
     ("precision", "fp16"): Bound(1e-4, 1e-2, 1e-1),
     # Operands of products with 3 or 2 bits of mantissa, scaled by what a rank has of them.
     ("precision", "fp8"): Bound(2e-3, 1e-1, 5e-1),
+    ("precision", "mxfp8"): Bound(2e-3, 1e-1, 5e-1),
     # Each rank's gradients are rounded to 8 bits of mantissa, or 11, before they are summed.
     ("gradient_wire", "bf16"): Bound(1e-4, 1e-1, 1e-1),
     ("gradient_wire", "fp16"): Bound(1e-4, 1e-2, 1e-1),

@@ -57,8 +57,12 @@ def of_blocks(plan: Plan) -> Plan:
 # --- equal to eager -----------------------------------------------------------------------------
 
 LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
-    ("reference", {"data_shard": 2, "zero": 3, "recompute": "selective", "precision": "bf16"}, 0.0),
-    ("llama", {"tensor": 2, "recompute": "full", "precision": "fp8"}, 0.0),
+    ("reference", {"tensor": 2, "recompute": "selective", "precision": "bf16"}, 0.0),
+    (
+        "llama",
+        {"data_shard": 2, "zero": 3, "recompute": "full", "precision": "fp8", "weight_wire": "fp8"},
+        0.0,
+    ),
     ("gpt2", {"context": 2, "recompute": "selective"}, 0.0),
     ("llama", {"pipeline": 2, "activations": "offload"}, 0.0),
     # What is packed into 8 bits is what the graph keeps, which is not what eager modules do.

@@ -22,6 +22,7 @@ from planner.errors import LaunchError
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
 from planner.plan import Plan
+from runtime import document_attention
 from runtime.engine import TokenEngine
 from runtime.supported import supported
 from tests.runtime import cases, families
@@ -138,11 +139,12 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
     check(family, step(plan_of(family, None), graph_of(family), published(family)))
 
 
-def test_layers_of_a_micro_batch_save_one_mask() -> None:
+def saved_by(family: str) -> tuple[list[Tensor], int]:
+    """Return what a step of one micro-batch saves for backward, and how many blocks there are."""
     tokens, counts, starts = batch()
-    plan = cases.plan(graph_of("llama"), micro_batches=1, clip_norm=0.0)
+    plan = cases.plan(graph_of(family), micro_batches=1, clip_norm=0.0)
     engine = TokenEngine(
-        plan, graph_of("llama"), device=CPU, weights=published("llama"), documents=True
+        plan, graph_of(family), device=CPU, weights=published(family), documents=True
     )
     saved: list[Tensor] = []
 
@@ -152,10 +154,42 @@ def test_layers_of_a_micro_batch_save_one_mask() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
         engine.step(tokens, counts, starts)
+    return saved, len(engine.layers) - 2
 
-    masks = [one for one in saved if one.shape[-2:] == (LENGTH, LENGTH)]
-    assert len(masks) >= len(engine.layers) - 2 > 1
-    assert len({one.untyped_storage().data_ptr() for one in masks}) == 1
+
+def masks_of(saved: list[Tensor]) -> list[Tensor]:
+    return [one for one in saved if one.shape[-2:] == (LENGTH, LENGTH)]
+
+
+def test_layers_that_see_a_window_save_one_mask() -> None:
+    saved, blocks = saved_by("mistral")
+
+    assert len(masks_of(saved)) >= blocks > 1
+    assert len({one.untyped_storage().data_ptr() for one in masks_of(saved)}) == 1
+
+
+def test_layers_that_see_whole_documents_save_where_they_end() -> None:
+    saved, blocks = saved_by("llama")
+
+    assert masks_of(saved) == []
+    ends = [one for one in saved if one.dtype == torch.int32]
+    assert len(ends) == blocks > 1
+    # 1 to 4 documents in each of 8 rows: at most 4 x 8, and the end of the last.
+    assert {one.shape for one in ends} == {(33,)}
+
+
+def test_kernels_get_each_document_and_give_what_a_mask_would() -> None:
+    starts = torch.tensor([[0] * 3 + [3] * 5, [0] * 8])
+    query, key, value = (torch.randn(2, heads, 8, 16) for heads in (4, 2, 2))
+    ends = document_attention.ends_of(starts, 4)
+    found = document_attention.attention(query, key, value, ends)
+
+    places = [(row, one.stop - one.start) for row, one in document_attention._places(ends, 8)]
+    assert places == [(0, 3), (0, 5), (1, 8)]  # work is that of their squares
+    hidden = (starts[:, :, None] != starts[:, None, :]) | torch.ones(8, 8).triu(1).bool()
+    scores = query @ key.repeat_interleave(2, 1).mT / 4
+    weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, weights @ value.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
 
 
 def on_two_ranks(rows: list[tuple[str, str]]) -> None:

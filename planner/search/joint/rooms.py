@@ -11,6 +11,7 @@ planner.search.least_bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, cast
 
@@ -124,6 +125,12 @@ class Rooms:
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
             self._host_bytes = host_room_bytes(tables.cluster.groups[0])
+
+    def of(self, chain: ChainFigures) -> Rooms:
+        """Return the same with other credits."""
+        found = copy(self)
+        found._chain = chain
+        return found
 
     def least_s(
         self,

@@ -1,1 +1,1 @@
-"""Searches over single layouts: where devices differ, and where layers form a graph."""
+"""The spaces of a search: the layouts of each kind of request, their bounds and their splits."""

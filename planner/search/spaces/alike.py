@@ -7,23 +7,19 @@ from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.search.candidates import Candidates
+from planner.search.layout_queue import Bundles
 from planner.solver.frontier import FrontierStore
 
 
-class AlikeSpace:
+class AlikeSpace(Bundles):
     """Layouts of a model on one group of devices, its layers one by one in an order that runs."""
 
     def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
+        self.candidates = candidates
         self._tables: CostTables = candidates.tables
         original = candidates.model
         self._model: ModelGraph = in_order(original) if original.edges else original
         self._frontiers = FrontierStore()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The one group of devices."""
-        return (self._candidates.cluster.groups[0].name,)
 
     def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
         """Return the costs of a layout."""
@@ -31,4 +27,4 @@ class AlikeSpace:
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
-        return self._candidates.refusal(layout)
+        return self.candidates.refusal(layout)

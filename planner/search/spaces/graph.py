@@ -13,82 +13,48 @@ Layouts wait in `planner.search.layout_queue` by their computation and their lea
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.crossings import MOST_IDEALS, in_order
+from planner.costs.crossings import MOST_IDEALS, colocated, in_order
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
 from planner.predict import placement_prediction, placements_of
-from planner.request import Request
-from planner.search.answer import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    UNFINISHED,
     UNKEPT,
 )
 from planner.search.formulation import instance_of, plan_of, ties_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.misses import nothing_keeps
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.spaces.alike import AlikeSpace
-from planner.search.spaces.misses import closest_miss
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.solver import sided
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
-from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import all_kept
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graphs.lattice import Effort, solve_graph
+from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver.sides import unkept
 from planner.solver.unequal.program import solve_by_program
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
+PROGRAMS, MOVES = 160, 40
+"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
 
 
-def search_graph(
-    candidates: Candidates,
-    *,
-    solver: str,
-    top: int = 1,
-    progress: Progress | None = None,
-) -> Answer:
-    """Return the fastest plan that fits, with its proof; `candidates` are of a model with edges."""
-
-    def build(request: Request) -> list[LayoutSpace[Any]]:
-        return spaces_of(Candidates(request, candidates.rules))
-
-    def why_nothing(refused: Refusals, misses: Misses) -> str:
-        if candidates.pins.require:
-            return nothing_keeps(candidates.request, refused)
-        return closest_miss(candidates.request, build, refused, misses)
-
-    return search_spaces(
-        spaces_of(candidates, by_program=solver == "ilp"),
-        solver=solver,
-        refused=candidates.refused,
-        why_nothing=why_nothing,
-        top=top,
-        progress=progress,
-    )
-
-
-def spaces_of(candidates: Candidates, *, by_program: bool = False) -> list[LayoutSpace[Any]]:
-    """Return one stage a rank, and two where the graph has one order."""
-    spaces: list[LayoutSpace[Any]] = (
-        [GraphSpace(candidates, by_program=by_program)] if candidates.families else []
-    )
-    if by_program or candidates.pins.require:
-        return spaces
-    return [*spaces, RoundSpace(candidates)] if unlike(candidates.model) else spaces
+def spaces_of(candidates: Candidates, *, by_program: bool = False) -> Iterator[Space[Any]]:
+    """Yield one stage a rank, and two where the graph has one order."""
+    yield GraphSpace(candidates, by_program=by_program)
+    if not (by_program or candidates.pins.require) and unlike(candidates.model):
+        yield RoundSpace(candidates)
 
 
 class GraphSpace(AlikeSpace):
@@ -98,32 +64,34 @@ class GraphSpace(AlikeSpace):
         """The integer program decides where it is asked to, or else the exact solver."""
         super().__init__(candidates)
         self._by_program = by_program
+        self._effort = Effort(programs=PROGRAMS, moves=MOVES)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's seconds, and what falls to each."""
         return [
             (BOUNDS[COMPUTATION], lambda _: 0.0),
-            (BOUNDS[COMMUNICATION], self._candidates.communication_s),
+            (BOUNDS[COMMUNICATION], self.candidates.communication_s),
         ]
 
-    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, by family and schedule."""
-        self._candidates.computation_s()
-        for family in self._candidates.families:
-            least_s = self._candidates.timetables_s(family)
+        refused.update(self.candidates.refused)
+        self.candidates.computation_s()
+        for family in self.candidates.families:
+            least_s = self.candidates.timetables_s(family)
             for part, bound_s in zip(family.by_timetable(), least_s, strict=True):
-                yield Bundle(part.first, bound_s, part.size, part.layouts)
+                yield bound_s, Bundle(part.first, part.size, part.layouts)
 
     def instance(self, layout: Layout) -> GraphInstance:
         """Return the partition problem of a layout."""
         costs, model = self._tables.of(layout), self._model
         chain = instance_of(
             model,
-            self._candidates.cluster,
+            self.candidates.cluster,
             layout,
             costs,
-            self._candidates.pins.recompute,
+            self.candidates.pins.recompute,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
@@ -150,6 +118,7 @@ class GraphSpace(AlikeSpace):
             fill=chain.fill,
             credits_s=chain.credits_s,
             used_bytes=chain.used_bytes,
+            colocated=colocated(model),
         )
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
@@ -164,33 +133,28 @@ class GraphSpace(AlikeSpace):
                 frontiers=self._frontiers,
                 most_ideals=MOST_IDEALS,
                 most_pairs=MOST_PAIRS,
+                effort=self._effort,
             )
         )
         if isinstance(answer, GraphSolution):
             answer = self._kept(layout, problem, answer)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            bound_s = max(self._candidates.communication_s(layout), answer.lower_bound_s + step_s)
-            return Lost(NO_FASTER if bound_s >= cutoff_s else UNFINISHED, bound_s=bound_s)
-        if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self._candidates.communication_s(layout))
-        kept = self._within_hosts(layout, problem, answer)
-        if kept is None:
-            return Lost(UNFINISHED, bound_s=answer.lower_bound_s + step_s)
-        return Found(kept.objective_s + step_s, kept.lower_bound_s + step_s, layout, kept)
+        if isinstance(answer, GraphSolution):
+            kept = self._within_hosts(layout, problem, answer)
+            answer = kept or Unfinished(answer.lower_bound_s)
+        known_s = self.candidates.communication_s(layout)
+        return judged(answer, layout, cutoff_s, step_s, known_s)
 
     def _kept(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
     ) -> GraphSolution | Infeasible | Unfinished:
         """Return the split if it keeps what is required, else that of the integer program."""
-        asked = self._candidates.pins.require
-        ties = ties_of(self._candidates.model, layout, asked, self._model)
+        asked = self.candidates.pins.require
+        ties = ties_of(self.candidates.model, layout, asked, self._model)
         each = zip(found.order, found.split.options, strict=True)
         names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
-        if all_kept(ties, found.order, found.split.cuts, names):
+        if unkept(ties, found.order, found.split.cuts, names) is None:
             return found
         return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
@@ -204,7 +168,7 @@ class GraphSpace(AlikeSpace):
         if not any(option.host_bytes for table in problem.kinds for option in table):
             return found
         chain = replace(
-            problem.chain_along(found.order), hosts=hosts(self._candidates.cluster, layout)
+            problem.chain_along(found.order), hosts=hosts(self.candidates.cluster, layout)
         )
         if broken(chain, found.split) is None:
             return found
@@ -216,11 +180,11 @@ class GraphSpace(AlikeSpace):
 
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        original = self._candidates.model
+        original = self.candidates.model
         names = [found.split.names[layer] for layer in found.split.order]
         ordered = in_order(self._model, names)
         plan = plan_of(
-            replace(self._candidates.request, model=ordered),
+            replace(self.candidates.request, model=ordered),
             found.layout,
             self._tables.of(found.layout),
             found.split.split,

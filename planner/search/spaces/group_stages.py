@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from planner.costs.crossings import colocated
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
@@ -102,6 +103,7 @@ def graph_problem(
             tuple(_outputs_s(costs, layout, model, before, after) for after in names)
             for before in names
         ),
+        colocated=colocated(model),
     )
 
 

@@ -14,12 +14,13 @@ from planner.costs.strategy import StrategyParts
 from planner.plan import Layout, PlannedGroup
 from planner.request import Request
 from planner.search.formulation import instance_of
+from planner.search.layout_queue import Bundles
 from planner.search.savings import activations
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
 
 
-class GroupSpace:
+class GroupSpace(Bundles):
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
     def __init__(self, request: Request, whole: ClusterSpec | None = None) -> None:
@@ -35,11 +36,6 @@ class GroupSpace:
         self.activations = activations(cluster, request.pins)
         self.costs = GroupCosts(request, self.activations)
         self.frontiers = FrontierStore()
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the groups."""
-        return tuple(self.costs.tables)
 
     def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
         """Return the costs of a layout on each group."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -36,22 +37,18 @@ from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.request import Request
 from planner.schedules import schedule_of
-from planner.search.answer import TIES_LIMIT_S, Answer
+from planner.search.answer import TIES_LIMIT_S
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
     DOMINATED,
     MEMORY,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    UNFINISHED,
     UNKEPT,
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
-from planner.search.layout_queue import Bound, Bundle, Found, Lost
-from planner.search.misses import nothing_keeps
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.space import (
     Degrees,
@@ -64,14 +61,12 @@ from planner.search.space import (
 )
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace, leanest
-from planner.search.spaces.misses import closest_miss
-from planner.search.spaces.search import LayoutSpace, Misses, Progress, Refusals, search_spaces
 from planner.search.spaces.shares import ShareSpace
+from planner.solver import sides
 from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
-from planner.solver.sides import Tie, all_kept
+from planner.solver.sides import Tie
 from planner.solver.unequal import program
-from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
     least_graph_s,
@@ -81,20 +76,6 @@ from planner.solver.unequal.unequal_instance import UnequalSolution
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
-
-
-def search_mixed(
-    request: Request, *, solver: str, top: int = 1, progress: Progress | None = None
-) -> Answer:
-    """Return the fastest plan that fits, with its proof."""
-    return search_spaces(
-        _spaces(request, solver),
-        solver=solver,
-        refused={},
-        why_nothing=partial(_why_nothing, request),
-        top=top,
-        progress=progress,
-    )
 
 
 class MixedSpace(GroupSpace):
@@ -110,15 +91,15 @@ class MixedSpace(GroupSpace):
 
     def least_split_s(self, problem: Any) -> float:
         """Least seconds of a split within memory; inf if none fits."""
-        return least_s(problem, frontiers=self.frontiers)
+        return least_graph_s(problem, frontiers=self.frontiers)
 
     def best_split(
         self, problem: Any, cutoff_s: float
     ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
-        """Return the best order of groups, cuts and options of a layout."""
+        """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
             return program.solve(problem, time_limit_s=TIES_LIMIT_S)
-        return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
@@ -147,7 +128,7 @@ class MixedSpace(GroupSpace):
             return "it lacks stages that are asked for"
         return refusal(self.model, self.cluster, self.job, layout)
 
-    def bundles(self, refused: Refusals) -> Iterator[Bundle]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         for degrees in every_degrees(self.request):
             shared = sharings(degrees, self.pins)
@@ -157,7 +138,7 @@ class MixedSpace(GroupSpace):
                     len(timetables(self.model, degrees.pipeline, number, self.pins))
                     for _, number in micro_batches(self.job, degrees, self.pins)
                 )
-                refused[why] = refused.get(why, 0) + count
+                refused[why] += count
                 continue
             for size, count in micro_batches(self.job, degrees, self.pins):
                 for timetable in timetables(self.model, degrees.pipeline, count, self.pins):
@@ -165,13 +146,8 @@ class MixedSpace(GroupSpace):
                         continue
                     every = partial(self._layouts, degrees, shared, size, count, timetable)
                     first = next(every())
-                    yield Bundle(
-                        first,
-                        self.computation_s(first),
-                        len(shared),
-                        every,
-                        partial(self.room_s, every),
-                    )
+                    bundle = Bundle(first, len(shared), every, partial(self.room_s, every))
+                    yield self.computation_s(first), bundle
 
     def _refusal_of(self, degrees: Degrees) -> str | None:
         """Return why nothing runs with these degrees, whatever is shared."""
@@ -375,15 +351,10 @@ class MixedSpace(GroupSpace):
             answer = program.solve(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
+        known_s = 0.0
         if isinstance(answer, Undecided | Unfinished):
-            return Lost(UNFINISHED, bound_s=self.bound_s(layout))
-        return Found(
-            answer.split.objective_s + step_s, answer.split.lower_bound_s + step_s, layout, answer
-        )
+            known_s = self.bound_s(layout)
+        return judged(answer, layout, cutoff_s, step_s, known_s)
 
     @staticmethod
     def _keeps(found: UnequalSolution, ties: Sequence[Tie], problem: Any) -> bool:
@@ -395,7 +366,7 @@ class MixedSpace(GroupSpace):
                 found.layers[first:end], found.split.options[first:end], strict=True
             ):
                 names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
-        return all_kept(ties, found.layers, cuts, names)
+        return sides.unkept(ties, found.layers, cuts, names) is None
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -432,18 +403,6 @@ class MixedGraphSpace(MixedSpace):
         """Return the partition problem of a layout from those of the groups."""
         return graph_problem(self.costs, layout, self.ordered, chains)
 
-    def least_split_s(self, problem: UnequalGraph) -> float:
-        """Least seconds of a split within memory; inf if none fits."""
-        return least_graph_s(problem, frontiers=self.frontiers)
-
-    def best_split(
-        self, problem: UnequalGraph, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
-        """Return the best order of branches and groups, cuts and options of a layout."""
-        if self.by_program:
-            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
-        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
-
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
         names = list(self.costs.tables)
@@ -459,12 +418,6 @@ class MixedGraphSpace(MixedSpace):
         groups = [stage.group or "" for stage in plan.stages]
         held = [[item.layer for item in stage.layers] for stage in plan.stages]
         return self.costs.seats(plan.layout, groups, held)
-
-
-def _why_nothing(request: Request, refused: Refusals, misses: Misses) -> str:
-    if request.pins.require:
-        return nothing_keeps(request, refused)
-    return closest_miss(request, lambda asked: list(_spaces(asked)), refused, misses)
 
 
 def _alive(layout: Layout) -> Floats:
@@ -489,7 +442,7 @@ def _divided(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.context, layout.expert, layout.micro_batch
 
 
-def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any]]:
+def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[Space[Any]]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
@@ -502,5 +455,5 @@ def _spaces(request: Request, solver: str = "exact") -> Iterator[LayoutSpace[Any
             if part.cluster.mixed and not request.pins.require:
                 yield ShareSpace(part, cluster)
             along = (MixedGraphSpace if request.model.edges else MixedSpace)(part, cluster)
-            along.by_program = solver == "ilp"
+            along.by_program = by_program
             yield along

@@ -7,6 +7,7 @@ the split is that of `planner.rounds`.  What stages put on the host is not offer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,31 +25,21 @@ from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
 from planner.schedules import PLAIN, SCHEDULES, schedule_of
-from planner.search.answer import Answer
-from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
     COMPUTATION,
-    EXACT,
-    NO_FASTER,
-    OUT_OF_MEMORY,
-    REFUSED,
-    SLOWER,
-    Account,
 )
 from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, best_first
-from planner.search.misses import nothing_runs
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, judged, runnable
 from planner.search.rank_problem import Crossing
-from planner.search.ranked import Ranked, proven
+from planner.search.ranked import Ranked
 from planner.search.ranks import run_of
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
-from planner.search.spaces.search import Misses, Progress, Refusals, runnable, search_spaces
-from planner.solver.instance import Fathomed, Infeasible
+from planner.solver.graphs.graph_instance import cuts_along
 from planner.tolerances import ROUNDING
 from planner.units import seconds_text
 
@@ -59,7 +50,12 @@ MOST_UNASKED = 20
 
 
 def unlike(model: ModelGraph) -> bool:
-    """Whether a model's layers have one order, and no long run of like ones in it."""
+    """Whether a model's layers have one order, and no long run of like ones in it.
+
+    Two stages a rank are of layers that nothing ties to one stage.
+    """
+    if model.colocated:
+        return False
     if not model.edges:
         return run_of(model) is None
     names = [name for name, _ in in_order(model).chain]
@@ -75,9 +71,9 @@ class RoundSpace(AlikeSpace):
         """Lower bounds on a layout's seconds, and what falls to each."""
         return [(BOUNDS[COMPUTATION], lambda _: 0.0), (BOUNDS[COMMUNICATION], self.bound_s)]
 
-    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
-        c = self._candidates
+        c = self.candidates
         asked = c.pins.virtual_stages == 2 or schedule_of(c.pins.schedule or PLAIN).several_stages
         most = MOST_LAYERS if asked else MOST_UNASKED
         if c.pins.virtual_stages not in (None, 2) or len(c.model.chain) > most:
@@ -92,7 +88,7 @@ class RoundSpace(AlikeSpace):
                 for timetable in self._timetables(ranks, family.micro_batches, c.pins):
                     part = replace(family, timetables=(timetable,))
                     least = self._computation_s(part.first)
-                    yield Bundle(part.first, least, part.size, part.layouts)
+                    yield least, Bundle(part.first, part.size, part.layouts)
 
     @staticmethod
     def _timetables(ranks: int, count: int, pins: Pins) -> Iterator[Timetable]:
@@ -103,11 +99,11 @@ class RoundSpace(AlikeSpace):
 
     def _computation_s(self, layout: Layout) -> float:
         """Least seconds by layers alone: mean ranks, mean stages."""
-        fastest_s, credits_s = self._tables.passes_s([layout], self._candidates.pins.recompute)
+        fastest_s, credits_s = self._tables.passes_s([layout], self.candidates.pins.recompute)
         counts: dict[str, int] = {}
         for layer in self._model.layers:
             counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
-        order = list(dict.fromkeys(layer.kind for layer in self._candidates.model.layers))
+        order = list(dict.fromkeys(layer.kind for layer in self.candidates.model.layers))
         number = [counts[kind] for kind in order]
         whole_s = sum(n * float(t) for n, t in zip(number, fastest_s[:, 0], strict=True))
         credit_s = sum(n * float(t) for n, t in zip(number, credits_s[:, 0], strict=True))
@@ -120,7 +116,7 @@ class RoundSpace(AlikeSpace):
     def _choices(self, layout: Layout, kind: str) -> list[StrategyCost]:
         """Return what a layer may choose among."""
         table = self._tables.of(layout).kinds[kind]
-        choices = allowed(table, layout, self._candidates.pins.recompute)
+        choices = allowed(table, layout, self.candidates.pins.recompute)
         return [cost for cost in choices if cost.activations != "offload"]
 
     def _parts(self, layout: Layout, kind: str) -> list[StrategyParts]:
@@ -134,7 +130,7 @@ class RoundSpace(AlikeSpace):
     def problem(self, layout: Layout) -> RoundsProblem:
         """Return the partition problem of a layout."""
         costs, model = self._tables.of(layout), self._model
-        device = self._candidates.cluster.groups[0].accelerator
+        device = self.candidates.cluster.groups[0].accelerator
         split = splits_backward(layout.schedule)
         ranks, chain = layout.pipeline, [layer.kind for _, layer in model.chain]
         numbers = {kind: at for at, kind in enumerate(dict.fromkeys(chain))}
@@ -215,13 +211,8 @@ class RoundSpace(AlikeSpace):
         size_bytes = self._tables.output_bytes(layout)
         each_s = {kind: self._tables.crossing_s(layout, [size_bytes[kind]]) for kind in set(chain)}
         place = {name: at for at, (name, _) in enumerate(self._model.chain)}
-        last = dict.fromkeys(place, 0)
-        for source, target in self._model.graph.edges:
-            last[source] = max(last[source], place[target])
-        return tuple(
-            sum(each_s[chain[at]] for name, at in place.items() if at < cut <= last[name])
-            for cut in range(len(chain) + 1)
-        )
+        edges = [(place[source], place[target]) for source, target in self._model.graph.edges]
+        return cuts_along(edges, [each_s[kind] for kind in chain], range(len(chain)))
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""
@@ -233,15 +224,11 @@ class RoundSpace(AlikeSpace):
         answer = solve_rounds(
             self.problem(layout), cutoff_s=cutoff_s - step_s, frontiers=self._frontiers
         )
-        if isinstance(answer, Infeasible):
-            return Lost(OUT_OF_MEMORY, reason=answer.reason)
-        if isinstance(answer, Fathomed):
-            return Lost(NO_FASTER, bound_s=answer.lower_bound_s + step_s)
-        return Found(answer.objective_s + step_s, answer.lower_bound_s + step_s, layout, answer)
+        return judged(answer, layout, cutoff_s, step_s)
 
     def ranked(self, found: Found[RoundsSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
-        c, layout, split = self._candidates, found.layout, found.split
+        c, layout, split = self.candidates, found.layout, found.split
         chain = self._model.chain
         stages = tuple(
             Stage(
@@ -274,97 +261,16 @@ def _stages_of(home: Sequence[int], rank: int) -> tuple[int, int]:
     return front, behind
 
 
-def search_rounds(candidates: Candidates, *, top: int, progress: Progress | None) -> Answer:
-    """Return the best plan of two stages a rank, where nothing else is asked for."""
-    model, cluster, job = candidates.model, candidates.cluster, candidates.job
-
-    def why_nothing(refused: Refusals, misses: Misses) -> str:
-        reasons = [reason for _, reason in misses if reason]
-        if not reasons:
-            return nothing_runs(candidates.request, refused)
-        return (
-            f"no plan of {model.name} fits {cluster.name} at sequence {job.seq_len} and global "
-            f"batch {job.global_batch}: {reasons[0]}; other schedules hold less"
-        )
-
-    return search_spaces(
-        [RoundSpace(candidates)],
-        refused=candidates.refused,
-        why_nothing=why_nothing,
-        top=top,
-        progress=progress,
-    )
-
-
-def with_rounds(answer: Answer, candidates: Candidates, progress: Progress | None) -> Answer:
-    """Return the answer for a chain of unlike layers with two stages a rank looked at too.
-
-    The faster of the two in simulation is the plan.
-    """
-    space = RoundSpace(candidates)
-    account = Account(bytes_of=f"{EXACT}; ranks of two stages of unlike layers have any of them")
-    refused: Refusals = {}
-    before = answer.certificate
-    outcome = best_first(
-        runnable(space, refused),
-        bounds=space.bounds,
-        solve=space.solve,
-        account=account,
-        below_s=before.objective_s,
-        progress=progress,
-    )
-    for name, count in before.counts.items():
-        account.counts[name] += count
-    account.counts[REFUSED] += sum(refused.values())
-    account.losers += before.runners_up
-    best = outcome.best[0] if outcome.best else None
-    if best is not None:
-        account.counts[SLOWER] += 1
-    lower_s = before.lower_bound_s if best is None else best.lower_bound_s
-    if not before.optimal:
-        lower_s = min(lower_s, before.lower_bound_s)
-    proof = account.certificate(
-        objective_s=before.objective_s if best is None else best.objective_s,
-        lower_bound_s=lower_s,
-        optimal=before.optimal and (best is None or best.split.optimal),
-        solver=before.solver,
-    )
-    solved = answer.solved + outcome.solved
-    proof = proof.model_copy(
-        update={"simulated": _bounded_too(before.simulated, space, candidates)}
-    )
-    if best is None:
-        kept = {"layout": before.layout}
-        proof = proven(proof.model_copy(update=kept), answer.top[0])
-        return replace(answer, certificate=proof, solved=solved)
-    other = space.ranked(best)
-    proof = proof.model_copy(update={"layout": best.layout.text()})
-    if other.prediction.step_time_s >= answer.prediction.step_time_s:
-        return replace(answer, certificate=proven(proof, answer.top[0]), solved=solved)
-    return replace(
-        answer,
-        plan=other.plan,
-        prediction=other.prediction,
-        certificate=proven(proof, other),
-        top=(other, *answer.top)[: max(1, len(answer.top))],
-        closed_form=other,
-        solved=solved,
-    )
-
-
-def _bounded_too(
-    before: Simulated | None, space: RoundSpace, candidates: Candidates
-) -> Simulated | None:
+def bounded_too(before: Simulated, space: RoundSpace) -> Simulated:
     """Return what is proven of simulated time with these partitions in the space too.
 
     Each rank of a layout does all its work, one action at a time: m times an average rank's
     seconds at least (planner.search.simulated_bounds).
     """
-    if before is None or before.lower_bound_s is None:
+    if before.lower_bound_s is None:
         return before
-    bounded = SimulatedCandidates.of(candidates)
-    layouts = (layout for bundle in runnable(space, {}) for layout in bundle.layouts())
-    every = [bounded.communication_s(layout) for layout in layouts]
+    bounded = SimulatedCandidates.of(space.candidates)
+    every = [bounded.communication_s(layout) for layout in runnable(space)]
     low_s = min([before.lower_bound_s, *every])
     if low_s >= before.lower_bound_s:
         return before

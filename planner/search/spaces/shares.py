@@ -16,24 +16,25 @@ below.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
+from planner.costs.rank_memory import room_bytes
 from planner.native import refusal
 from planner.plan import Layout, PlacedLayer, Plan, Share, Stage
 from planner.predict import placements_of, predict
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.search.formulation import capacity_bytes, layout_pace, plan_with
+from planner.search.formulation import layout_pace, plan_with
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from planner.search.spaces.groups import GroupSpace
-from planner.search.spaces.search import Refusals
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
 from planner.solver.sides import Host
@@ -76,10 +77,10 @@ class ShareSpace(GroupSpace):
         """Return why no plan is made of a layout, or None if one can be."""
         return refusal(self.model, self._alike, self.job, layout)
 
-    def bundles(self, _: Refusals) -> Iterator[Bundle]:
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
         for layout in filter(self.pins.allow, self._every_layout()):
-            yield Bundle(layout, 0.0, 1, partial(iter, (layout,)))
+            yield 0.0, Bundle(layout, 1, partial(iter, (layout,)))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -100,6 +101,7 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
+                        scales=self.pins.scales or "tensorwise",
                         compile=self.pins.compile or "none",
                     )
 
@@ -189,9 +191,7 @@ class ShareSpace(GroupSpace):
         costs = self.costs.costs(layout)
         steady, fill = layout_pace(self.model, layout)
         room = min(
-            capacity_bytes(
-                self.cluster.part((group,)), costs[group.name], group.accelerator.memory_bytes
-            )
+            room_bytes(group.accelerator.memory_bytes, costs[group.name])
             for group in self.cluster.groups
         )
         on_host = [host_room_bytes(group) for group in self.cluster.groups]

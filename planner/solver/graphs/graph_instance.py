@@ -11,6 +11,15 @@ Each output counts once however many layers read it, and an output that is read 
 later is relayed by every stage between, so it counts at every cut that it crosses.  Both stages
 that meet at a cut are charged.
 
+Where outputs need no relay (`relayed` is False) they go from the stage that makes them straight to
+those that read them, and what a stage pays depends on its own layers alone,
+
+    sends_s(s) = Σ output_s[l] over its layers l that a later stage reads
+               + Σ output_s[l] over the layers l of earlier stages that it reads
+
+each output once.  Layers of a group of `colocated` are on one stage: of every group, a downset has
+all layers or none (`planner.solver.graphs.contraction`).
+
 A topological order turns the graph into a chain whose cuts cost the same (`chain_along`), hence
 every split of the graph is a split of some chain, and is evaluated as one.  Only the order in which
 parallel branches are taken is open: a skip connection makes cuts dearer, it leaves one order.
@@ -22,11 +31,12 @@ forbids cuts between the two, nothing else; the solvers do not ask for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from planner.on_use import OnUse
+from planner.solver.graphs.contraction import Block, blocks
 from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 
 if TYPE_CHECKING:
@@ -58,6 +68,10 @@ class GraphInstance:
     credits_s: tuple[float, ...] = ()
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
     """What a stage holds, where the sums of an `Instance` are no more than that."""
+    colocated: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers that stay on one stage; a layer is in one group at most."""
+    relayed: bool = True
+    """Stages pass on the outputs that only later ones read."""
 
     def __post_init__(self) -> None:
         count = len(self.layers)
@@ -68,6 +82,10 @@ class GraphInstance:
                 raise ValueError(f"edge ({before}, {after}) does not lead forward in 0..{count}")
         if any(not seconds >= 0 for seconds in self.output_s):
             raise ValueError("output_s must not be negative")
+        grouped = [layer for group in self.colocated for layer in group]
+        if len(grouped) > len(set(grouped)) or not set(grouped) <= set(range(count)):
+            raise ValueError(f"colocated: groups of some of {count} layers have none in common")
+        self.blocks()
         self.chain_along(range(count))  # checks the rest
 
     def readers(self) -> list[list[int]]:
@@ -77,8 +95,27 @@ class GraphInstance:
             found[before].append(after)
         return found
 
+    def blocks(self) -> list[Block]:
+        """Return groups and layers of none, in an order in which they can run."""
+        return blocks(self.readers(), self.colocated)
+
+    def laid(self, order: Sequence[int], cuts: Sequence[int]) -> Instance:
+        """Return the chain along an order, of which these cuts, and these alone, cost as here."""
+        chain = self.chain_along(order)
+        if self.relayed:
+            return chain
+        held = [order[a:b] for a, b in pairwise(cuts)]
+        sends_s = straight_s(self.readers(), self.output_s, held)
+        stages = tuple(
+            replace(stage, exposed_s=stage.exposed_s + seconds)
+            for stage, seconds in zip(self.stages, sends_s, strict=True)
+        )
+        return replace(chain, stages=stages)
+
     def chain_along(self, order: Sequence[int]) -> Instance:
         """Return the chain of the layers in a topological `order`; its cuts cost what they do here.
+
+        Nothing where outputs are not relayed; see `laid`.
 
         >>> add = (Option(name="none", forward_s=1.0, backward_s=2.0),)
         >>> skip = GraphInstance(names=("a", "b", "c"), layers=(0, 0, 0), kinds=(add,),
@@ -95,7 +132,7 @@ class GraphInstance:
             forward_apart=self.forward_apart,
             fill=self.fill,
             credits_s=self.credits_s,
-            cut_s=cuts_along(self.edges, self.output_s, order),
+            cut_s=cuts_along(self.edges, self.output_s, order) if self.relayed else (),
             used_bytes=self.used_bytes and self.used_bytes.along(order),
         )
 
@@ -122,6 +159,30 @@ def cuts_along(
     return tuple(cuts)
 
 
+def too_few(stages: int, blocks: int, layers: int) -> str | None:
+    """Say that so many groups and single layers do not make as many stages; None if they do."""
+    if stages <= blocks:
+        return None
+    if blocks == layers:
+        return f"{stages} stages need as many layers; the graph has {layers}"
+    return f"{stages} stages need as many groups and single layers; the graph has {blocks}"
+
+
+def straight_s(
+    readers: Sequence[Sequence[int]],
+    output_s: Sequence[float],
+    stages: Sequence[Sequence[int]],
+) -> list[float]:
+    """[stage] Seconds that stages holding these layers pay for outputs that are not relayed."""
+    stage_of = {layer: s for s, held in enumerate(stages) for layer in held}
+    found = [0.0] * len(stages)
+    for layer, outside in enumerate(readers):
+        ends = {stage_of[layer], *(stage_of[reader] for reader in outside)}
+        for s in ends if len(ends) > 1 else ():
+            found[s] += output_s[layer]
+    return found
+
+
 def graph_instance(
     graph: DiGraph,
     *,
@@ -131,10 +192,13 @@ def graph_instance(
     steady: float,
     forward_apart: bool = False,
     fill: float = 1.0,
+    colocated: Sequence[Sequence[str]] = (),
+    relayed: bool = True,
 ) -> GraphInstance:
     """State the problem for a networkx graph whose nodes are layer names.
 
-    Layers with equal options become one kind.  Raises ValueError if the graph has a cycle.
+    Layers with equal options become one kind.  Raises ValueError if the graph has a cycle, or has
+    one once the groups of `colocated` are one node each.
     """
     try:
         names = tuple(networkx.topological_sort(graph))
@@ -154,6 +218,8 @@ def graph_instance(
         steady=steady,
         forward_apart=forward_apart,
         fill=fill,
+        colocated=tuple(tuple(sorted(number[name] for name in group)) for group in colocated),
+        relayed=relayed,
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.graphs.contraction import Block, blocks
+
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -90,12 +92,17 @@ def _cover(words: Words, wanted: Words) -> NDArray[np.bool_]:
     return found
 
 
-def ideals(readers: Sequence[Sequence[int]], *, most: int) -> Ideals | None:
+def ideals(
+    readers: Sequence[Sequence[int]], *, most: int, colocated: Sequence[Block] = ()
+) -> Ideals | None:
     """All ideals of the graph in which `readers[l]` (all > l) read layer l; None if over `most`.
 
-    The first n layers of a topological order are an ideal themselves.  So an ideal of the first
-    n + 1 layers is an ideal of the first n, or one of those with layer n added that has all that
-    layer n reads.  Each ideal is made once, and the count never falls on the way.
+    Of every group of `colocated` an ideal has all layers or none.
+
+    The first n blocks (groups, layers of none) of a topological order are an ideal themselves.  So
+    an ideal of the first n + 1 blocks is an ideal of the first n, or one of those with the block
+    added that has all that the block reads.  Each ideal is made once, and the count never falls on
+    the way.
     """
     count = len(readers)
     reads: list[list[int]] = [[] for _ in readers]
@@ -103,9 +110,9 @@ def ideals(readers: Sequence[Sequence[int]], *, most: int) -> Ideals | None:
         for reader in outside:
             reads[reader].append(layer)
     words = np.zeros((1, (count + 63) // 64), dtype=np.uint64)
-    for layer in range(count):
-        added = words[_cover(words, mask(reads[layer], count))]
-        added[:, layer >> 6] |= np.uint64(1) << np.uint64(layer & 63)
+    for block in blocks(readers, colocated):
+        outer = {before for layer in block for before in reads[layer]} - set(block)
+        added = words[_cover(words, mask(sorted(outer), count))] | mask(block, count)
         words = np.concatenate([words, added])
         if len(words) > most:
             return None

@@ -13,50 +13,78 @@ allows no stage above
 
 which leaves narrow bands of ideals (`planner.solver.graphs.bands`), and only those steps between
 them that some split below the target can take (`planner.solver.graphs.sweep`).  Steps start with
-bounds on their seconds (`planner.solver.graphs.step_bounds`) that become exact when the cheapest
+bounds on their seconds (`planner.solver.step_bounds`) that become exact when the cheapest
 path wants to use them (`planner.solver.settled`).  All costs being bounds, a path whose steps are
 exact is the optimum; if there is no path, the target is a bound for all splits, and the next one
 higher.
 
-Where a target leaves too much of the lattice, the last one is the proven bound of the best of
-several orders (`planner.solver.graphs.orders`), each solved exactly as a chain.
+Where a target leaves too much of the lattice, the last one is a proven bound.  The split is then
+the best one through some ideals (`planner.solver.graphs.nearby`): those of several orders, and
+those around the cuts of the split so far.  What cuts cost at least wherever they are bounds it
+(`planner.solver.graphs.cut_bounds`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 
 from planner.on_use import OnUse
 from planner.solver.assembly import assembled
-from planner.solver.descent import Way
+from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.bands import Bands
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method, Undecided
+from planner.solver.graphs.cut_bounds import CutBounds
+from planner.solver.graphs.graph_instance import (
+    GraphInstance,
+    GraphSolution,
+    Method,
+    Undecided,
+    too_few,
+)
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.orders import Order, orders
-from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Known, StageBytes, StepTable
+from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
+from planner.solver.graphs.orders import Order
+from planner.solver.graphs.sent import Sent
+from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.inner import solve
 from planner.solver.instance import Fathomed, Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import best_split, loose_s
+from planner.solver.step_bounds import StepBounds
+from planner.solver.table import Known
 from planner.units import bytes_text
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
+# Moves of all cuts of a split, at most; ideals around each; what is gained to go on, as a share.
+_MOVES, _NEAR, _WORTHWHILE = 12, 400, 1e-4
+# Pairs of them that are compared at once, and ways through them that are looked at exactly.
+_PAIRS, _SETTLED = 10_000_000, 8
 # Ideals of a graph from which on a first split from several orders is worth its time.
 _LARGE = 3000
 # By what share of the fluid bound targets rise, at first and as a share of the rise so far.
 _RISE_SMALL, _RISE_LARGE, _RISE_ON = 0.08, 0.01, 0.3
 # Targets this close together are not worth a search of their own.
 _LEAST_RISE = 0.004
+
+
+@dataclass(slots=True)
+class Effort:
+    """What is left for graphs that have too many downsets; solving takes of it.
+
+    `programs` are integer programs of one cut each, `most_programs` of them for one problem;
+    `moves` are of all cuts of a split at once.
+    """
+
+    programs: int = 100
+    most_programs: int = 60
+    moves: int = 100
 
 
 def solve_graph(
@@ -66,33 +94,39 @@ def solve_graph(
     frontiers: FrontierStore | None = None,
     most_ideals: int = 400_000,
     most_pairs: int = 100_000_000,
+    effort: Effort | None = None,
 ) -> GraphSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all contiguous splits of its graph.
 
     Only objectives below `cutoff_s` are of interest.  Exact unless the graph has more than
     `most_ideals` downsets, or more than `most_pairs` pairs of them would have to be compared at
-    once.
+    once.  Then it takes of an `effort` that several problems may share.
     """
     layers, stages = len(problem.layers), len(problem.stages)
-    if stages > layers:
-        return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
+    few = too_few(stages, len(problem.blocks()), layers)
+    if few:
+        return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
-    every = ideals(problem.readers(), most=most_ideals)
-    if every is not None and len(every) == layers + 1:
+    every = ideals(problem.readers(), most=most_ideals, colocated=problem.colocated)
+    plain = problem.relayed and not problem.colocated
+    if plain and every is not None and len(every) == layers + 1:
         return _only_order(problem, cutoff_s, store)
-    least_s = _any_order_s(problem, store) if every is None else 0.0
-    large = every is None or len(every) > _LARGE
-    rival = _best_order(problem, cutoff_s, store) if large and least_s < cutoff_s else None
-    best, bound_s = rival, least_s
-    if every is not None:
+    best: GraphSolution | None = None
+    if every is None:
+        fluid = _any_order(problem, store)
+        bound_s = fluid.beyond_s(fluid.largest_s, problem.steady)
+    else:
+        rival = _along_orders(problem, cutoff_s, store) if len(every) > _LARGE else None
         best, bound_s = Lattice(problem, every, store).search(rival, most_pairs, cutoff_s)
     if bound_s == math.inf:
         return Infeasible(_why_infeasible(problem))
-    if best is None and bound_s < cutoff_s and not large:
-        best = _best_order(problem, cutoff_s, store)
+    if bound_s < (cutoff_s if best is None else best.objective_s):
+        best, bound_s = _closer(
+            problem, best, bound_s, cutoff_s, store, Effort() if effort is None else effort
+        )
+    if best is None and cutoff_s < math.inf:
+        return Fathomed(bound_s)
     if best is None:
-        if cutoff_s < math.inf:
-            return Fathomed(bound_s)
         return Undecided(
             f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
             f"many ways to try them all"
@@ -104,19 +138,31 @@ def solve_graph(
 class Lattice:
     """All splits of a graph whose ideals are known."""
 
-    def __init__(self, problem: GraphInstance, every: Ideals, store: FrontierStore) -> None:
+    def __init__(
+        self,
+        problem: GraphInstance,
+        every: Ideals,
+        store: FrontierStore,
+        *,
+        settled: int | None = None,
+    ) -> None:
+        """With `settled` so many ways are looked at exactly, and the best of those is taken."""
+        self._settled = settled
         self._problem = problem
         self._every = every
         self._knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
-        self._cut_s = every.crossing(problem.readers(), np.array(problem.output_s))
+        readers = problem.readers()
+        self._sent = None if problem.relayed else Sent(readers, problem.output_s)
+        self._cut_s = np.zeros(len(every))
+        if problem.relayed:
+            self._cut_s = every.crossing(readers, np.array(problem.output_s))
         self._fluid = Fluid(
             self._knapsacks,
             least_cut_s=float(self._cut_s[1:-1].min(initial=math.inf)),
-            most_cut_s=float(self._cut_s.max()),
+            most_cut_s=float(self._cut_s.max()) if problem.relayed else sum(problem.output_s),
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
-        self._counted = None if problem.used_bytes is None else StageBytes(problem.used_bytes)
 
     def search(
         self, rival: GraphSolution | None, most_pairs: int, cutoff_s: float = math.inf
@@ -126,12 +172,10 @@ class Lattice:
         The bound is inf if nothing fits.
         """
         fluid = self._fluid
-        if fluid.largest_s == math.inf:
-            return None, math.inf
         steady, stages = self._problem.steady, len(self._problem.stages)
         most_s = cutoff_s if rival is None else rival.objective_s
         least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
-        if least_s >= most_s:
+        if least_s >= most_s or fluid.largest_s == math.inf:
             return rival, least_s
         size_s = steady * fluid.largest_s + abs(fluid.fill_s) + fluid.sync_s
         rise_s = size_s * (_RISE_LARGE if len(self._every) > _LARGE else _RISE_SMALL)
@@ -147,6 +191,13 @@ class Lattice:
                 if rise_s < _LEAST_RISE * size_s:
                     return rival, proven_s
                 continue
+            if self._settled is not None:
+                found = self._good(table, target_s)
+                if found is not None or target_s == most_s or self._settled <= 0:
+                    return found or rival, least_s
+                proven_s = target_s
+                rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
+                continue
             found = best_split(table, partial(self._assembled, table), cutoff_s=target_s)
             known_s = target_s if found is None else found.objective_s
             least_open_s = loose_s(table, cutoff_s=known_s)
@@ -160,6 +211,22 @@ class Lattice:
             if rises:
                 rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
 
+    def _good(self, table: StepTable, below_s: float) -> GraphSolution | None:
+        """Return the best of the cheapest ways below a limit, few of which are looked at."""
+        best: GraphSolution | None = None
+        assert self._settled is not None
+        while self._settled > 0:
+            found = cheapest(table.ways, table.costs(), cutoff_s=below_s)
+            if found is None:
+                break
+            self._settled -= 1
+            table.settle(found.way)
+            actual = priced(table.ways, table.costs(), found.way)
+            if actual.value_s < below_s:
+                best = self._assembled(table, actual)
+                below_s = best.objective_s * (1 - _WORTHWHILE)
+        return best
+
     def _table(self, target_s: float, most_pairs: int) -> StepTable | None:
         """Steps of all splits below the target; None if too many pairs must be compared for it."""
         fluid, steady = self._fluid, self._problem.steady
@@ -172,9 +239,10 @@ class Lattice:
             member[band] = True
         members = np.flatnonzero(member)
         places = [np.searchsorted(members, band) for band in bands]
-        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s)
+        sent = None if self._sent is None else self._sent.between(self._every, members)
+        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s, sent)
         aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
-        hops = Sweep(bounds, places, aim).hops(most_pairs)
+        hops = Sweep(bounds, self._every, places, aim).hops(most_pairs)
         if hops is None:
             return None
         return StepTable(
@@ -182,17 +250,13 @@ class Lattice:
             [(hop.smaller, hop.larger) for hop in hops],
             self._known,
             np.concatenate([hop.stage_s for hop in hops]),
-            counted=self._counted,
         )
 
     def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
         problem = self._problem
-        stages = [table.layers(step) for step in path.way]
-        options = [option for step in path.way for option in table.options(step)]
-        order = tuple(layer for held in stages for layer in held)
-        cuts = tuple(accumulate((len(held) for held in stages), initial=0))
-        return _named(problem, order, assembled(problem.chain_along(order), cuts, options))
+        order, cuts, options = table.laid(path.way)
+        return _named(problem, order, assembled(problem.laid(order, cuts), cuts, options))
 
 
 def _named(
@@ -214,33 +278,90 @@ def _only_order(
     return Infeasible(_why_infeasible(problem))
 
 
-def _best_order(
+def _along_orders(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore
 ) -> GraphSolution | None:
-    """Best of several orders below the cutoff, each solved exactly as a chain."""
-    best: GraphSolution | None = None
-    for order in orders(problem).values():
-        cutoff_s = cutoff_s if best is None else best.objective_s
-        answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
-        if isinstance(answer, Solution):
-            best = _named(problem, order, answer, "orders")
+    """Best split below the cutoff through what a few orders have first."""
+    some = of_bits(along_orders(problem), len(problem.layers))
+    found, _ = Lattice(problem, some, store, settled=_SETTLED).search(None, _PAIRS, cutoff_s)
+    return None if found is None else replace(found, method="orders")
+
+
+def _closer(
+    problem: GraphInstance,
+    best: GraphSolution | None,
+    bound_s: float,
+    cutoff_s: float,
+    store: FrontierStore,
+    effort: Effort,
+) -> tuple[GraphSolution | None, float]:
+    """Return a better split below the cutoff, and a higher bound, within an effort."""
+    best = best or _along_orders(problem, cutoff_s, store)
+    known_s = cutoff_s if best is None else best.objective_s
+    if problem.relayed and effort.programs > 0:
+        # A first bound may spare the moves.
+        few = min(effort.programs, 2 * len(problem.stages))
+        bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, few))
+        effort.programs -= few
+    if best is None or bound_s >= known_s:
+        return best, bound_s
+    best = _improved(problem, best, store, effort)
+    more = min(effort.programs, effort.most_programs)
+    if problem.relayed and more > 0 and bound_s < best.objective_s:
+        bound_s = max(bound_s, _cut_bound_s(problem, best.objective_s, best, store, more))
+        effort.programs -= more
+    return best, bound_s
+
+
+def _improved(
+    problem: GraphInstance, best: GraphSolution, store: FrontierStore, effort: Effort
+) -> GraphSolution:
+    """Move all cuts of a split at once, as long as that makes it faster and not too often."""
+    around, orders = Around(problem), along_orders(problem)
+    for _ in range(_MOVES):
+        if effort.moves <= 0:
+            break
+        effort.moves -= 1
+        own = cuts_of(best)
+        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.layers))
+        found, _ = Lattice(problem, some, store, settled=_SETTLED).search(best, _PAIRS)
+        if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
+            break
+        best = replace(found, method="orders")
     return best
 
 
-def _any_order_s(problem: GraphInstance, store: FrontierStore) -> float:
-    """Fluid bound where the cuts are not known; inf if nothing can fit.
+def _cut_bound_s(
+    problem: GraphInstance,
+    below_s: float,
+    best: GraphSolution | None,
+    store: FrontierStore,
+    programs: int,
+) -> float:
+    """Bound all splits by what cuts cost at least wherever they are."""
+    cuts_s = [0.0]
+    if best is not None:
+        along = problem.chain_along(best.order).cut_s
+        cuts_s = [along[cut] for cut in best.split.cuts[1:-1]] or cuts_s
+    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
+    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+    bounds = CutBounds(problem, fluid, knapsacks.exposed_s)
+    return bounds.least_s(below_s, sum(cuts_s) / len(cuts_s), programs)
+
+
+def _any_order(problem: GraphInstance, store: FrontierStore) -> Fluid:
+    """Fluid of the layers where the cuts are not known.
 
     In a connected graph some output crosses every cut.
     """
     graph = networkx.Graph(problem.edges)
     connected = len(graph) == len(problem.layers) and networkx.is_connected(graph)
     sent_s = [problem.output_s[before] for before, _ in problem.edges]
-    fluid = Fluid(
+    return Fluid(
         Knapsacks(problem.chain_along(range(len(problem.layers))), store),
-        least_cut_s=min(sent_s) if connected else 0.0,
+        least_cut_s=min(sent_s) if connected and problem.relayed else 0.0,
         most_cut_s=sum(problem.output_s),
     )
-    return fluid.beyond_s(fluid.largest_s, problem.steady)
 
 
 def _why_infeasible(problem: GraphInstance) -> str:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.graphs.step_bounds import StepBounds
+from planner.solver.graphs.ideals import Ideals
+from planner.solver.step_bounds import StepBounds
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -68,14 +69,16 @@ class _Ways:
 class Sweep:
     """One sweep; `bands` [cut] hold the members that can lie there, rising, both ends included."""
 
-    def __init__(self, bounds: StepBounds, bands: Sequence[Indices], aim: Aim) -> None:
+    def __init__(
+        self, bounds: StepBounds, every: Ideals, bands: Sequence[Indices], aim: Aim
+    ) -> None:
         self._bounds = bounds
         self._bands = bands
         knapsacks = bounds.knapsacks
         instance = knapsacks.instance
         self._steady, self._fill = instance.steady, instance.fill
         self._scale, self._exposed_s = knapsacks.time_scale, knapsacks.exposed_s
-        self._words = bounds.every.words[bounds.members]
+        self._words = every.words[bounds.members]
         self._until_s = bounds.total(knapsacks.options.least_time_s)
         credits_s = np.array(instance.credits_s or (0.0,) * len(instance.kinds))
         self._credit_s = bounds.total(credits_s)

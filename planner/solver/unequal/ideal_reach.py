@@ -2,7 +2,7 @@
 
 A stage of type g at position s can hold what one downset adds to another if that takes no longer
 than the ceiling by the Lagrangian bound of its layers, and their leanest options fit
-(`planner.solver.graphs.step_bounds`).  Behind stages with n_g of type g can lie
+(`planner.solver.step_bounds`).  Behind stages with n_g of type g can lie
 
     D(n) = { J : I in D(n - e_g), and J - I is for type g at position Σ n - 1 }
 
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.graphs.ideals import Ideals
-from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.knapsack import Knapsacks
+from planner.solver.step_bounds import StepBounds
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed, least_ceiling_s
 from planner.tolerances import SLACK
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -29,12 +28,12 @@ import numpy as np
 from planner.solver.assembly import assembled
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.step_table import Known, StageBytes
 from planner.solver.inner import NEARLY_FITS
 from planner.solver.instance import Fathomed, Infeasible, leanest_bytes
 from planner.solver.knapsack import Knapsacks
+from planner.solver.prefixes import Downsets, Prefixes
 from planner.solver.settled import best_split, loose_s
+from planner.solver.table import Known
 from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
@@ -75,7 +74,7 @@ class Layers(Protocol):
     """How layers hang together: the downsets that stages can end with, and what cuts cost there."""
 
     @property
-    def every(self) -> Ideals:
+    def every(self) -> Downsets:
         """All downsets."""
 
     @property
@@ -94,7 +93,7 @@ class _Chain:
 
     def __init__(self, problem: UnequalInstance) -> None:
         self._problem = problem
-        self.every = _ideals_of_chain(len(problem.layers))
+        self.every = Prefixes(len(problem.layers))
         self.cut_s: CutSeconds | None = None
         if problem.cut_s:
             self.cut_s = [[np.array(cuts) for cuts in row] for row in problem.cut_s]
@@ -128,9 +127,6 @@ class Search:
             Knapsacks(problem.all_of(number), store) for number in range(len(problem.types))
         ]
         self._known: list[Known] = [{} for _ in problem.types]
-        self._counted = [
-            None if one.used_bytes is None else StageBytes(one.used_bytes) for one in problem.types
-        ]
         self._loose_s = math.inf
         """What splits under the last ceiling take at least, if some are not known exactly."""
         self._reach = layers.reach(self._knapsacks)
@@ -215,7 +211,6 @@ class Search:
             known=self._known,
             spans=spans,
             cut_s=self._layers.cut_s,
-            counted=self._counted,
         )
         cutoff_s = self._cutoff_s if best is None else best.split.objective_s
         better = best_split(steps, lambda path: self._assembled(steps, path), cutoff_s=cutoff_s)
@@ -227,8 +222,8 @@ class Search:
     def _assembled(self, steps: UnequalSteps, path: Way) -> UnequalSolution:
         """Choose the options of every stage and evaluate the split from raw numbers."""
         problem = self._problem
-        order, cuts, options = [], [0], []
-        layers: list[int] = []
+        order, cuts, layers = [], [0], list[int]()
+        options: list[int] = []
         for step in path.way:
             number = int(steps.type_of[step])
             held = steps.tables[number].layers(int(steps.entry[step]))
@@ -243,13 +238,6 @@ class Search:
             split=assembled(chain, cuts, options),
             layers=tuple(layers),
         )
-
-
-@lru_cache(maxsize=64)
-def _ideals_of_chain(layers: int) -> Ideals:
-    found = ideals([[layer + 1] for layer in range(layers - 1)] + [[]], most=layers + 1)
-    assert found is not None, "a chain has one ideal more than layers"
-    return found
 
 
 def why_infeasible(problem: UnequalInstance) -> str:

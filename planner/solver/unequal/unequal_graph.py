@@ -9,8 +9,8 @@ Stages hold a growing sequence of downsets (`planner.solver.graphs.graph_instanc
 of some type (`planner.solver.unequal.unequal_instance`), and what a cut costs depends on both: on
 the outputs that cross it, and on the types that meet there.  Branches, types and cuts are chosen
 together: exactly, along paths of (downset, stages used of each type), while the graph has few
-downsets; else along each of several orders of the branches (`planner.solver.graphs.orders`), under
-the bound of all orders
+downsets; else through those of several orders of the branches (`planner.solver.graphs.nearby`),
+under the bound of all orders
 
     T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync
 
@@ -30,14 +30,20 @@ from functools import cached_property
 import numpy as np
 
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, Undecided, cuts_along
+from planner.solver.graphs.contraction import Block
+from planner.solver.graphs.graph_instance import (
+    GraphInstance,
+    Undecided,
+    cuts_along,
+    too_few,
+)
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.orders import orders
+from planner.solver.graphs.nearby import along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.unequal.ideal_reach import IdealReach, nested
 from planner.solver.unequal.reach import Reaches, Runs
-from planner.solver.unequal.unequal import Search, solve_unequal
+from planner.solver.unequal.unequal import Search, least_s, solve_unequal
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds
 from planner.tolerances import ROUNDING
@@ -53,20 +59,26 @@ class UnequalGraph:
     `chain` has the layers in that order, without costs of cuts; an edge (a, b), a < b, says that
     layer b reads the output of layer a.  `output_s[g][h][l]` are the seconds that each of two
     neighbouring stages, the first of type g and the second of type h, spends on sending the output
-    of layer l across.
+    of layer l across.  Layers of a group of `colocated` are on one stage.
     """
 
     names: tuple[str, ...]
     edges: tuple[tuple[int, int], ...]
     chain: UnequalInstance
     output_s: tuple[tuple[tuple[float, ...], ...], ...]
+    colocated: tuple[tuple[int, ...], ...] = ()
+    relayed: bool = True
+    """False on devices of one type alone: elsewhere what a stage pays for an output that is not
+    relayed depends on the types of stages that are no neighbours of its own."""
 
     def __post_init__(self) -> None:
         if self.chain.cut_s:
             raise ValueError("cut_s: what cuts cost follows from the outputs that cross them")
+        if not self.relayed and len(self.chain.types) > 1:
+            raise ValueError("relayed: outputs are relayed where stages are of several types")
         for row in self.output_s:
             for output_s in row:
-                self._alike(output_s)  # checks the rest
+                self.as_alike(output_s)  # checks the rest
 
     def along(self, order: Sequence[int]) -> UnequalInstance:
         """Return the chain of the layers in a topological `order`; its cuts cost what they do here.
@@ -86,29 +98,30 @@ class UnequalGraph:
             ),
         )
 
-    def orders(self) -> list[tuple[int, ...]]:
-        """Topological orders worth trying."""
-        return list(orders(self._alike(self.output_s[0][-1])).values())
+    def blocks(self) -> list[Block]:
+        """Return groups and layers of none, in an order in which they can run."""
+        return self.as_alike().blocks()
 
     def readers(self) -> list[list[int]]:
         """[layer] Layers that read its output, rising."""
-        return self._alike(self.output_s[0][0]).readers()
+        return self.as_alike().readers()
 
-    def _alike(self, output_s: tuple[float, ...]) -> GraphInstance:
-        """Return the graph on devices that are all alike."""
+    def as_alike(self, output_s: tuple[float, ...] | None = None) -> GraphInstance:
+        """Return the graph on devices that are all alike, of the first type's seconds."""
         return GraphInstance(
             names=self.names,
             layers=self.chain.layers,
             edges=self.edges,
             kinds=self.chain.types[0].kinds,
-            output_s=output_s,
+            output_s=output_s or self.output_s[0][0],
             stages=(Stage(capacity_bytes=0.0),),
             steady=self.chain.steady,
+            colocated=self.colocated,
         )
 
 
 def solve_unequal_graph(
-    problem: UnequalGraph,
+    problem: UnequalGraph | UnequalInstance,
     *,
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
@@ -116,11 +129,15 @@ def solve_unequal_graph(
 ) -> UnequalSolution | Infeasible | Fathomed | Undecided:
     """Minimise the time of `problem` over all orders of branches and types, cuts and options.
 
-    Exact unless there are more than `most_steps` pairs of downsets, positions and types.
+    A chain has one order.  Exact unless there are more than `most_steps` pairs of downsets,
+    positions and types.
     """
+    if isinstance(problem, UnequalInstance):
+        return solve_unequal(problem, cutoff_s=cutoff_s, frontiers=frontiers)
     layers, stages = len(problem.names), len(problem.chain.in_flight)
-    if stages > layers:
-        return Infeasible(f"{stages} stages need as many layers; the graph has {layers}")
+    few = too_few(stages, len(problem.blocks()), layers)
+    if few:
+        return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
     lattice = _lattice(problem, most_steps)
     if lattice is not None:
@@ -128,13 +145,12 @@ def solve_unequal_graph(
     bound_s = _any_order_s(problem, store)
     if bound_s >= cutoff_s:
         return Fathomed(bound_s)
-    best: UnequalSolution | None = None
-    known_s = cutoff_s
-    for order in problem.orders():
-        found = solve_unequal(problem.along(order), cutoff_s=known_s, frontiers=store)
-        if isinstance(found, UnequalSolution):
-            known_s = found.split.objective_s
-            best = replace(found, layers=order)
+    some = of_bits(along_orders(problem.as_alike(problem.output_s[0][-1])), layers)
+    pairs = nested(some, MOST_STEPS)
+    found = (
+        pairs and Search(problem.chain, store, cutoff_s, _Lattice(problem, some, pairs)).solved()
+    )
+    best = found if isinstance(found, UnequalSolution) else None
     if best is None:
         return Undecided(
             f"none of the orders tried is below {cutoff_s:g} s, and the {layers} layers can be "
@@ -145,13 +161,15 @@ def solve_unequal_graph(
 
 
 def least_graph_s(
-    problem: UnequalGraph,
+    problem: UnequalGraph | UnequalInstance,
     *,
     frontiers: FrontierStore | None = None,
     most_steps: int = MOST_STEPS,
 ) -> float:
     """Return seconds below which no split within memory stays; inf if none is known to fit."""
-    if len(problem.chain.in_flight) > len(problem.names):
+    if isinstance(problem, UnequalInstance):
+        return least_s(problem, frontiers=frontiers)
+    if len(problem.chain.in_flight) > len(problem.blocks()):
         return math.inf
     store = frontiers if frontiers is not None else FrontierStore()
     lattice = _lattice(problem, most_steps)
@@ -190,7 +208,7 @@ class _Lattice:
 def _lattice(problem: UnequalGraph, most_steps: int) -> _Lattice | None:
     """Return the downsets of a graph with few of them."""
     most = most_steps // (len(problem.chain.in_flight) * len(problem.chain.types))
-    every = ideals(problem.readers(), most=max(most, 2))
+    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
     pairs = None if every is None else nested(every, most)
     return None if every is None or pairs is None else _Lattice(problem, every, pairs)
 

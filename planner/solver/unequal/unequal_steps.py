@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.descent import Costs
-from planner.solver.graphs.ideals import Ideals
-from planner.solver.graphs.step_bounds import StepBounds
-from planner.solver.graphs.step_table import Known, StageBytes, StepTable, least_costs
+from planner.solver.graphs.step_table import StepTable
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
+from planner.solver.prefixes import Downsets
+from planner.solver.step_bounds import StepBounds
+from planner.solver.table import Known, least_costs
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed
 from planner.solver.unequal.unequal_instance import UnequalInstance
 
@@ -45,11 +46,10 @@ class UnequalSteps:
         problem: UnequalInstance,
         knapsacks: Sequence[Knapsacks],
         *,
-        every: Ideals,
+        every: Downsets,
         known: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds | None,
-        counted: Sequence[StageBytes | None],
     ) -> None:
         self._problem = problem
         self._spans = spans
@@ -60,13 +60,8 @@ class UnequalSteps:
             self._places[sum(counts)].append(counts)
         members = np.arange(len(every))
         self.tables = [
-            StepTable(
-                StepBounds(one, every, members, np.zeros(len(every))),
-                spans.runs,
-                known_of_type,
-                counted=counted_of_type,
-            )
-            for one, known_of_type, counted_of_type in zip(knapsacks, known, counted, strict=True)
+            StepTable(StepBounds(one, every, members, np.zeros(len(every))), spans.runs, of_type)
+            for one, of_type in zip(knapsacks, known, strict=True)
         ]
         self._link(spans.runs)
         self.sync_depends = any(one.sync_depends for one in knapsacks)
@@ -84,7 +79,7 @@ class UnequalSteps:
         fill_s = self._of_steps([table.fill_s() for table in self.tables])
         once_s = []
         if problem.forward_apart:
-            forward_s = self._of_steps([table.forward_s() for table in self.tables])
+            forward_s = self._of_steps([table.forward_s for table in self.tables])
             forward_s = forward_s + self._cut_s / 2
             stage_s = stage_s - forward_s
             once_s.append(problem.steady * forward_s)
@@ -100,7 +95,9 @@ class UnequalSteps:
     def settle(self, steps: Sequence[int]) -> bool:
         """Make exact what the steps take; False if everything was."""
         changes = [
-            table.settle([int(self.entry[step]) for step in steps if self.type_of[step] == number])
+            table.settle_entries(
+                [int(self.entry[step]) for step in steps if self.type_of[step] == number]
+            )
             for number, table in enumerate(self.tables)
         ]
         return any(changes)

@@ -17,7 +17,8 @@ from planner.pins import Pins
 from planner.plan import Activations, Job, Layout
 from planner.predict import layout_prediction, placement_prediction, placements_of
 from planner.request import Request
-from planner.search.formulation import allowed, instance_of, plan_of
+from planner.search.formulation import instance_of, plan_of
+from planner.search.layer_options import allowed
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
 from planner.stack import with_figures

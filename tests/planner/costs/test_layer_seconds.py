@@ -69,6 +69,18 @@ def test_a_divided_block_gathers_and_scatters_twice_in_each_pass() -> None:
     assert both_passes(found, LinkRule(tensor=0.5)) == pytest.approx((2 * MB, 2 * MB))
 
 
+def test_heads_that_are_gathered_wait_in_both_passes() -> None:
+    # 32 heads and 2 x 8 of keys and values, of 128: 6,144 features, 1.5 of the stream's 4,096.
+    # Neither hidden with other collectives of the group, nor gathered again, nor in 8 bits.
+    found = layer("block", tensor=16, gathers_heads=True)
+
+    seen = both_passes(found, LinkRule(tensor=0.5, second_gather=0.5, gathered=0.5))
+
+    without = layer("block", tensor=16)
+    there_s, back_s = both_passes(without, LinkRule(tensor=0.5, second_gather=0.5, gathered=0.5))
+    assert seen == pytest.approx((there_s + 1.5 * MB, back_s + 1.5 * MB))
+
+
 def test_what_is_gathered_in_eight_bits_is_half_as_large() -> None:
     # Of two gathers and two sums in each pass, a sum's backward being a gather.
     found = layer("block", tensor=4)

@@ -61,8 +61,28 @@ def test_of_a_collective_only_what_computation_does_not_hide_is_seen(
 def test_without_a_profile_an_accelerator_hides_most_and_a_cpu_nothing(quoted: Rates) -> None:
     cpu = Rates(device=quoted.device, curves={}, overheads=None, on_cpu=True, stack=native())
 
-    assert quoted.exposed_s(1.0, 10.0) == pytest.approx(1 - native().sharding.overlap)
+    # 16 of an H100's 132 multiprocessors send meanwhile.
+    assert quoted.exposed_s(1.0, 10.0) == pytest.approx(16 / 132)
     assert cpu.exposed_s(1.0, 10.0) == 1.0
+
+
+@pytest.mark.parametrize("gather_s", [0.1, 1.0, 2.2, 2.5, 4.0])
+@pytest.mark.parametrize("cluster", ["8xa100-sxm-80gb", "8xh100-sxm-80gb", "8xb200"])
+def test_what_is_seen_is_what_slower_computation_and_a_longer_gather_leave(
+    cluster: str, gather_s: float
+) -> None:
+    """Two seconds of work beside a gather, stepped through: its channels take multiprocessors."""
+    machine = resolve_cluster(cluster)
+    count = machine.groups[0].accelerator.multiprocessors
+    assert count is not None
+    done = clock_s = 0.0
+    while done < 2.0 or clock_s < gather_s:
+        clock_s += 1e-4
+        done += 1e-4 * ((count - 16) / count if clock_s <= gather_s else 1.0)
+
+    seen_s = rates(machine, JOB, None).exposed_s(gather_s, 2.0)
+
+    assert seen_s == pytest.approx(clock_s - 2.0, abs=3e-4)
 
 
 def test_the_host_costs_nothing_where_the_device_is_behind(quoted: Rates) -> None:

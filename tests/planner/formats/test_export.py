@@ -60,19 +60,20 @@ def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -
         seq_len=4096,
         global_batch=64,
         pins=read_pins(["ep=8,cp=2,pp=1,tp=1,schedule=1f1b"]),
-        stack="megatron+deepep+expert-overlap+ulysses",
+        stack="megatron+deepep+expert-overlap+ulysses+narrow-gradients",
     )
 
     plan = search(request).plan
     told = flags(configuration(plan, model, "megatron", machine))
 
-    assert plan.backend == "megatron+deepep+expert-overlap+ulysses"
+    assert plan.backend == "megatron+deepep+expert-overlap+ulysses+narrow-gradients"
     assert told["--moe-token-dispatcher-type"] == "flex"
     assert told["--moe-flex-dispatcher-backend"] == "deepep"
     assert "--overlap-moe-expert-parallel-comm" in told
     assert told["--cp-comm-type"] == "a2a"
+    assert "--grad-reduce-in-bf16" in told
     plain = flags(configuration(plan.model_copy(update={"backend": "megatron"}), model, "megatron"))
-    assert not {flag for flag in plain if flag.startswith(("--moe", "--cp-comm"))}
+    assert not {flag for flag in plain if flag.startswith(("--moe", "--cp-comm", "--grad"))}
 
 
 def test_torchtitan_is_told_every_module_of_every_stage_once() -> None:

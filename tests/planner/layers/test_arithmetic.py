@@ -63,6 +63,26 @@ def test_tensor_and_sequence_parallelism_divide_all_but_the_gathered_inputs() ->
     assert stored == pytest.approx(((34 - 2 - 4) / t + 4) * S * B * H + (sums + moments) / t)
 
 
+def test_ranks_beyond_the_heads_of_keys_gather_the_projection_and_keep_their_own() -> None:
+    # 16 heads of 64, 2 heads of keys, 8 ranks: the projection makes (16 + 2 x 2) x 64 features, 160
+    # on a rank; a rank keeps 2 heads of queries, one of keys and one of values, 256 features.
+    t, tokens = 8, S * B
+
+    layer = of(gpt(kv_heads=2), "block", tensor=t, gathers_heads=True)
+
+    operators = {each.name: each for each in layer.operators}
+    gather = operators["heads_gather"]
+    assert sum(operators["qkv"].outputs.values()) == tokens * 160 * 2
+    assert (gather.moved_bytes, gather.waits) == (tokens * 1280 * 2, True)
+    assert operators["own_heads"].outputs == {"qkv_own": tokens * 256 * 2}
+    kept = layer.stored("none")
+    assert kept["qkv_own"] == tokens * 256 * 2
+    assert not {"qkv", "qkv_gathered"} & kept.keys()
+    # The same work otherwise: weights are divided all the same.
+    divided = of(gpt(kv_heads=2), "block", tensor=t)
+    assert layer.forward_flops == divided.forward_flops
+
+
 def test_full_recompute_stores_two_bytes_of_input() -> None:
     assert of(gpt(), "block").stored_bytes("full") == 2 * S * B * H
     assert of(gpt(), "block", tensor=8).stored_bytes("full") == 2 * S * B * H / 8

@@ -1,16 +1,20 @@
-"""layout_queue.best_first is checked against solving every layout."""
+"""The queue of layouts is checked against solving every layout."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 
 from planner.plan import Layout
 from planner.search.certificate import BOUNDS, CHOSEN, OUT_OF_MEMORY, SLOWER, Account
-from planner.search.layout_queue import Found, Lost, Searched, best_first
+from planner.search.layout_queue import Bundle, Bundles, Found, Lost, Queue
 from planner.search.space import complexity, kind
 
 Seconds = dict[Layout, float]
@@ -33,37 +37,65 @@ def random_seconds(seed: int) -> Seconds:
     }
 
 
-def hunted(
-    seconds: Seconds, seed: int, *, top: int = 1, below_s: float = math.inf, proven: float = 1.0
-) -> tuple[Searched[str], Account]:
-    """Search with bounds that are random parts of the objectives, the second at least the first."""
-    rng = random.Random(seed)
-    shares = {layout: sorted((rng.random(), rng.random())) for layout in seconds}
+@dataclass
+class Split:
+    """What a solver would return."""
 
-    def bound(step: int) -> Callable[[Layout], float]:
-        def bound_s(layout: Layout) -> float:
-            known_s = seconds[layout]
-            if math.isinf(known_s):
-                return math.inf if shares[layout][step] > 0.7 else 1.0
-            return shares[layout][step] * known_s
+    text: str
+    optimal: bool
 
-        return bound_s
 
-    def solve(layout: Layout, _: float) -> Found[str] | Lost:
-        if math.isinf(seconds[layout]):
+class Layouts(Bundles):
+    """Layouts with known seconds, some alone and some in bundles."""
+
+    def __init__(self, seconds: Seconds, seed: int, proven: float) -> None:
+        """Bounds are random parts of the objectives, the second at least the first."""
+        self._seconds, self._proven, self._rng = seconds, proven, random.Random(seed)
+        rng = self._rng
+        self._shares = {layout: sorted((rng.random(), rng.random())) for layout in seconds}
+        self.bounds = [
+            (BOUNDS[0], partial(self._bound_s, 0)),
+            (BOUNDS[2], partial(self._bound_s, 1)),
+        ]
+
+    def _bound_s(self, step: int, layout: Layout) -> float:
+        known_s, share = self._seconds[layout], self._shares[layout][step]
+        if math.isinf(known_s):
+            return math.inf if share > 0.7 else 1.0
+        return share * known_s
+
+    def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
+        left = self._rng.sample(list(self._seconds), len(self._seconds))
+        while left:
+            some = [left.pop() for _ in range(min(len(left), self._rng.randint(1, 3)))]
+            least_s = min(self._bound_s(0, one) for one in some)
+            first = min(some, key=complexity)
+            yield min(least_s, 1e9), Bundle(first, len(some), partial(iter, some))
+
+    def refusal(self, _: Layout) -> None:
+        return None
+
+    def costs_of(self, _: Layout) -> Any:
+        raise AssertionError("nobody asks")
+
+    def ranked(self, _: Found[Any]) -> Any:
+        raise AssertionError("nobody asks")
+
+    def solve(self, layout: Layout, _: float) -> Found[Split] | Lost:
+        least_s = self._seconds[layout]
+        if math.isinf(least_s):
             return Lost(OUT_OF_MEMORY, reason="too large")
-        return Found(seconds[layout], proven * seconds[layout], layout, layout.text())
+        split = Split(layout.text(), self._proven == 1.0)
+        return Found(least_s, self._proven * least_s, layout, split)
 
-    account = Account()
-    outcome = best_first(
-        rng.sample(list(seconds), len(seconds)),
-        bounds=[(BOUNDS[0], bound(0)), (BOUNDS[2], bound(1))],
-        solve=solve,
-        account=account,
-        top=top,
-        below_s=below_s,
-    )
-    return outcome, account
+
+def searched(
+    seconds: Seconds, seed: int, *, top: int = 1, below_s: float = math.inf, proven: float = 1.0
+) -> tuple[list[Found[Split]], Queue]:
+    """Return the best of each kind and the queue that found them."""
+    queue = Queue(Account(), top=top, below_s=below_s)
+    queue.run(Layouts(seconds, seed, proven))
+    return queue.ranking(), queue
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -72,13 +104,12 @@ def test_no_layout_is_faster_and_the_simplest_of_equals_wins(seed: int) -> None:
     fitting = [layout for layout in seconds if math.isfinite(seconds[layout])]
     best = min(fitting, key=lambda layout: (seconds[layout], complexity(layout)))
 
-    outcome, account = hunted(seconds, seed)
+    found, queue = searched(seconds, seed)
 
-    assert outcome.best[0].layout == best
-    assert outcome.best[0].split == best.text()
-    # Those that are best of their kind are left for the caller to account for.
-    assert sum(account.counts.values()) + len(outcome.best) == len(seconds)
-    assert account.counts[CHOSEN] == 0
+    assert found[0].layout == best
+    assert found[0].split.text == best.text()
+    assert sum(queue.account.counts.values()) == len(seconds)
+    assert queue.account.counts[CHOSEN] == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,9 +120,9 @@ def test_the_best_of_each_kind_are_found_if_so_many_are_asked_for(seed: int) -> 
         if math.isfinite(known_s):
             least[kind(layout)] = min(known_s, least.get(kind(layout), math.inf))
 
-    outcome, _ = hunted(seconds, seed, top=3)
+    found, _ = searched(seconds, seed, top=3)
 
-    assert [found.objective_s for found in outcome.best[:3]] == sorted(least.values())[:3]
+    assert [one.objective_s for one in found] == sorted(least.values())[:3]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,30 +130,30 @@ def test_nothing_at_or_above_a_known_objective_is_worth_having(seed: int) -> Non
     seconds = random_seconds(seed)
     best_s = min(seconds.values())
 
-    none, account = hunted(seconds, seed, below_s=best_s)
-    some, _ = hunted(seconds, seed, below_s=best_s + 0.5)
+    none, queue = searched(seconds, seed, below_s=best_s)
+    some, _ = searched(seconds, seed, below_s=best_s + 0.5)
 
-    assert none.best == ()
-    assert sum(account.counts.values()) == len(seconds)
-    assert some.best[0].objective_s == best_s
+    assert none == []
+    assert sum(queue.account.counts.values()) == len(seconds)
+    assert some[0].objective_s == best_s
 
 
 def test_what_does_not_fit_is_told_with_its_reason() -> None:
     seconds = dict.fromkeys(layouts(), math.inf)
 
-    outcome, account = hunted(seconds, 3)
+    found, queue = searched(seconds, 3)
 
-    assert outcome.best == ()
-    assert account.counts[OUT_OF_MEMORY] == len(seconds) == len(outcome.misses)
-    assert "too large" in {reason for _, reason in outcome.misses}
+    assert found == []
+    assert queue.account.counts[OUT_OF_MEMORY] == len(seconds)
+    assert set(queue.misses) == {"too large"}
 
 
 def test_a_layout_that_is_not_proven_bounds_the_whole() -> None:
     seconds = random_seconds(1)
 
-    outcome, account = hunted(seconds, 1, proven=0.9)
+    found, queue = searched(seconds, 1, proven=0.9)
 
-    winner = outcome.best[0]
+    winner, account = found[0], queue.account
     certificate = account.certificate(
         objective_s=winner.objective_s,
         lower_bound_s=winner.lower_bound_s,
@@ -131,6 +162,21 @@ def test_a_layout_that_is_not_proven_bounds_the_whole() -> None:
     )
     assert certificate.lower_bound_s <= 0.9 * winner.objective_s * (1 + 1e-12)
     assert certificate.gap == pytest.approx(1 - certificate.lower_bound_s / winner.objective_s)
-    assert account.counts[SLOWER] + len(outcome.best) == outcome.solved - sum(
-        1 for _, reason in outcome.misses if reason
-    )
+    assert account.counts[SLOWER] + 1 == queue.solved - len(queue.misses)
+
+
+def test_two_spaces_are_one_search() -> None:
+    seconds = random_seconds(2)
+    parts: list[Seconds] = [{}, {}]
+    for at, (layout, known_s) in enumerate(seconds.items()):
+        parts[at % 2][layout] = known_s
+    whole, _ = searched(seconds, 2)
+    queue = Queue(Account())
+
+    for part in parts:
+        queue.run(Layouts(part, 2, 1.0))
+
+    (found,) = queue.ranking()
+    assert found.layout == whole[0].layout
+    assert queue.home(found) in queue.spaces
+    assert sum(queue.account.counts.values()) == len(seconds)

@@ -187,7 +187,9 @@ def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
     found = search(request)
     notes = list(not_worth_eight_bits(request, found.plan, found.prediction))
 
-    same = predict(found.plan.model_copy(update={"precision": "bf16"}), model, cluster)
+    assert found.plan.weight_wire == ("fp8" if stack == "native" else "full")
+    changed = {"precision": "bf16", "weight_wire": "full"}
+    same = predict(found.plan.model_copy(update=changed), model, cluster)
     if worth:
         assert notes == []
         assert 1.2 < same.step_time_s / found.prediction.step_time_s < 1.5

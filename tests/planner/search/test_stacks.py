@@ -30,6 +30,7 @@ from planner.search.formulation import instance_of
 from planner.search.space import layouts
 from planner.solver.instance import fits, priced
 from planner.solver.requirements import read_requirements
+from planner.stack_space import EVERYTHING
 
 MODEL = resolve_model("llama-3.2-1b")
 BLOCKS = 16
@@ -146,7 +147,7 @@ def least_s(
     for layout in layouts(Request(MODEL, CLUSTER, JOB, replace(request.pins, compile="none"))):
         if layout.order != INSIDE_OUT or not runs(layout):
             continue
-        if limit(MODEL, request.cluster, JOB, layout) is not None:
+        if limit(MODEL, request.cluster, JOB, layout, EVERYTHING) is not None:
             continue
         costs = tables.of(layout)
         instance = instance_of(MODEL, request.cluster, layout, costs)
@@ -262,7 +263,10 @@ def test_a_vocabulary_that_is_padded_is_divided(name: str) -> None:
     layout = Layout(tensor=8, pipeline=16, micro_batches=256)
     layout = replace(layout, sequence_parallel=name == "megatron")
 
-    assert limit(model, cluster, job, layout) == "mesh.tensor: 8 does not divide vocab_size 50257"
+    assert (
+        limit(model, cluster, job, layout, EVERYTHING)
+        == "mesh.tensor: 8 does not divide vocab_size 50257"
+    )
     assert rules_of(stacks()[name])(model, cluster, job, layout) is None
     pins = Pins(tensor=8)
     found = search(Request(model, cluster, job, pins=pins, stack=stacks()[name]))

@@ -167,7 +167,8 @@ def test_each_row_of_the_program_stands_in_its_statement() -> None:
     stated = ilp.__doc__ or ""
 
     for row in rows:
-        name = row.replace("{n.name}", "n_{a}_{s}_{k}")
+        name = row.replace("{name}_is_b", "n_{a}_{s}_{g}_{k}_is_b")
+        name = name.replace("{name}", "output{a}_for_{b}_on_stage{s}")
         assert re.sub(r"^(side\{number\}_).*", r"\1...", name) in stated, row
     assert len(rows) > 15
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from planner.plan import Layout
-from planner.search.spaces.search import LayoutSpace, runnable
+from planner.search.layout_queue import Space, runnable
 
 
-def layouts_of(space: LayoutSpace[Any]) -> list[Layout]:
+def layouts_of(space: Space[Any]) -> list[Layout]:
     """Return every layout of a space that can run."""
-    return [layout for bundle in runnable(space, {}) for layout in bundle.layouts()]
+    return list(runnable(space))
+
+
+def bounded(space: Space[Any]) -> Iterator[tuple[Layout, float]]:
+    """Yield every layout of bundles that can run, with what bounds its bundle."""
+    for bound_s, bundle in space.bundles(Counter()):
+        better_s = bundle.better_s() if bundle.better_s is not None else bound_s
+        for layout in bundle.layouts():
+            if space.refusal(layout) is None:
+                yield layout, max(bound_s, better_s)

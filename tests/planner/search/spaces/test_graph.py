@@ -325,6 +325,74 @@ def test_the_order_in_which_layers_are_listed_changes_nothing() -> None:
     )
 
 
+def with_group(model: ModelGraph, *names: str) -> ModelGraph:
+    return ModelGraph(
+        name=model.name, layers=model.layers, edges=model.edges, colocated={"group": names}
+    )
+
+
+def grouped(model: ModelGraph, seed: int) -> ModelGraph:
+    """The same with two layers that stay on one stage, where some can."""
+    names = [name for name, _ in model.chain]
+    pairs = list(itertools.combinations(names, 2))
+    for pair in random.Random(seed).sample(pairs, len(pairs)):
+        try:
+            return with_group(model, *pair)
+        except ValueError:
+            continue
+    return model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_of_a_group_are_planned_on_one_stage(seed: int) -> None:
+    model, pins = grouped(random_model(seed), seed), Pins(pipeline=2, schedule="1f1b")
+    every = candidates(model, TWO, pins)
+    space = GraphSpace(every)
+    best_s = math.inf
+    for layout in layouts_of(space):
+        least_s = least_objective_s(space.instance(layout)) + every.costs(layout).step_s
+        best_s = min(best_s, least_s)
+
+    answer = searched(model, TWO, pins)
+
+    assert model.colocated is not None
+    stages = [{item.layer for item in stage.layers} for stage in answer.plan.stages]
+    assert any(set(model.colocated["group"]) <= held for held in stages)
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert predict(answer.plan, model, resolve_cluster(TWO)) == answer.prediction
+
+
+def test_a_group_on_devices_that_differ_and_in_a_layout() -> None:
+    model = with_group(unet(2), "down1", "middle", "up1")
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2)
+    cluster = "1xa100-sxm-40gb+1xv100-sxm-32gb"
+
+    mixed, alike = searched(model, cluster, pins), candidates(model, TWO, pins)
+    whole = layout_prediction(
+        Request(model, resolve_cluster(TWO), JOB), next(iter(alike.layouts()))
+    )
+
+    stages = [[one.layer for one in stage.layers] for stage in mixed.plan.stages]
+    assert any({"down1", "middle", "up1"} <= set(held) for held in stages)
+    assert len(whole.stages) == 2
+    placed = {one.layer: one for stage in mixed.plan.stages for one in stage.layers}
+    names = [name for name, _ in model.chain]
+    apart = mixed.plan.model_copy(
+        update={
+            "stages": tuple(
+                stage.model_copy(update={"layers": tuple(placed[name] for name in held)})
+                for stage, held in zip(mixed.plan.stages, (names[:2], names[2:]), strict=True)
+            )
+        }
+    )
+    with pytest.raises(DocumentError, match=r"colocated\.group: its layers are on stages \[0, 1\]"):
+        apart.check_model(model)
+    program = search(Request(model, resolve_cluster(TWO), JOB, pins=pins), solver="ilp")
+    assert program.certificate.objective_s == pytest.approx(
+        searched(model, TWO, pins).certificate.objective_s, rel=1e-6
+    )
+
+
 def test_only_a_last_layer_of_its_own_kind_is_told_apart() -> None:
     assert sink_kind(towers(2, 2)) == "join"
     assert sink_kind(graph([layer("a"), layer("b"), layer("c")], [("a", "b"), ("a", "c")])) is None

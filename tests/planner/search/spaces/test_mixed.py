@@ -27,10 +27,9 @@ from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.search import runnable
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.requirements import read_requirements
-from tests.planner.search.spaces.every_layout import layouts_of
+from tests.planner.search.spaces.every_layout import bounded, layouts_of
 from tests.planner.solver.unequal.test_unequal import least_objective_s
 
 
@@ -109,14 +108,11 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
             space = MixedSpace(Request(case.model, part, case.job, case.pins))
-            for bundle in runnable(space, {}):
-                assert bundle.better_s is not None
-                room_s = bundle.better_s()
-                for layout in bundle.layouts():
-                    least_s = least_objective_s(space.instance(layout))
-                    bounds_s = [bundle.bound_s, room_s, space.bound_s(layout)]
-                    assert max(*bounds_s, space.memory_s(layout)) <= least_s * (1 + 1e-9)
-                    best_s = min(best_s, least_s)
+            for layout, bound_s in bounded(space):
+                least_s = least_objective_s(space.instance(layout))
+                bounds_s = [bound_s, space.bound_s(layout), space.memory_s(layout)]
+                assert max(bounds_s) <= least_s * (1 + 1e-9)
+                best_s = min(best_s, least_s)
             if part.mixed:
                 shares = ShareSpace(Request(case.model, part, case.job, case.pins))
                 for layout in layouts_of(shares):
@@ -310,7 +306,9 @@ def test_ranks_find_the_devices_of_their_stage() -> None:
 def test_what_does_not_fit_is_told() -> None:
     case = Case("1xa100-sxm-40gb+1xv100-sxm-16gb", 32)
 
-    with pytest.raises(NoPlanFits, match=r"fits 1 x a100-sxm-40gb and 1 x v100-sxm-16gb at seq"):
+    with pytest.raises(
+        NoPlanFits, match=r"fits 1 x a100-sxm-40gb .* and 1 x v100-sxm-16gb .* at seq"
+    ):
         case.search()
 
 

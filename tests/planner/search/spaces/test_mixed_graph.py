@@ -15,7 +15,7 @@ from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
 from planner.search.spaces.mixed import MixedGraphSpace
-from planner.search.spaces.search import runnable
+from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
 from tests.planner.solver.unequal.test_unequal_graph import least_objective_s
 
@@ -27,15 +27,12 @@ def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     """Seconds of the best layout of all groups, each by listing; bounds must not exceed any."""
     space = MixedGraphSpace(Request(model, resolve_cluster(cluster), JOB, pins))
     best = math.inf
-    for bundle in runnable(space, {}):
-        assert bundle.better_s is not None
-        room_s = bundle.better_s()
-        for layout in bundle.layouts():
-            step_s = max(costs.step_s for costs in space.costs_of(layout))
-            listed_s = least_objective_s(space.instance(layout)) + step_s
-            bounds_s = [bundle.bound_s, room_s, space.bound_s(layout), space.memory_s(layout)]
-            assert max(bounds_s) <= listed_s * (1 + 1e-9)
-            best = min(best, listed_s)
+    for layout, bound_s in bounded(space):
+        step_s = max(costs.step_s for costs in space.costs_of(layout))
+        listed_s = least_objective_s(space.instance(layout)) + step_s
+        bounds_s = [bound_s, space.bound_s(layout), space.memory_s(layout)]
+        assert max(bounds_s) <= listed_s * (1 + 1e-9)
+        best = min(best, listed_s)
     return best
 
 

@@ -16,9 +16,8 @@ from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import run_of
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.search.spaces.search import runnable
 from tests.planner.rounds.test_solve import least_objective_s
-from tests.planner.search.spaces.every_layout import layouts_of
+from tests.planner.search.spaces.every_layout import bounded, layouts_of
 from tests.planner.search.spaces.test_graph import layer, towers, unet
 
 JOB = Job(seq_len=64, global_batch=16, precision="fp32")
@@ -49,11 +48,10 @@ def test_no_layout_and_split_beats_the_best(model: ModelGraph) -> None:
     assert unlike(model)
     step_s = 0.0
     best_s = float("inf")
-    for bundle in runnable(space, {}):
-        for layout in bundle.layouts():
-            least_s = least_objective_s(space.problem(layout)) + step_s
-            assert max(bundle.bound_s, space.bound_s(layout)) <= least_s * (1 + 1e-9)
-            best_s = min(best_s, least_s)
+    for layout, bound_s in bounded(space):
+        least_s = least_objective_s(space.problem(layout)) + step_s
+        assert max(bound_s, space.bound_s(layout)) <= least_s * (1 + 1e-9)
+        best_s = min(best_s, least_s)
 
     answer = search(Request(model, resolve_cluster("2xa100-sxm-40gb"), JOB, pins=pins))
 

@@ -23,7 +23,13 @@ from planner.solver.graphs.lattice import Lattice, solve_graph
 from planner.solver.graphs.orders import orders
 from planner.solver.inner import solve
 from planner.solver.instance import Fathomed, Infeasible, Option, Solution, Stage, fits
-from tests.planner.small_graphs import least_objective_s, more_bytes, objective_s, random_graph
+from tests.planner.small_graphs import (
+    least_objective_s,
+    more_bytes,
+    objective_s,
+    random_graph,
+    with_groups,
+)
 from tests.planner.small_instances import random_instance
 
 
@@ -33,7 +39,8 @@ def is_sound(problem: GraphInstance, answer: GraphSolution) -> bool:
     numbers = tuple(stage_of[name] for name in problem.names)
     options = tuple(answer.options[name] for name in problem.names)
     assert all(numbers[a] <= numbers[b] for a, b in problem.edges)
-    assert fits(problem.chain_along(answer.order), answer.split)
+    assert fits(problem.laid(answer.order, answer.split.cuts), answer.split)
+    assert all(len({stage_of[problem.names[at]] for at in g}) == 1 for g in problem.colocated)
     return objective_s(problem, numbers, options) == pytest.approx(answer.objective_s)
 
 
@@ -73,6 +80,35 @@ def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) ->
         feasible.append(agrees_with_enumeration(problem))
 
     assert 10 < sum(feasible) < 60
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+@pytest.mark.parametrize("start", range(0, 120, 60))
+def test_layers_of_a_group_stay_on_one_stage(start: int, relayed: bool) -> None:
+    problems = [with_groups(random_graph(seed), seed) for seed in range(start, start + 60)]
+
+    assert sum(bool(problem.colocated) for problem in problems) > 40
+    feasible = [agrees_with_enumeration(replace(one, relayed=relayed)) for one in problems]
+    assert 20 < sum(feasible) < 60
+
+
+@pytest.mark.parametrize("start", range(0, 120, 60))
+def test_outputs_may_go_straight_to_their_readers(start: int) -> None:
+    problems = [random_graph(seed) for seed in range(start, start + 60)]
+
+    feasible = [agrees_with_enumeration(replace(one, relayed=False)) for one in problems]
+
+    assert 30 < sum(feasible) < 60
+
+
+def test_a_relay_costs_what_no_straight_way_does() -> None:
+    problem = random_graph(0)
+    for seed in range(40):
+        problem = random_graph(seed)
+        relayed, straight = (solve_graph(replace(problem, relayed=one)) for one in (True, False))
+        if isinstance(relayed, GraphSolution):
+            assert isinstance(straight, GraphSolution)
+            assert straight.objective_s <= relayed.objective_s * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.parametrize("start", range(600, 720, 60))

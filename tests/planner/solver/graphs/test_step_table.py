@@ -11,10 +11,10 @@ import pytest
 from planner.solver.frontier import FrontierStore
 from planner.solver.graphs.graph_instance import GraphInstance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.step_bounds import StepBounds
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.instance import Option, Stage
 from planner.solver.knapsack import Knapsacks
+from planner.solver.step_bounds import StepBounds
 from tests.planner.small_graphs import random_graph
 
 

@@ -66,6 +66,28 @@ def test_the_program_finds_what_enumeration_finds() -> None:
             assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
 
 
+def test_groups_and_straight_outputs_are_in_the_program() -> None:
+    grouped = fitting = 0
+    for seed in range(24):
+        problem = small_graphs.with_groups(small_graphs.random_graph(seed), seed)
+        problem = replace(problem, relayed=seed % 2 == 0)
+        if math.prod(len(problem.kinds[kind]) for kind in problem.layers) > 200:
+            continue
+        best_s = small_graphs.least_objective_s(problem)
+
+        found = program.solve_by_program(problem)
+
+        grouped += bool(problem.colocated)
+        if math.isinf(best_s):
+            assert isinstance(found, Infeasible), seed
+            continue
+        assert isinstance(found, GraphSolution), seed
+        assert found.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6), seed
+        fitting += 1
+    assert grouped > 8
+    assert fitting > 8
+
+
 def test_hosts_are_kept_to() -> None:
     problem = random_unequal(1)
     fed = replace(

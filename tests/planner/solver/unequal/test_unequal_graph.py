@@ -17,6 +17,7 @@ from planner.solver.unequal.unequal_graph import (
     solve_unequal_graph,
 )
 from planner.solver.unequal.unequal_instance import UnequalSolution
+from tests.planner import small_graphs
 from tests.planner.solver.unequal.test_unequal import (
     choices_of,
     orders,
@@ -52,7 +53,8 @@ def least_objective_s(problem: UnequalGraph) -> float:
     known: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
     for stage_of in itertools.product(range(stages), repeat=layers):
         backward = any(stage_of[a] > stage_of[b] for a, b in problem.edges)
-        if backward or len(set(stage_of)) < stages:
+        apart_from = any(len({stage_of[at] for at in group}) > 1 for group in problem.colocated)
+        if backward or apart_from or len(set(stage_of)) < stages:
             continue
         held = [[at for at in range(layers) if stage_of[at] == s] for s in range(stages)]
         last = [
@@ -127,6 +129,35 @@ def test_no_split_and_no_order_of_types_beats_the_solution(start: int, exact: bo
         assert all(place[a] < place[b] for a, b in problem.edges)
         feasible += 1
     assert feasible > 5
+
+
+def with_groups(problem: UnequalGraph, seed: int) -> UnequalGraph:
+    """The same with groups of layers that stay on one stage."""
+    grouped = small_graphs.with_groups(problem.as_alike(), seed)
+    return replace(problem, colocated=grouped.colocated)
+
+
+def test_layers_of_a_group_stay_on_one_stage() -> None:
+    feasible = 0
+    for seed, plain in enumerate(GRAPHS[:40]):
+        problem = with_groups(plain, seed)
+        best_s = least_objective_s(problem)
+
+        answer = solve_unequal_graph(problem)
+        tried = solve_unequal_graph(problem, most_steps=0)
+
+        assert least_graph_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
+        if best_s == math.inf:
+            assert isinstance(answer, Infeasible), seed
+            continue
+        assert isinstance(answer, UnequalSolution), seed
+        assert answer.split.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
+        for one in (answer, tried):
+            if isinstance(one, UnequalSolution):
+                held = [set(one.layers[a:b]) for a, b in itertools.pairwise(one.split.cuts)]
+                assert all(any(set(g) <= stage for stage in held) for g in problem.colocated), seed
+        feasible += 1
+    assert feasible > 10
 
 
 @pytest.mark.parametrize("seed", range(30))

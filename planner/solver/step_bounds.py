@@ -12,18 +12,22 @@ and the least of the bounds over the ranges holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Knapsacks, Relaxed, StageClass
+from planner.solver.prefixes import Downsets
 from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+
+Sends = Callable[[Indices, Indices], Floats]
+"""Seconds that steps between these members pay."""
 
 _TRANSIENT_BINS = 4
 _FEW = 8
@@ -47,16 +51,23 @@ class _Range:
 class StepBounds:
     """Bounds for the steps between some ideals; `members` are those, `cut_s` [ideal] their cuts.
 
-    Steps are named by positions in `members`.
+    Steps are named by positions in `members`.  `sent` are outputs that are not relayed: what they
+    cost is of steps, and cuts cost nothing.
     """
 
     def __init__(
-        self, knapsacks: Knapsacks, every: Ideals, members: Indices, cut_s: Floats
+        self,
+        knapsacks: Knapsacks,
+        every: Downsets,
+        members: Indices,
+        cut_s: Floats,
+        sent: Sends | None = None,
     ) -> None:
         self.knapsacks = knapsacks
         self.every = every
         self.members = members
         self.cut_s = cut_s[members]
+        self._sent = sent
 
     def total(self, per_kind: Floats) -> Floats:
         """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
@@ -64,8 +75,10 @@ class StepBounds:
         return found
 
     def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
-        """[step] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
+        """[step] Seconds of a stage besides its layers: exposed, and what it sends and receives."""
         exposed_s = float(self.knapsacks.exposed_s[stage])
+        if self._sent is not None:
+            return exposed_s + self._sent(smaller, larger)
         fixed_s: Floats = exposed_s + self.cut_s[smaller] + self.cut_s[larger]
         return fixed_s
 
@@ -80,6 +93,15 @@ class StepBounds:
         pace = float(self.knapsacks.time_scale[stage])
         staged: Floats = pace * bound + self.fixed_s(stage, smaller, larger)
         return staged
+
+    def layers_s(self, family: int, smaller: Indices, larger: Indices) -> Floats:
+        """[stage of family, step] Bound on the unscaled seconds of the layers alone."""
+        own = self.knapsacks.families[family]
+        free, scale = self.knapsacks.free_bytes[own.stages, None], own.scale[:, None]
+        bound = np.full((len(own.stages), len(smaller)), np.inf)
+        for one in self._ranges[family]:
+            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
+        return bound
 
     def shared_s(self, stages: slice, *, rest: bool = False) -> Floats:
         """[member] Least unscaled seconds of its layers if these stages alone hold them.
@@ -163,22 +185,27 @@ class StepBounds:
         return np.ascontiguousarray(totals.T)
 
 
-def _bound(one: _Range, free: float, scale: float, smaller: Indices, larger: Indices) -> Floats:
-    """[step] Bound on unscaled seconds if the largest transient lies in the range."""
+def _bound(
+    one: _Range, free: Floats | float, scale: Floats | float, smaller: Indices, larger: Indices
+) -> Floats:
+    """[step] Bound on unscaled seconds if the largest transient lies in the range.
+
+    [stage, step] for several stages, whose `free` bytes and `scale` are columns.
+    """
     level = np.full(len(smaller), one.levels[0])
     for floor, reached in zip(one.levels[1:], one.reached[1:], strict=True):
         level[reached[larger] > reached[smaller]] = floor
     room = (free - level) / scale
     base, none, leanest, *softened = one.totals
     base = base / scale
-    bound = np.zeros(len(smaller))
+    bound = np.zeros(room.shape)
     for multiplier, least in zip(one.multipliers, softened, strict=True):
         until = least + multiplier * base
-        charge = until[larger]
-        charge -= until[smaller]
+        charge = until[..., larger]
+        charge -= until[..., smaller]
         charge -= multiplier * room
         np.maximum(bound, charge, out=bound)
     lean = leanest + base
-    fits = lean[larger] - lean[smaller] <= room + SLACK * (np.abs(room) + lean[-1])
+    fits = lean[..., larger] - lean[..., smaller] <= room + SLACK * (np.abs(room) + lean[..., -1:])
     fits &= none[larger] == none[smaller]
     return np.where(fits, bound, np.inf)

@@ -1,0 +1,133 @@
+"""Some of the ideals of a graph that has too many: along a few orders, and around cuts.
+
+The best split through these ideals is a split of the graph.  The ideals around the cuts of a split
+differ from them by a few layers and have cheap cuts; a search through them moves all cuts at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from planner.solver.graphs.contraction import Block
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graphs.ideals import Ideals
+from planner.solver.graphs.orders import orders
+
+_WORD = 64
+
+
+def of_bits(sets: Iterable[int], layers: int) -> Ideals:
+    """Return sets of layers, each the bits of a number, as ideals: each behind its subsets."""
+    rising = sorted(set(sets), key=lambda held: (held.bit_count(), held))
+    count = (layers + _WORD - 1) // _WORD
+    full = (1 << _WORD) - 1
+    words = [[held >> (_WORD * at) & full for at in range(count)] for held in rising]
+    return Ideals(np.array(words, dtype=np.uint64), layers)
+
+
+def along_orders(problem: GraphInstance) -> set[int]:
+    """Return what the orders worth trying have first, as bits of numbers."""
+    blocks = problem.blocks()
+    own = [_bits(block) for block in blocks]
+    found = {0}
+    for order in orders(_contracted(problem, blocks)).values():
+        found.update(accumulate((own[at] for at in order), int.__or__))
+    return found
+
+
+def _contracted(problem: GraphInstance, blocks: Sequence[Block]) -> GraphInstance:
+    """Return the graph with each group as one layer that sends all that leaves it."""
+    if not problem.colocated:
+        return problem
+    place = {layer: at for at, block in enumerate(blocks) for layer in block}
+    edges = {(place[a], place[b]) for a, b in problem.edges if place[a] != place[b]}
+    leaving = {a for a, b in problem.edges if place[a] != place[b]}
+    return replace(
+        problem,
+        names=tuple(problem.names[block[0]] for block in blocks),
+        layers=tuple(problem.layers[block[0]] for block in blocks),
+        edges=tuple(sorted(edges)),
+        output_s=tuple(
+            sum(problem.output_s[layer] for layer in block if layer in leaving) for block in blocks
+        ),
+        used_bytes=None,
+        colocated=(),
+    )
+
+
+class Around:
+    """The ideals around those where a split is cut."""
+
+    def __init__(self, problem: GraphInstance) -> None:
+        self._blocks = problem.blocks()
+        count = len(self._blocks)
+        place = {layer: at for at, block in enumerate(self._blocks) for layer in block}
+        self._own = [_bits(block) for block in self._blocks]
+        self._output_s = problem.output_s
+        self._readers = problem.readers()
+        self._read_by = [_bits(outside) for outside in self._readers]
+        self._reads: list[list[int]] = [[] for _ in problem.layers]
+        for before, outside in enumerate(self._readers):
+            for after in outside:
+                self._reads[after].append(before)
+        self._needs, self._needed = [0] * count, [0] * count
+        for before, outside in enumerate(self._readers):
+            for after in outside:
+                if place[before] != place[after]:
+                    self._needs[place[after]] |= self._own[place[before]]
+                    self._needed[place[before]] |= self._own[place[after]]
+
+    def cuts(self, cuts: Sequence[int], each: int) -> set[int]:
+        """Return up to `each` ideals around every cut, those with the cheapest cuts first."""
+        return {held for cut in cuts for held in self._near(cut, each)}
+
+    def _near(self, cut: int, each: int) -> Iterator[int]:
+        waiting, seen = [(0.0, 0, cut)], {cut}
+        for _ in range(each):
+            if not waiting:
+                return
+            more_s, moves, held = heapq.heappop(waiting)
+            yield held
+            for at, own in enumerate(self._own):
+                if held & own:
+                    if held & self._needed[at]:
+                        continue
+                    other = held & ~own
+                    step_s = -self._added_s(at, other)
+                else:
+                    if self._needs[at] & ~held:
+                        continue
+                    other = held | own
+                    step_s = self._added_s(at, held)
+                if other not in seen:
+                    seen.add(other)
+                    heapq.heappush(waiting, (more_s + step_s, moves + 1, other))
+
+    def _added_s(self, at: int, held: int) -> float:
+        """Seconds by which a cut is dearer with a block more, all of whose inputs it has."""
+        after = held | self._own[at]
+        added_s = 0.0
+        read: set[int] = set()
+        for layer in self._blocks[at]:
+            if self._read_by[layer] & ~after:
+                added_s += self._output_s[layer]
+            read.update(self._reads[layer])
+        for before in read - set(self._blocks[at]):
+            if not self._read_by[before] & ~after:
+                added_s -= self._output_s[before]
+        return added_s
+
+
+def cuts_of(found: GraphSolution) -> list[int]:
+    """Return the layers before every cut of a split, its ends included, as bits of numbers."""
+    done = [0, *accumulate((1 << layer for layer in found.order), int.__or__)]
+    return [done[cut] for cut in found.split.cuts]
+
+
+def _bits(layers: Iterable[int]) -> int:
+    return sum(1 << layer for layer in layers)

@@ -1,0 +1,63 @@
+"""The downsets of a chain of layers; `planner.solver.graphs.ideals` has those of graphs.
+
+Downset n holds the first n layers, so sums over downsets are prefix sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class Downsets(Protocol):
+    """Sets of layers that have, with a layer, all that it reads; none first, all layers last.
+
+    A downset comes after each of its subsets.
+    """
+
+    layers: int
+
+    def __len__(self) -> int: ...
+
+    def totals(self, values: Floats, of: Indices | slice = slice(None)) -> Floats:
+        """[downset, column] Sums of `values` [layer, column] over the layers of each."""
+
+    def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
+        """[downset] Sums of the integers `values` [layer], exact."""
+
+    def difference(self, smaller: int, larger: int) -> Sequence[int]:
+        """Layers that the larger downset has and the smaller has not, rising."""
+
+
+class Prefixes:
+    """Those of a chain."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def __len__(self) -> int:
+        return self.layers + 1
+
+    def totals(self, values: Floats, of: Indices | slice = slice(None)) -> Floats:
+        """[downset, column] Sums of `values` [layer, column] over the layers of each."""
+        until = np.zeros((len(self), values.shape[1]))
+        np.cumsum(values, axis=0, out=until[1:])
+        found: Floats = until[of]
+        return found
+
+    def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
+        """[downset] Sums of the integers `values` [layer], exact."""
+        until = np.zeros(len(self), dtype=np.int64)
+        np.cumsum(values, out=until[1:])
+        found: NDArray[np.int64] = until[of]
+        return found
+
+    def difference(self, smaller: int, larger: int) -> range:
+        """Layers that the larger downset has and the smaller has not, rising."""
+        return range(smaller, larger)

@@ -1,0 +1,350 @@
+"""Seconds of stages with what they may hold: exact, or bounded from below.
+
+An entry of a table is a stage with some layers in a row of an order that runs: what one downset of
+the layers (with a layer, all that it reads) adds to another.  Of a chain the downsets are its
+prefixes, and `planner.solver.stage_table` has every stage with every run; of a graph
+`planner.solver.graphs.step_table` has the steps that a search has left.
+
+A table starts from bounds (`planner.solver.step_bounds`); `Table.settle` replaces the bound
+of an entry by its exact value when a search wants to use it, and those of all entries of its stage
+with as many layers of the same kinds: they share a knapsack.  Where a stage's bytes are no sums
+over its layers, the value by sums is a bound too, and the options are checked
+(`planner.solver.checked`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.solver.assembly import content_of, fastest_options
+from planner.solver.checked import fastest_checked
+from planner.solver.descent import Costs, Ways
+from planner.solver.knapsack import Checked, Content, Fastest, Knapsacks
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Booleans = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Unscaled seconds and sync of the fastest options of a content; inf if it does not fit."""
+
+    time_s: float
+    sync_s: float
+
+
+Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
+"""What is known exactly, by stage and content (kind, number of layers), kinds rising."""
+
+
+class Table(ABC):
+    """[entry] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
+
+    `known` keeps what is exact for the tables of other ceilings.
+    """
+
+    ways: Ways
+
+    def __init__(self, knapsacks: Knapsacks, known: Known, *, limit_s: float = math.inf) -> None:
+        """Of stages that take longer than `limit_s` nobody wants to know how long."""
+        self.stage_s = np.empty(0)
+        self.settled: Booleans = np.empty(0, dtype=bool)
+        self.sync_depends = knapsacks.sync_depends
+        """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
+        self.sync_limit_s = np.inf
+        self.loose: dict[int, float] = {}
+        """Of entries that are not known exactly, seconds that are no more than theirs."""
+        self._knapsacks = knapsacks
+        self._known = known
+        self._limit_s = limit_s
+        self._used_bytes = knapsacks.instance.used_bytes
+        self._checked: Booleans = self.settled
+        """Whether an entry is that of options that fit; with exact sums it is if it is settled."""
+        self._used_s = np.empty(0)
+        """Sync of the choice that settled an entry, where options differ in it."""
+
+    def _begin(self, stage_s: Floats, settled: Booleans) -> None:
+        """Start from these seconds."""
+        self.stage_s, self.settled = stage_s, settled
+        self._checked = np.ones(len(stage_s), dtype=bool)
+        if self._used_bytes is not None:
+            self._checked = ~np.isfinite(stage_s)
+        self._used_s = np.zeros(len(stage_s) if self.sync_depends else 0)
+
+    @abstractmethod
+    def entries(self, way: tuple[int, ...]) -> Sequence[int]:
+        """[stage] Entries of a way."""
+
+    @abstractmethod
+    def layers(self, entry: int) -> Sequence[int]:
+        """Layers of an entry, rising."""
+
+    @abstractmethod
+    def _before(self, entry: int) -> Sequence[int]:
+        """Layers of the stages before, rising."""
+
+    @abstractmethod
+    def _stage_of(self, entry: int) -> int: ...
+
+    @abstractmethod
+    def _place(self, entry: int) -> Hashable:
+        """What tells entries of one stage apart by their place, whatever the other tables have."""
+
+    @abstractmethod
+    def _like(self, stage: int, entry: int) -> Indices:
+        """Entries of a stage with as many layers of the same kinds as this one, if it may."""
+
+    @abstractmethod
+    def _fixed_s(self, stage: int, entries: Indices) -> Floats:
+        """[entry] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
+
+    @abstractmethod
+    def _over(self, per_kind: Floats, scale: Floats) -> Floats:
+        """[entry] Sums over the layers of entries, times the scale of their stage."""
+
+    @abstractmethod
+    def _half_fixed_s(self) -> Floats:
+        """[entry] Half of the seconds of stages besides their layers."""
+
+    def _rounded(self, values: Floats) -> Floats:
+        """Return values as entries have them."""
+        return values
+
+    def _enough_s(self, _: int) -> float:
+        """Seconds of an entry's layers, unscaled, that are known to be the fewest; 0 if unknown."""
+        return 0.0
+
+    def laid(self, way: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        """Return a way's layers in order, its cuts, and the options of the layers."""
+        entries = self.entries(way)
+        held = [self.layers(entry) for entry in entries]
+        options = [option for entry in entries for option in self.options(entry)]
+        order = tuple(layer for layers in held for layer in layers)
+        return order, tuple(accumulate(map(len, held), initial=0)), options
+
+    def costs(self) -> Costs:
+        """[entry] What the objective counts."""
+        instance = self._knapsacks.instance
+        stage_s, once_s = self.stage_s, []
+        if instance.forward_apart:
+            stage_s = stage_s - self.forward_s
+            once_s.append(instance.steady * self.forward_s)
+        if self.sync_s is not None and not self.sync_depends:
+            once_s.append(self.sync_s)
+        return Costs(stage_s, self.fill_s(), tuple(once_s), instance.steady)
+
+    def least_costs(self) -> Costs | None:
+        """[entry] Costs that are no more than exact ones; None if those of `costs` are exact."""
+        return least_costs(self, (self,))
+
+    def fill_s(self) -> Floats:
+        """[entry] What an entry adds to the sum over stages, credits taken off."""
+        fill = self._knapsacks.instance.fill
+        if fill == 1.0 and self._credit_s is None:
+            return self.stage_s
+        fill_s = np.full(self.stage_s.shape, np.inf)
+        np.multiply(self.stage_s, fill, out=fill_s, where=np.isfinite(self.stage_s))
+        if self._credit_s is not None:
+            fill_s -= self._credit_s
+        return self._rounded(fill_s)
+
+    @cached_property
+    def _credit_s(self) -> Floats | None:
+        credits_s = np.array(self._knapsacks.instance.credits_s)
+        return self._over(credits_s, self._knapsacks.time_scale) if credits_s.any() else None
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """[entry] The forward share of its seconds, where all options of a kind agree in it."""
+        per_kind = np.array([kind[0].forward_s for kind in self._knapsacks.instance.kinds])
+        own_s = self._over(per_kind, self._knapsacks.time_scale)
+        return self._rounded(own_s + self._half_fixed_s())
+
+    @cached_property
+    def sync_s(self) -> Floats | None:
+        """[entry] Least seconds of synchronisation; None if there are none."""
+        per_kind = self._knapsacks.options.sync_s.min(axis=1)
+        if not per_kind.any():
+            return None
+        return self._rounded(self._over(per_kind, np.ones(len(self._knapsacks.time_scale))))
+
+    def least_sync_s(self) -> Floats:
+        """[entry] Least seconds of synchronisation."""
+        return np.zeros(len(self.stage_s)) if self.sync_s is None else self.sync_s
+
+    def settle(self, way: Sequence[int]) -> bool:
+        """Make exact what a way costs; False if everything was."""
+        return self.settle_entries(self.entries(tuple(way)))
+
+    def settle_entries(self, entries: Sequence[int]) -> bool:
+        """Make entries exact; False if all were."""
+        changed = False
+        for entry in entries:
+            if not self.settled[entry]:
+                changed = True
+                content = content_of(self._kinds_of(entry))
+                for stage, found in self._exact(self._stage_of(entry), content):
+                    self._write(stage, entry, found)
+            if not self._checked[entry]:
+                changed = True
+                self._check(entry)
+        return changed
+
+    def options(self, entry: int) -> Sequence[int]:
+        """Return the options of an entry's layers with which its stage is fastest."""
+        stage, kinds = self._stage_of(entry), self._kinds_of(entry)
+        if self._used_bytes is not None:
+            checked = self._fastest_of(stage, entry, kinds)
+            assert checked is not None, "only stages that fit are assembled"
+            return checked.options
+        return fastest_options(
+            self._knapsacks,
+            kinds,
+            stage,
+            sync_limit_s=self.sync_limit_s,
+            enough_s=self._enough_s(entry),
+        )
+
+    def limit_sync(self, limit_s: float) -> None:
+        """Allow only options with which no stage synchronises longer than `limit_s`.
+
+        What an entry was settled at stays a lower bound, and exact if its choice keeps the limit.
+        """
+        self.sync_limit_s = limit_s
+        if self.sync_depends:
+            keeps = ~np.isfinite(self.stage_s) | (self._used_s <= limit_s)
+            self.settled &= keeps
+            if self._used_bytes is not None:
+                self._checked &= keeps
+        elif self.sync_s is not None:
+            self.stage_s[self.sync_s > limit_s] = np.inf
+            self.settled |= self.sync_s > limit_s
+
+    def _kinds_of(self, entry: int) -> tuple[int, ...]:
+        kinds = self._knapsacks.instance.layers
+        return tuple(kinds[layer] for layer in self.layers(entry))
+
+    def _staged_s(self, stage: int, entries: Indices, layers_s: float) -> Floats:
+        """[entry] Seconds of a stage from the unscaled ones of its layers."""
+        own_s = layers_s * float(self._knapsacks.time_scale[stage])
+        return self._rounded(own_s + self._fixed_s(stage, entries))
+
+    def _exact(self, stage: int, content: Content) -> list[tuple[int, Settled]]:
+        """Return the exact value for a stage, and for others where they come for free."""
+        knapsacks, key = self._knapsacks, tuple(content)
+        known = self._known.get((stage, key))
+        if knapsacks.alike(content):
+            family = knapsacks.family_of(stage)
+            stages = knapsacks.families[family].stages.tolist()
+            if known is not None:
+                return [(s, self._known[s, key]) for s in stages]
+            seconds = knapsacks.fastest_s(content, family).tolist()
+            found = [(s, Settled(time_s, 0.0)) for s, time_s in zip(stages, seconds, strict=True)]
+            self._known.update({(s, key): value for s, value in found})
+            return found
+        if known is not None and known.sync_s <= self.sync_limit_s:
+            return [(stage, known)]
+        choice = knapsacks.fastest_choice(content, stage, sync_limit_s=self.sync_limit_s)
+        value = Settled(np.inf, 0.0) if choice is None else Settled(choice.time_s, choice.sync_s)
+        if self.sync_limit_s == np.inf:
+            self._known[stage, key] = value
+        return [(stage, value)]
+
+    def _write(self, stage: int, entry: int, found: Settled) -> None:
+        """Make exact the entries of a stage that hold what this one does."""
+        self._write_all(stage, self._like(stage, entry), found)
+
+    def _write_all(self, stage: int, same: Indices, found: Settled) -> None:
+        self.stage_s[same] = self._staged_s(stage, same, found.time_s)
+        self.settled[same] = True
+        if self._used_bytes is not None:
+            self._checked[same] = ~np.isfinite(self.stage_s[same])
+        if self.sync_depends:
+            self._used_s[same] = found.sync_s
+
+    def _check(self, entry: int) -> None:
+        """Make an entry that of the fastest options that fit, and others that hold the same."""
+        stage, kinds = self._stage_of(entry), self._kinds_of(entry)
+        found = self._fastest_of(stage, entry, kinds)
+        same = np.array([entry])
+        if self._used_bytes is not None and not self._used_bytes.by_place:
+            same = self._like(stage, entry)
+            if len(set(kinds)) > 1:
+                # Layers of the same kinds may come in another order.
+                same = same[[self._kinds_of(at) == kinds for at in same.tolist()]]
+        self._checked[same] = True
+        least_s = self.stage_s[same]
+        if self.loose:
+            least_s = [self.loose.pop(at, float(self.stage_s[at])) for at in same.tolist()]
+        if found is None:
+            self.stage_s[same] = np.inf
+            return
+        if found.at_least_s < found.time_s:
+            at_least_s = np.maximum(least_s, self._staged_s(stage, same, found.at_least_s))
+            self.loose.update(zip(same.tolist(), at_least_s.tolist(), strict=True))
+        self.stage_s[same] = np.maximum(least_s, self._staged_s(stage, same, found.time_s))
+        if self.sync_depends:
+            self._used_s[same] = found.sync_s
+
+    def _fastest_of(self, stage: int, entry: int, kinds: tuple[int, ...]) -> Fastest | None:
+        """Return the fastest options of an entry that fit, within limits on seconds and sync."""
+        used_bytes, knapsacks = self._used_bytes, self._knapsacks
+        assert used_bytes is not None, "sums are exact without"
+        key = stage, self._place(entry) if used_bytes.by_place else None, kinds, self.sync_limit_s
+        limit_s = self._limit_s - float(knapsacks.exposed_s[stage])
+        limit_s /= float(knapsacks.time_scale[stage])
+        found = knapsacks.checked.get(key)
+        if found is None or (found.fastest is None and found.limit_s < limit_s):
+            fastest = fastest_checked(
+                knapsacks,
+                stage,
+                kinds,
+                partial(used_bytes.of, stage, self._before(entry), self.layers(entry)),
+                sync_limit_s=self.sync_limit_s,
+                limit_s=limit_s,
+            )
+            found = knapsacks.checked[key] = Checked(limit_s, fastest)
+        return found.fastest
+
+
+class _Priced(Protocol):
+    def costs(self) -> Costs:
+        """[step] What the objective counts."""
+
+
+def least_costs(steps: _Priced, tables: Sequence[Table]) -> Costs | None:
+    """Return the costs of steps with no more than exact seconds in the tables behind them.
+
+    None if all seconds there are exact.
+    """
+    if not any(table.loose for table in tables):
+        return None
+    known = [table.stage_s for table in tables]
+    for table in tables:
+        table.stage_s = table.stage_s.copy()
+        table.stage_s[list(table.loose)] = list(table.loose.values())
+    costs = steps.costs()
+    for table, stage_s in zip(tables, known, strict=True):
+        table.stage_s = stage_s
+    return costs
+
+
+def content_codes(knapsacks: Knapsacks) -> list[int] | None:
+    """[kind] What one layer adds to the number of a content; None if there are too many of them.
+
+    Numbers are mixed-radix counts of kinds.
+    """
+    radix = [1]
+    for total in np.bincount(knapsacks.layers, minlength=len(knapsacks.options.sizes)).tolist():
+        radix.append(radix[-1] * (total + 1))
+    return radix[:-1] if radix[-1] < 2**62 else None

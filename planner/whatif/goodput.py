@@ -1,0 +1,67 @@
+"""Goodput: the share of the wall clock that trains, by how many devices a run has.
+
+A run stops when one of its devices fails.  Symbols: n devices, λ failures of a device an hour,
+M = 1 / (n λ) hours between failures, δ seconds to write a checkpoint, R seconds to restart,
+τ seconds between checkpoints, q the share lost at any size.
+
+    τ = sqrt(2 δ M)                                 the least is lost
+    lost = δ / τ + (τ / 2 + R) / M                  over the time that trains
+    goodput = (1 - q) / (1 + lost)
+
+Source: Young, Comm. ACM 17 (1974) 530; Daly, Future Generation Computer Systems 22 (2006) 303.
+Failures of a spot instance add its interruptions to its devices' own.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.whatif.economics import SECONDS_PER_HOUR
+from planner.whatif.span import Span
+from planner.whatif.study import Failures
+
+
+def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
+    """Seconds between checkpoints at which the least is lost.
+
+    >>> interval_s(50.0, 10_000.0)
+    1000.0
+    """
+    return math.sqrt(2 * checkpoint_s * between_failures_s)
+
+
+def goodput_share(
+    *, failures_per_hour: float, checkpoint_s: float, restart_s: float, other: float
+) -> float:
+    """Share of the wall clock that trains, between checkpoints at the best interval.
+
+    >>> goodput_share(failures_per_hour=0.36, checkpoint_s=50.0, restart_s=500.0, other=0.0)
+    0.8695652173913044
+    """
+    if failures_per_hour == 0:
+        return 1 - other
+    between_s = SECONDS_PER_HOUR / failures_per_hour
+    every_s = interval_s(checkpoint_s, between_s)
+    writing = checkpoint_s / every_s if every_s else 0.0
+    return (1 - other) / (1 + writing + (every_s / 2 + restart_s) / between_s)
+
+
+def goodput_of(
+    failures: Failures, *, parameters: float, devices: int, nodes: int, spot: bool
+) -> Span:
+    """Return the goodput of a run with its range: all figures good at once, and all bad."""
+
+    def share(at: str, against: str) -> float:
+        rate = devices * getattr(failures.per_device_hour, at)
+        if spot:
+            rate += nodes * getattr(failures.spot_per_node_hour, at)
+        store = devices * getattr(failures.store_bytes_per_s_per_device, against)
+        written = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
+        return goodput_share(
+            failures_per_hour=rate,
+            checkpoint_s=written / store,
+            restart_s=getattr(failures.restart_s, at),
+            other=getattr(failures.other, at),
+        )
+
+    return Span(value=share("value", "value"), low=share("high", "low"), high=share("low", "high"))

@@ -1,0 +1,292 @@
+"""The best plan of a model on a candidate, under the public stack that is fastest there.
+
+A public stack trains a model on devices of one kind; where none does, our own runtime is priced.
+Each stack is searched below the best that others found, so that slower ones end early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from planner.cluster import AcceleratorKind, DeviceGroup, Precision
+from planner.errors import DocumentError, NoneFaster, NoPlanFits
+from planner.expressions import resolve_model
+from planner.model import ModelGraph
+from planner.pins import read_pins
+from planner.plan import Job, Plan
+from planner.prediction import Prediction
+from planner.request import Request
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.simulated_proof import BRIEF
+from planner.whatif.candidates import Candidate
+from planner.whatif.changes import changed
+from planner.whatif.fine_tuning import tuned
+from planner.whatif.study import PUBLIC, Study
+
+NATIVE = "native"
+EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
+"""What is tried where the precision is left to the search."""
+ANY_S = 1e30
+"""Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
+FEW_NODES = 16
+"""Up to so many, every smaller number of nodes is tried."""
+SHAPES = 0.9
+"""By what factor the same work may take less on fewer devices, whose products are larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The best plan of a model on a cluster, or why there is none, on whatever terms it is had."""
+
+    job: Job | None = None
+    prediction: Prediction | None = None
+    plan: Plan | None = None
+    optimal: bool = False
+    stack: str = ""
+    """Who trains."""
+    reason: str = ""
+    """Why nothing fits."""
+    parameters: int = 0
+    """Of the model."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; slower than any where nothing fits."""
+        return ANY_S if self.prediction is None else self.prediction.step_time_s
+
+
+def planned(
+    study: Study,
+    model_name: str,
+    candidate: Candidate,
+    backend: str | None = None,
+    likely: str | None = None,
+) -> Planned:
+    """Return the best plan of one model on one candidate; this is what takes long.
+
+    `backend` instead of the study's own.  A `likely` stack, which wins on fewer devices and on
+    more, is the only one that is searched if it fits.
+    """
+    model = resolve_model(model_name)
+    ways = list(_ways(study, candidate, backend or study.work.backend))
+    own = [way for way in ways if way[0] == likely]
+    best = _fastest(study, model, candidate, own) or _fastest(study, model, candidate, ways)
+    if candidate.narrower is not None:
+        plain = replace(candidate, cluster=candidate.narrower, narrower=None)
+        below_s = ANY_S if best is None else best.step_s
+        best = _fastest(study, model, plain, ways, below_s) or best
+    return best or Planned(reason=_reason(study, model, candidate, ways))
+
+
+def _fastest(
+    study: Study,
+    model: ModelGraph,
+    candidate: Candidate,
+    ways: Sequence[tuple[str, Precision | None]],
+    below_s: float = ANY_S,
+) -> Planned | None:
+    """Return the fastest plan of any stack that takes less than `below_s`."""
+    best: Planned | None = None
+    for stack, precision in ways:
+        below_s = below_s if best is None else best.step_s
+        try:
+            request = asked(study, model, candidate, stack, precision)
+            answer = _best(request, candidate, below_s)
+        except (NoPlanFits, DocumentError):
+            continue
+        if answer.prediction.step_time_s < below_s:
+            best = Planned(
+                job=request.job,
+                prediction=answer.prediction,
+                plan=answer.plan,
+                optimal=answer.certificate.optimal,
+                stack=answer.plan.backend,
+                parameters=model.parameters,
+            )
+    return best
+
+
+def _reason(
+    study: Study,
+    model: ModelGraph,
+    candidate: Candidate,
+    ways: Sequence[tuple[str, Precision | None]],
+) -> str:
+    """Say why nothing fits: of the last stack, whose space is the smallest, that names a miss."""
+    refused = ""
+    for stack, precision in reversed(ways):
+        try:
+            request = asked(study, model, candidate, stack, precision)
+            if candidate.tuning in ("lora", "qlora"):
+                tuned(request, quantised=candidate.tuning == "qlora")
+            else:
+                search(request)
+        except NoPlanFits as error:
+            return str(error) if len(ways) == 1 else f"{stack}: {error}"
+        except DocumentError as error:
+            refused = str(error)
+    return refused or "nothing trains it there"
+
+
+def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
+    """Return what a plan depends on; terms, prices and names are not among it."""
+    cluster = candidate.limited.model_copy(update={"price": None})
+    work = study.work.model_dump_json()
+    narrower = candidate.narrower.model_dump_json() if candidate.narrower else ""
+    terms = (candidate.tuning, narrower, *candidate.fix, *candidate.allow)
+    return (model_name, cluster.model_dump_json(), work, *terms)
+
+
+def asked(
+    study: Study,
+    model: ModelGraph,
+    candidate: Candidate,
+    stack: str,
+    precision: Precision | None = None,
+) -> Request:
+    """Return what a study asks of one candidate under one stack."""
+    return Request.of(
+        model,
+        candidate.limited,
+        seq_len=study.work.seq_len,
+        global_batch=study.work.global_batch,
+        precision=precision,
+        pins=read_pins(candidate.fix, candidate.allow),
+        stack=stack,
+        called=candidate.name,
+    )
+
+
+def _ways(
+    study: Study, candidate: Candidate, backend: str
+) -> Iterator[tuple[str, Precision | None]]:
+    """Yield stacks with the precisions that are tried under them."""
+    groups = candidate.cluster.groups
+    stacks: tuple[str, ...] = (backend,)
+    if candidate.tuning in ("lora", "qlora"):
+        stacks = (NATIVE,)  # the fine-tuners are searched in its place
+    elif backend == PUBLIC:
+        stacks = public_stacks(groups[0].accelerator.kind) if len(groups) == 1 else (NATIVE,)
+    precision = study.work.precision
+    for stack in stacks:
+        if precision == "auto":
+            yield stack, None
+            yield from ((stack, bits) for bits in EIGHT_BITS if _has(groups, bits))
+        else:
+            yield stack, precision
+
+
+def _has(groups: Sequence[DeviceGroup], precision: str) -> bool:
+    return all(precision in group.accelerator.peak_flops for group in groups)
+
+
+def public_stacks(kind: AcceleratorKind) -> tuple[str, ...]:
+    """Return the public stacks that are priced on devices of a kind, the usual first.
+
+    >>> public_stacks("cuda")[0]
+    'megatron'
+    """
+    match kind:
+        case "cuda" | "rocm":
+            return ("megatron", "torchtitan+compiled", "fsdp+compiled", "deepspeed")
+        case "gaudi":
+            return ("megatron-deepspeed", "deepspeed")
+        case "xpu" | "npu" | "tpu" | "trainium":
+            return ("fsdp",)
+        case "cpu":
+            return (NATIVE,)
+        case _:
+            assert_never(kind)
+
+
+def _best(request: Request, candidate: Candidate, below_s: float) -> Answer:
+    if candidate.tuning in ("lora", "qlora"):
+        return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
+    found: Answer | None = None
+    with contextlib.suppress(NoneFaster):
+        found = search(request, below_s=below_s, effort=BRIEF)
+    if found is None and below_s < ANY_S:
+        raise NoneFaster(f"no plan takes less than {below_s:g} s")
+    for fewer in _worth_trying(request, found.prediction if found else None):
+        best_s = below_s if found is None else found.certificate.objective_s
+        with contextlib.suppress(NoPlanFits):
+            other = search(fewer, below_s=best_s, effort=BRIEF)
+            if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
+                found = other
+    if found is None:
+        raise NoneFaster("no plan fits")
+    return found
+
+
+def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:
+    """Yield the request with nodes left idle, where a plan on fewer may be faster.
+
+    That is where links are too slow for so many: half of them may do; or where devices divide the
+    global batch badly.  Then every smaller number is tried, or of many nodes those that divide
+    better: more replicas take whole shares of the batch, or what is left for other axes has smaller
+    factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
+    """
+    cluster, job = request.cluster, request.job
+    if len(cluster.groups) > 1:
+        return
+    [group] = cluster.groups
+    for nodes in _fewer_nodes(group.nodes, group.devices_per_node, job.global_batch):
+        if prediction is not None:
+            computing_s = SHAPES * _computing_s(prediction)
+            if computing_s * group.nodes / nodes >= prediction.step_time_s:
+                return
+        fewer = changed(cluster, "devices", nodes / group.nodes)
+        if fewer is not None:
+            yield replace(request, cluster=fewer)
+
+
+def _fewer_nodes(nodes: int, per_node: int, global_batch: int) -> Iterator[int]:
+    """Yield smaller numbers of nodes that are worth a look, the largest first.
+
+    >>> list(_fewer_nodes(8, 8, 512)), list(_fewer_nodes(5, 8, 512)), list(_fewer_nodes(36, 8, 512))
+    ([4, 2, 1], [4, 3, 2, 1], [32])
+    """
+    if global_batch % (nodes * per_node) == 0:
+        while nodes := nodes // 2:
+            yield nodes
+        return
+    better: list[tuple[int, int]] = []
+    for fewer in range(nodes, 0, -1):
+        replicas = math.gcd(fewer * per_node, global_batch)
+        factor = max(factors(fewer * per_node // replicas), default=1)
+        worse = any(r >= replicas and f <= factor for r, f in better)
+        better.append((replicas, factor))
+        if fewer < nodes and (nodes <= FEW_NODES or not worse):
+            yield fewer
+
+
+def _computing_s(prediction: Prediction) -> float:
+    """Return the seconds of a step that devices compute, on average over stages.
+
+    What is computed again counts: fewer devices have less memory, so they do not compute less.
+    """
+    parts = prediction.step_parts
+    of_stages = [stage.forward_s + stage.backward_s for stage in prediction.stages]
+    mean = sum(of_stages) / len(of_stages)
+    computing_s = sum(parts.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+    return computing_s * mean / max(of_stages)
+
+
+def factors(number: int) -> list[int]:
+    """Return the prime factors of a number.
+
+    >>> factors(360), factors(1)
+    ([2, 2, 2, 3, 3, 5], [])
+    """
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return found + [number] * (number > 1)

@@ -1,0 +1,142 @@
+"""How many nodes an offer needs, can be fed or paid: `n` found instead of listed.
+
+Power and purchases are arithmetic.  Where a run decides, sizes are planned: doubled until one
+passes, or no longer does, then halved towards the border between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import assert_never
+
+from planner.catalog import Rent
+from planner.errors import DocumentError
+from planner.units import MOST_DEVICES
+from planner.whatif.candidates import Candidate, candidates_of, powered
+from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.study import Offer, Study
+
+MOST_PLANNED = 65_536
+"""Devices of the largest size that is planned."""
+
+
+def unsolved(study: Study) -> Iterator[tuple[int, str]]:
+    """Yield each place among the offers whose `n` is to be found, and the model that it is for."""
+    for place, offer in enumerate(study.offers):
+        if offer.solve is not None and not offer.n:
+            models = study.models if offer.solve != "power" else study.models[:1]
+            yield from ((place, model) for model in models)
+
+
+def with_sizes(study: Study, found: Sequence[tuple[int, int]]) -> Study:
+    """Return the study with the sizes found for each place among its offers."""
+    offers = list(study.offers)
+    for place in {place for place, _ in found}:
+        sizes = sorted({size for at, size in found if at == place})
+        offers[place] = offers[place].model_copy(update={"n": tuple(sizes)})
+    return study.model_copy(update={"offers": tuple(offers)})
+
+
+def size_of(study: Study, place: int, model: str, known: Sequence[Rent] | None = None) -> int:
+    """Return the `n` of one offer for one model; DocumentError if there is none."""
+    offer = study.offers[place]
+    assert offer.solve is not None  # unsolved() names such offers
+    try:
+        match offer.solve:
+            case "power":
+                return powered(study, offer)
+            case "need":
+                return needed(study, offer, model, known)
+            case "afford":
+                return afforded(study, offer, model, known)
+            case _:
+                assert_never(offer.solve)
+    except DocumentError as error:
+        raise DocumentError(f"offers[{place}].{error.path or 'solve'}", error.message) from error
+
+
+def sized(study: Study, offer: Offer, n: int, known: Sequence[Rent] | None) -> Candidate:
+    """Return an offer's candidate of one size."""
+    one = study.model_copy(update={"offers": (offer.model_copy(update={"n": (n,)}),)})
+    [candidate] = candidates_of(one, known)
+    return candidate
+
+
+def needed(study: Study, offer: Offer, model: str, known: Sequence[Rent] | None) -> int:
+    """Return the fewest whose run ends by the deadline as surely as the goal wants."""
+    if study.goal.deadline_days is None:
+        raise DocumentError("solve", "need is the fewest that keep goal.deadline_days; give it")
+
+    def keeps(n: int) -> bool:
+        outcome = evaluate(study, model, sized(study, offer, n, known))
+        return outcome.fits and _sure(study, outcome, "deadline")
+
+    most = _most(sized(study, offer, 1, known))
+    least = 1
+    while not keeps(least):
+        least *= 2
+        if least > most:
+            raise DocumentError(
+                "solve", f"no {offer.cluster} of up to {most} keeps the deadline with {model}"
+            )
+    return border(keeps, least // 2, least)
+
+
+def afforded(study: Study, offer: Offer, model: str, known: Sequence[Rent] | None) -> int:
+    """Return the most that the budget pays for: purchases, contracts, hours or a whole run."""
+    budget = study.goal.budget_usd
+    if budget is None:
+        raise DocumentError("solve", "afford is the most that goal.budget_usd pays for; give it")
+    one = sized(study, offer, 1, known)
+    if one.priced.hourly is None:
+        raise DocumentError("solve", one.priced.how)
+    each = one.priced.at_once_usd_per_device
+    days = study.goal.deadline_days
+    if each is None and study.goal.tokens_of(1.0) is None and days is not None:
+        hours = max(24 * days, one.priced.minimum_hours)
+        each = hours * one.priced.hourly.at(one.assumed.utilisation).value
+    if each is not None:
+        most = math.floor(budget / (each * one.devices) * (1 + 1e-12))
+        if most < 1:
+            raise DocumentError(
+                "solve", f"{budget:,.0f} USD pay for none; one is {each * one.devices:,.0f} USD"
+            )
+        return min(most, MOST_DEVICES // one.devices)
+
+    def too_dear(n: int) -> bool:
+        outcome = evaluate(study, model, sized(study, offer, n, known))
+        return outcome.fits and not _sure(study, outcome, "budget")
+
+    most, least = _most(one), 1
+    while not too_dear(least) and least < most:
+        least = min(2 * least, most)
+    if not too_dear(least):
+        return least
+    found = border(too_dear, least // 2, least) - 1
+    if found < 1:
+        raise DocumentError("solve", f"{budget:,.0f} USD do not surely pay for the run of {model}")
+    return found
+
+
+def border(passes: Callable[[int], bool], fails_at: int, passes_at: int) -> int:
+    """Return the least number that passes between one that does not and one that does.
+
+    >>> border(lambda n: n >= 11, 8, 16)
+    11
+    """
+    while passes_at - fails_at > 1:
+        middle = (fails_at + passes_at) // 2
+        if passes(middle):
+            passes_at = middle
+        else:
+            fails_at = middle
+    return passes_at
+
+
+def _sure(study: Study, outcome: Outcome, goal: str) -> bool:
+    return outcome.chances.get(goal, 0.0) >= study.goal.confidence
+
+
+def _most(one: Candidate) -> int:
+    return max(1, MOST_PLANNED // one.devices)

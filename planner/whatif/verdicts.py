@@ -1,0 +1,260 @@
+"""The answer to a study's question in few sentences: what to take, how surely, and why.
+
+Products that nobody sells are never what to take; what they would be worth is among the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from planner.units import seconds_text
+from planner.whatif.chances import below
+from planner.whatif.evaluate import Outcome
+from planner.whatif.ranking import Rank, figure, ordered_by, sure
+from planner.whatif.run import Result
+from planner.whatif.words import days_text, listed, usd_text
+
+
+def verdicts(result: Result) -> list[str]:
+    """Return the headline: a sentence for each model, then what they say together."""
+    if result.interrupted:
+        left = len(result.candidates) * len(result.study.models) - len(result.outcomes)
+        return [f"Interrupted: {len(result.outcomes)} done, {left} not looked at."]
+    said = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
+    if len(result.ranks) > 1:
+        said = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
+        said += [*_largest(result), *_crossover(result)]
+    return said + list(_kept_at_the_midpoint(result)) + list(_mixed(result))
+
+
+def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    best = result.best_of(model)
+    if best is None:
+        return _none(result, model, ranks)
+    said = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
+    if best.native_step_s is not None and best.stack != "native":
+        said += f" (our own runtime: step {seconds_text(best.native_step_s)})"
+    said += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
+    return said
+
+
+def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    best = result.best_of(model)
+    if best is None:
+        return _none(result, model, ranks)
+    return f"{model}: {best.candidate}, {_costs(best)}, under {best.stack}{_kept(best)}."
+
+
+def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
+    sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+    if not sold:
+        return f"{model}: nothing that is sold fits; each candidate's reason is below."
+    closest = min(sold, key=lambda outcome: len(outcome.misses))
+    return (
+        f"{model}: none reaches the goal; {closest.candidate} misses {'; '.join(closest.misses)}."
+    )
+
+
+def _costs(outcome: Outcome) -> str:
+    parts = []
+    if outcome.step_s is not None:
+        parts.append(f"step {seconds_text(outcome.step_s.value)}")
+    if outcome.hours is not None:
+        parts.append(days_text(outcome.hours))
+    if outcome.usd is not None:
+        parts.append(usd_text(outcome.usd))
+    if outcome.usd is None and outcome.hours is not None:
+        parts.append(outcome.price)
+    return ", ".join(parts)
+
+
+def _kept(outcome: Outcome) -> str:
+    """Say how surely the goals are kept."""
+    return "".join(f"; {text}" for text in _kept_texts(outcome))
+
+
+def _kept_texts(outcome: Outcome) -> list[str]:
+    return [
+        f"{goal} kept with probability {chance:.2f}" for goal, chance in outcome.chances.items()
+    ]
+
+
+def _confidence(result: Result, best: Outcome, ranks: Sequence[Rank]) -> str:
+    """Say how surely the first keeps the goals, and how surely it comes before the next."""
+    said = _kept_texts(best)
+    if not sure(result.study, best):
+        said.append("which is its midpoint only")
+    others = [
+        rank.outcome for rank in ranks[1:] if not (rank.outcome.misses or rank.outcome.hypothetical)
+    ]
+    ties = [rank.outcome.candidate for rank in ranks if rank.tied]
+    if ties:
+        said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
+    by = ordered_by(result.study, [rank.outcome for rank in ranks])
+    if others and figure(others[0], by) < float("inf"):
+        chance = ahead(best, others[0], by)
+        word = {"cost": "cheaper", "time": "faster", "energy": "thriftier"}[by]
+        said.append(f"{word} than {others[0].candidate} with probability {chance:.2f}")
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}. " if text else ""
+
+
+def ahead(best: Outcome, other: Outcome, by: str) -> float:
+    """Return the probability that one outcome's figure is below another's.
+
+    Of the same plan on the same devices only what is paid for them differs.
+    """
+    alike = (best.layout, best.accelerator, best.devices, best.stack) == (
+        other.layout,
+        other.accelerator,
+        other.devices,
+        other.stack,
+    )
+    pairs = {
+        "cost": (best.usd, other.usd),
+        "time": (best.hours, other.hours),
+        "energy": (best.energy_kwh, other.energy_kwh),
+    }
+    one, two = pairs[by]
+    if alike and by == "cost":
+        one, two = best.usd_per_device_hour, other.usd_per_device_hour
+    if one is None or two is None:
+        one, two = best.step_s, other.step_s
+    assert one is not None and two is not None  # both fit
+    return below(one, two)
+
+
+def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
+    """Name what would come first if the midpoint of its range were enough."""
+    for ranks in result.ranks.values():
+        sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+        meeting = [outcome for outcome in sold if not outcome.misses]
+        if len(meeting) < 2 or not sure(result.study, meeting[0]):
+            continue
+        by = ordered_by(result.study, sold)
+        better = [
+            o
+            for o in meeting
+            if not sure(result.study, o) and figure(o, by) < figure(meeting[0], by)
+        ]
+        if better:
+            best = min(better, key=lambda outcome: figure(outcome, by))
+            goal = min(best.chances, key=best.chances.__getitem__)
+            yield (
+                f"{best.candidate} would come first at the midpoint of its range ({_costs(best)}), "
+                f"and keeps the {goal} with probability {best.chances[goal]:.2f} alone."
+            )
+
+
+def _largest(result: Result) -> Iterator[str]:
+    """Name the largest model that meets the goal."""
+    meeting = [
+        rank.outcome
+        for ranks in result.ranks.values()
+        for rank in ranks
+        if not rank.outcome.misses and not rank.outcome.hypothetical
+    ]
+    sizes = {outcome.parameters for outcome in result.outcomes if outcome.fits}
+    if not meeting or len(sizes) < 2:
+        return
+    best = max(meeting, key=lambda outcome: outcome.parameters)
+    same = [
+        f"{o.candidate} ({o.chance:.2f})" if o.chances else o.candidate
+        for o in meeting
+        if o.model == best.model
+    ]
+    surely = " (with the probability of keeping every goal)" if best.chances else ""
+    yield f"The largest model that meets the goal: {best.model}, on {listed(same)}{surely}."
+
+
+def _crossover(result: Result) -> Iterator[str]:
+    """Say at which size of model another candidate becomes the first."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    firsts.sort(key=lambda outcome: outcome.parameters)
+    if len(firsts) < 2:
+        return
+    turns = [(a, b) for a, b in pairwise(firsts) if a.candidate != b.candidate]
+    for before, after in turns:
+        yield (
+            f"From {after.model} on, {after.candidate} comes first; up to {before.model}, "
+            f"{before.candidate}."
+        )
+    if not turns:
+        yield (
+            f"No crossover: {firsts[0].candidate} comes first from {firsts[0].model} to "
+            f"{firsts[-1].model}."
+        )
+
+
+def _mixed(result: Result) -> Iterator[str]:
+    """Say whether to keep, add and split, mix or replace, where some devices are owned."""
+    for model in result.study.models:
+        ways = ways_of(result, model)
+        known = {name: way for name, way in ways.items() if way is not None}
+        if "keep" not in known or len(known) < 2:
+            continue
+        said = [
+            f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in known.items()
+        ]
+        limit = result.study.goal.deadline_days
+        within = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
+        if not within:
+            yield f"No way keeps the deadline: {'; '.join(said)}."
+            continue
+        cheapest = min(within, key=lambda name: within[name][1])
+        fastest = min(within, key=lambda name: within[name][0])
+        yield (
+            f"Verdict: {cheapest}, the cheapest way"
+            + (
+                f"; {fastest} if days count: {_a_day(within, cheapest, fastest)}"
+                if fastest != cheapest
+                else ""
+            )
+            + f". {'; '.join(said)}."
+        )
+
+
+def _a_day(ways: dict[str, tuple[float, float]], slow: str, fast: str) -> str:
+    days = ways[slow][0] - ways[fast][0]
+    usd = ways[fast][1] - ways[slow][1]
+    return f"{days:,.0f} days sooner at {usd / days:,.0f} USD each"
+
+
+def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]:
+    """Return days and dollars of each way to train: keep, split, mix, replace; None if unknown.
+
+    Split is a run on each kind of device at once, of tokens as each trains them: the run ends when
+    both end together, and each is paid for those hours.
+    """
+    of_model = [o for o in result.outcomes if o.model == model and o.fits and not o.hypothetical]
+    by_name = {o.candidate: o for o in of_model}
+    kinds = {name: result.candidates[name] for name in by_name}
+    keep = [o for n, o in by_name.items() if kinds[n].priced.owned]
+    mix = [o for n, o in by_name.items() if len(kinds[n].cluster.groups) > 1]
+    new = [o for n, o in by_name.items() if o not in keep and o not in mix]
+    if not keep or not mix:
+        return {}
+    rented = [o for o in new if kinds[o.candidate].priced.purchase is None]
+    bought = [o for o in new if kinds[o.candidate].priced.purchase is not None]
+    return {
+        "keep": _days_usd(keep[0]),
+        "split": _split(keep[0], rented[0]) if rented else None,
+        "mix": _days_usd(mix[0]),
+        "replace": _days_usd(bought[0]) if bought else None,
+    }
+
+
+def _days_usd(outcome: Outcome) -> tuple[float, float] | None:
+    if outcome.hours is None or outcome.usd is None:
+        return None
+    return outcome.hours.value / 24, outcome.usd.value
+
+
+def _split(one: Outcome, other: Outcome) -> tuple[float, float] | None:
+    pair = _days_usd(one), _days_usd(other)
+    if pair[0] is None or pair[1] is None:
+        return None
+    (days, usd), (its_days, its_usd) = pair[0], pair[1]
+    together = 1 / (1 / days + 1 / its_days)
+    return together, together * (usd / days + its_usd / its_days)

@@ -1,0 +1,183 @@
+"""Bounds of the simulated step at given seconds of stages, against the simulator."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from planner.plan import Layout
+from planner.schedule import orders, rank_of_stage
+from planner.schedules import schedule_of
+from planner.search.simulated_bounds import looped_fill, pace, transfers
+from planner.search.simulated_cuts import Placed, drained, least_s
+from planner.simulate import timeline
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
+TRIES = [40, pytest.param(3000, marks=pytest.mark.matrix)]
+
+
+class Step:
+    """A step with seconds drawn at random: any, near equal, or falling along the ranks."""
+
+    def __init__(self, schedule: str, rng: random.Random) -> None:
+        ranks = rng.randint(2, 6)
+        folded = schedule in ("zbv", "dualpipe-v")
+        virtual = 2 if folded else rng.randint(2, 4) if schedule.startswith("inter") else 1
+        count = rng.randint(2 * ranks if schedule == "dualpipe-v" else 1, 5 * ranks)
+        if schedule.startswith("inter"):
+            count = ranks * rng.randint(1, 5)
+        self.layout = Layout(
+            pipeline=ranks, micro_batches=count, schedule=schedule, virtual_stages=virtual
+        )
+        stages, split = ranks * virtual, schedule_of(schedule).splits_backward
+        self.home = rank_of_stage(schedule, stages=stages, virtual_stages=virtual)
+        drawn, slope = rng.random(), rng.uniform(-0.7, 0.7)
+        each = [
+            rng.expovariate(1)
+            if drawn < 0.4
+            else 1 + slope * (rank / (ranks - 1) - 0.5) * (drawn < 0.7) + rng.uniform(-0.05, 0.05)
+            for rank in self.home
+        ]
+        share = rng.uniform(0.2, 0.5)
+        self.seconds = np.zeros((4, stages))
+        """[F, B, I, W; stage]"""
+        for stage, total_s in enumerate(each):
+            forward_s = total_s * share * rng.uniform(0.8, 1.2)
+            weight_s = total_s * (1 - share) * rng.uniform(0.2, 0.8) if split else 0.0
+            inputs_s = total_s * (1 - share) - weight_s
+            self.seconds[:, stage] = forward_s, inputs_s + weight_s, inputs_s, weight_s
+        self.transfer_s = rng.choice([0.0, 0.02, 0.4])
+        self.sync_s = [rng.choice([0.0, 3.0]) * rng.random() for _ in range(ranks)]
+
+    @property
+    def passes_s(self) -> np.ndarray:
+        """[rank] Both passes of a micro-batch."""
+        each = self.seconds[0] + self.seconds[1]
+        return np.bincount(self.home, each)
+
+    def simulated_s(self) -> float:
+        layout, (forward_s, backward_s, _, weight_s) = self.layout, self.seconds.tolist()
+        run = timeline(
+            orders(
+                layout.schedule,
+                stages=layout.stages,
+                micro_batches=layout.micro_batches,
+                virtual_stages=layout.virtual_stages,
+            ),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_s=weight_s if layout.executed.splits_backward else None,
+            transfer_s=[self.transfer_s] * (layout.stages - 1),
+            exposed_s=[0.0] * (layout.stages - 1),
+        )
+        return max(run.finish_s(rank) + late_s for rank, late_s in enumerate(self.sync_s))
+
+    def placed(self) -> Placed:
+        """Nothing to choose: each rank holds one entry of a chain."""
+        ranks = np.arange(self.layout.pipeline)
+        own = np.array(self.home)[None, :] == ranks[:, None]
+        return Placed(
+            rank=ranks,
+            first=ranks,
+            end=ranks + 1,
+            seconds=self.seconds[None] * own[:, None, :],
+            sync_s=np.array(self.sync_s),
+            update_s=np.zeros(len(ranks)),
+        )
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_step_is_below_its_pace(schedule: str, tries: int) -> None:
+    rng, tight = random.Random(schedule), 0.0
+    for _ in range(tries):
+        step = Step(schedule, rng)
+        layout = step.layout
+        steady, fill = pace(schedule, layout.pipeline, layout.micro_batches, layout.virtual_stages)
+        counted_s = step.passes_s.sum() - step.seconds[3].sum()
+        bound_s = steady * step.passes_s.max() + fill * counted_s
+        if fill and not layout.executed.splits_backward:
+            bound_s += transfers(layout) * step.transfer_s
+
+        simulated_s = step.simulated_s()
+        assert bound_s <= simulated_s * (1 + 1e-9)
+        tight = max(tight, bound_s / simulated_s)
+    assert tight > 0.8
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_step_is_below_the_paths_that_stay_with_a_rank(schedule: str, tries: int) -> None:
+    rng, tight = random.Random(schedule), 0.0
+    for _ in range(tries):
+        step = Step(schedule, rng)
+        simulated_s = step.simulated_s()
+
+        bound_s = least_s(step.layout, step.placed(), step.transfer_s, 2 * simulated_s)
+
+        assert bound_s <= simulated_s * (1 + 1e-9)
+        tight = max(tight, bound_s / simulated_s)
+    assert tight > 0.9
+
+
+def test_cuts_are_gone_through_as_one_by_one() -> None:
+    """All ways to give a chain's entries to ranks, each with the bound of its own columns."""
+    rng = random.Random(5)
+    for schedule, count in (("1f1b", 9), ("1f1b", 4), ("zb-h1", 6), ("gpipe", 3)):
+        ranks, entries = 3, 7
+        layout = Layout(pipeline=ranks, micro_batches=count, schedule=schedule)
+        columns = [
+            (rank, first, end)
+            for rank in range(ranks)
+            for first, end in itertools.combinations(range(entries + 1), 2)
+            for _ in range(2)
+        ]
+        rank, first, end = np.array(columns).T
+        seconds = np.zeros((len(columns), 4, ranks))
+        for at, (own, start, stop) in enumerate(columns):
+            forward_s, inputs_s, weight_s = ((stop - start) * rng.uniform(0.5, 1.5) for _ in "FIW")
+            seconds[at, :, own] = forward_s, inputs_s + weight_s, inputs_s, weight_s
+        drawn = np.array([[rng.random(), rng.random()] for _ in columns]).T
+        placed = Placed(rank, first, end, seconds, *drawn)
+
+        found_s = least_s(layout, placed, 0.1, 1e6)
+
+        every_s = []
+        for one in itertools.product(*(np.flatnonzero(rank == r) for r in range(ranks))):
+            at = [int(column) for column in one]
+            follow = [0, *end[at].tolist()] == [*first[at].tolist(), entries]
+            if follow:
+                alone = Placed(*(getattr(placed, name)[at] for name in placed.__slots__))
+                every_s.append(least_s(layout, alone, 0.1, 1e6))
+        # Sync of rank 0 and updates are the least of any column.
+        assert found_s <= min(every_s) * (1 + 1e-9)
+        assert found_s >= min(every_s) - 3.0
+
+
+def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> None:
+    for schedule, virtual in (("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2), ("dualpipe-v", 2)):
+        for ranks in (2, 3, 4):
+            for count in (6 * ranks, 7 * ranks if virtual > 1 else 7 * ranks + 1):
+                stages = ranks * virtual
+                lists = orders(schedule, stages=stages, micro_batches=count, virtual_stages=virtual)
+                behind = np.zeros(stages)
+                for order in lists:
+                    for action in reversed(order):
+                        if action.kind != "W":
+                            break
+                        behind[action.stage] += 1
+
+                found = drained(schedule, stages, virtual, count)
+
+                assert found is not None
+                assert found[0].tolist() == behind.tolist()
+
+
+def test_a_looped_fill_is_above_the_work_and_below_even_ranks() -> None:
+    for ranks, virtual, groups in itertools.product((2, 4, 16), (2, 4), (1, 2, 8)):
+        count = groups * ranks
+        even = (count + (ranks - 1) / virtual) / ranks
+        assert count / ranks < looped_fill(ranks, count, virtual) <= even

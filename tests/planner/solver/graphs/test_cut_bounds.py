@@ -1,0 +1,128 @@
+"""Cut bounds are below every split there is; splits through some downsets are splits."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.solver.fluid import Fluid
+from planner.solver.frontier import FrontierStore
+from planner.solver.graphs.cut_bounds import CutBounds
+from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
+from planner.solver.graphs.ideals import ideals
+from planner.solver.graphs.lattice import Effort, solve_graph
+from planner.solver.graphs.nearby import Around, along_orders, of_bits
+from planner.solver.instance import Fathomed, Infeasible, Option, Stage
+from planner.solver.knapsack import Knapsacks
+from tests.planner.small_graphs import least_objective_s, random_graph, with_groups
+
+
+def bounds_of(problem: GraphInstance) -> CutBounds:
+    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
+    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+    return CutBounds(problem, fluid, knapsacks.exposed_s)
+
+
+@pytest.mark.parametrize("start", range(0, 60, 30))
+def test_no_split_is_faster_than_its_cuts_allow(start: int) -> None:
+    above_fluid = 0
+    for seed in range(start, start + 30):
+        problem = with_groups(random_graph(seed), seed)
+        best_s, bounds = least_objective_s(problem), bounds_of(problem)
+        if best_s == math.inf:
+            continue
+        rng = random.Random(seed)
+
+        plain_s = bounds.least_s(math.inf, 0.0, 0)
+        least_s = bounds.least_s(best_s + 1.0, rng.uniform(0, 3), 10)
+
+        assert least_s <= best_s * (1 + 1e-9) + 1e-9, seed
+        assert plain_s <= best_s * (1 + 1e-9) + 1e-9, seed
+        knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
+        fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+        above_fluid += least_s > fluid.beyond_s(fluid.largest_s, problem.steady) + 1e-6
+    assert above_fluid > 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_near_are_downsets_that_keep_groups(seed: int) -> None:
+    problem = with_groups(random_graph(seed), seed)
+    count = len(problem.layers)
+    every = ideals(problem.readers(), most=1000, colocated=problem.colocated)
+    assert every is not None
+    known = {tuple(row) for row in every.words.tolist()}
+
+    along = of_bits(along_orders(problem), count)
+    near = of_bits(Around(problem).cuts([0], 1000), count)
+
+    assert {tuple(row) for row in along.words.tolist()} <= known
+    assert len(along) >= len(problem.blocks()) + 1
+    assert {tuple(row) for row in near.words.tolist()} == known
+    sizes = [sum(bin(word).count("1") for word in row) for row in near.words.tolist()]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+@pytest.mark.parametrize("start", range(0, 40, 20))
+def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed: bool) -> None:
+    found = 0
+    for seed in range(start, start + 20):
+        problem = replace(with_groups(random_graph(seed), seed), relayed=relayed)
+        best_s = least_objective_s(problem)
+
+        answer = solve_graph(problem, most_ideals=1, effort=Effort(12, 6))
+
+        if best_s == math.inf:
+            assert isinstance(answer, Infeasible | Undecided)
+            continue
+        if isinstance(answer, Undecided):
+            continue
+        assert isinstance(answer, GraphSolution)
+        assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
+        assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
+        cut = solve_graph(problem, most_ideals=1, effort=Effort(12, 6), cutoff_s=best_s * 0.9)
+        if isinstance(cut, Fathomed):
+            assert cut.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
+        # Small graphs are near throughout.
+        assert answer.objective_s <= best_s * 1.2 + 1e-9
+        found += 1
+    assert found > 8
+
+
+def wide(count: int, seed: int) -> GraphInstance:
+    """A graph of many branches, whose downsets are beyond counting."""
+    rng = random.Random(seed)
+    pairs = [(rng.randrange(max(0, at - 16), at), at) for at in range(1, count)]
+    tables = tuple(
+        (Option(name="run", forward_s=rng.uniform(1, 3), backward_s=rng.uniform(2, 6)),)
+        for _ in range(8)
+    )
+    return GraphInstance(
+        names=tuple(f"n{at}" for at in range(count)),
+        layers=tuple(rng.randrange(8) for _ in range(count)),
+        edges=tuple(sorted({*pairs, *((at, count - 1) for at in range(count - 6, count - 1))})),
+        kinds=tables,
+        output_s=tuple(float(rng.uniform(0.1, 1)) for _ in range(count)),
+        stages=(Stage(capacity_bytes=1.0),) * 4,
+        steady=7.0,
+    )
+
+
+def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
+    problem = wide(80, 1)
+
+    answer = solve_graph(problem, most_ideals=1000, effort=Effort(28, 20))
+
+    assert ideals(problem.readers(), most=1000) is None
+    assert isinstance(answer, GraphSolution)
+    assert answer.method == "orders"
+    assert 0 <= answer.gap < 0.1
+    place = {layer: at for at, layer in enumerate(answer.order)}
+    assert all(place[a] < place[b] for a, b in problem.edges)
+    whole = sum(sum(option.time_s for option in problem.kinds[kind]) for kind in problem.layers)
+    assert answer.lower_bound_s > whole / 4 * 7.0 + whole
+    assert np.isfinite(answer.lower_bound_s)

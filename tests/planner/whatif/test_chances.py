@@ -1,0 +1,47 @@
+"""Probabilities from ranges, against draws of a program that shares no formula with them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from planner.whatif.chances import below, within
+from planner.whatif.span import Span, exact
+
+
+def draws(span: Span, count: int, seed: int) -> list[float]:
+    """Log-normal to each side of the value, a tenth beyond each end: 1.2815516 widths."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        z = rng.gauss(0.0, 1.0)
+        end = span.high / span.value if z > 0 else span.value / span.low
+        found.append(span.value * math.exp(z * math.log(end) / 1.2815516))
+    return found
+
+
+def test_within_by_hand() -> None:
+    # 10 days, 8 to 15: to 12 days ln(1.2) / ln(1.5) = 0.4496602 of the way to the end, which is
+    # 1.2815516 x 0.4496602 = 0.5762628 standard deviations: 0.7178 of outcomes.
+    days = Span(value=10.0, low=8.0, high=15.0)
+    assert within(days, 12.0) == pytest.approx(0.7178, abs=1e-4)
+    assert [round(within(days, limit), 9) for limit in (8.0, 10.0, 15.0)] == [0.1, 0.5, 0.9]
+    assert (within(exact(5.0), 5.0), within(exact(5.0), 4.9), within(days, 0.0)) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("limit", [6.0, 9.0, 11.0, 20.0])
+def test_within_is_what_draws_say(limit: float) -> None:
+    days = Span(value=10.0, low=8.0, high=15.0)
+    found = draws(days, 20_000, seed=1)
+    share = sum(one <= limit for one in found) / len(found)
+    assert within(days, limit) == pytest.approx(share, abs=0.01)
+
+
+def test_below_is_what_draws_say_of_even_ranges() -> None:
+    one, other = Span(value=10.0, low=8.0, high=12.5), Span(value=11.0, low=8.0, high=15.125)
+    pairs = zip(draws(one, 20_000, 2), draws(other, 20_000, 3), strict=True)
+    share = sum(a < b for a, b in pairs) / 20_000
+    assert below(one, other) == pytest.approx(share, abs=0.015)
+    assert below(other, one) == pytest.approx(1 - below(one, other))

@@ -1,0 +1,80 @@
+"""The fastest public stack, against every stack asked for by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.whatif import planning
+from planner.whatif.candidates import candidates_of
+from planner.whatif.planning import planned, public_stacks
+from planner.whatif.run import run
+from tests.planner.whatif.test_study import PRICE, study
+
+WORK = {"seq_len": 1024, "global_batch": 64}
+
+
+def fastest(cluster: str, **said: Any) -> Any:
+    work = {**WORK, **said.pop("work", {})}
+    asked = study(models=["gpt2-xl"], work=work, offers=[{"cluster": cluster, **said}])
+    [candidate] = candidates_of(asked)
+    return planned(asked, "gpt2-xl", candidate)
+
+
+def test_the_default_is_the_fastest_of_the_public_stacks() -> None:
+    steps = {
+        stack: fastest("8xh100-sxm-80gb", work={"backend": stack}).step_s
+        for stack in public_stacks("cuda")
+    }
+
+    found = fastest("8xh100-sxm-80gb")
+
+    assert found.step_s == pytest.approx(min(steps.values()), rel=1e-3)
+    assert found.stack == min(steps, key=steps.__getitem__).partition("+")[0]
+
+
+def test_on_unequal_devices_our_own_runtime_is_priced() -> None:
+    assert fastest("4xa10g+4xl4").stack == "native"
+
+
+def test_eight_bits_are_tried_where_the_precision_is_left_open() -> None:
+    plain, auto = fastest("8xh100-sxm-80gb"), fastest("8xh100-sxm-80gb", work={"precision": "auto"})
+
+    assert plain.job.precision == "bf16"
+    assert auto.step_s <= plain.step_s
+
+
+def test_our_own_runtime_stands_beside_the_first() -> None:
+    asked = study(work=WORK, offers=[{"cluster": "8xa10g", "rent": PRICE}])
+    [outcome] = run(asked, processes=1).outcomes
+
+    [candidate] = candidates_of(asked)
+    own = planned(asked, "gpt2", candidate, backend="native")
+    assert outcome.native_step_s == own.step_s
+    assert outcome.stack != "native"
+
+
+def test_between_two_sizes_of_one_stack_only_that_one_is_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[tuple[int, str]] = []
+    search = planning.search
+
+    def counted(request: Any, **terms: Any) -> Any:
+        searched.append((request.cluster.devices, request.stack.name))
+        return search(request, **terms)
+
+    monkeypatch.setattr(planning, "search", counted)
+    asked = study(
+        work=WORK, offers=[{"cluster": "{n}x8xa10g", "n": [1, 2, 3, 4, 5], "rent": PRICE}]
+    )
+
+    outcomes = run(asked, processes=1).outcomes
+
+    first = {8 * n: {stack for size, stack in searched if size == 8 * n} for n in (1, 3, 5)}
+    assert all(len(stacks) >= len(public_stacks("cuda")) for stacks in first.values())
+    by_size = {outcome.devices: outcome.stack for outcome in outcomes}
+    if by_size[8] == by_size[24]:
+        of_two = [stack for size, stack in searched if size == 16 and stack != "native"]
+        assert {stack.partition("+")[0] for stack in of_two} == {by_size[8]}

@@ -1,0 +1,101 @@
+"""Numbers of nodes that are found, against every number tried."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.whatif import sizing
+from planner.whatif.evaluate import Outcome, chances_of
+from planner.whatif.run import run
+from planner.whatif.sizing import border, size_of
+from planner.whatif.span import Span
+from planner.whatif.verdicts import verdicts
+from tests.planner.whatif.test_study import PRICE, study
+
+
+def asked(solve: str, goal: dict[str, float], **offer: Any) -> Any:
+    one = {"cluster": "{n}x8xa10g", "solve": solve, "rent": PRICE}
+    return study(goal=goal, offers=[{**one, **offer}])
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 1,000 h on one node, a little less than half on two, and so on."""
+
+    def evaluated(question: Any, model: str, candidate: Any) -> Outcome:
+        nodes = candidate.devices // 8
+        hours = 1000 / nodes**0.95
+        run_hours = Span(value=hours, low=0.8 * hours, high=1.5 * hours)
+        found = Outcome(
+            candidate=candidate.name,
+            model=model,
+            devices=candidate.devices,
+            accelerator="a10g",
+            fits=True,
+            binding="",
+            hours=run_hours,
+            usd=run_hours.times(2.0 * candidate.devices),
+        )
+        return replace(found, **{"chances": chances_of(question.goal, found)})
+
+    monkeypatch.setattr(sizing, "evaluate", evaluated)
+
+
+@pytest.mark.usefixtures("speed")
+@pytest.mark.parametrize("days", [2.0, 5.0, 11.0, 30.0])
+def test_the_fewest_that_keep_a_deadline_are_those_of_a_list(days: float) -> None:
+    # Sure to 0.8: ln(limit / hours) / ln 1.5 x 1.2815516 >= 0.8416212: hours <= limit / 1.305096.
+    found = size_of(asked("need", {"tokens": 1e9, "deadline_days": days}), 0, "gpt2")
+
+    assert found == next(n for n in range(1, 10_000) if 1000 / n**0.95 <= days * 24 / 1.305096)
+
+
+@pytest.mark.usefixtures("speed")
+@pytest.mark.parametrize("budget", [21_000.0, 25_000.0, 30_000.0])
+def test_the_most_that_a_budget_pays_for_are_those_of_a_list(budget: float) -> None:
+    found = size_of(asked("afford", {"tokens": 1e9, "budget_usd": budget}), 0, "gpt2")
+
+    fit = [n for n in range(1, 5_000) if 16 * n * 1000 / n**0.95 <= budget / 1.305096]
+    assert found == max(fit)
+
+
+def test_what_is_bought_for_a_budget_is_arithmetic() -> None:
+    # 9,000 a device and 600 of storage, no network, 3 % of spares: 9,888 each, 79,104 a node.
+    buy = {"usd_per_device": 9_000.0, "network_usd_per_device": 0.0, **QUOTE}
+    bought = asked("afford", {"budget_usd": 400_000.0}, buy=buy, rent=None)
+    assert size_of(bought, 0, "gpt2") == 5
+    # 30 days of 8 devices at 2 USD are 11,520 USD.
+    hours = asked("afford", {"budget_usd": 40_000.0, "deadline_days": 30.0})
+    assert size_of(hours, 0, "gpt2") == 3
+    with pytest.raises(DocumentError, match="pay for none"):
+        size_of(asked("afford", {"budget_usd": 9_000.0, "deadline_days": 30.0}), 0, "gpt2")
+
+
+QUOTE = {"date": "2026-11", "source": "a quote"}
+
+
+def test_what_a_size_is_found_for_must_be_said() -> None:
+    for solve, what in (("need", "deadline_days"), ("power", "power_cap_w"), ("afford", "budget")):
+        with pytest.raises(DocumentError, match=what) as raised:
+            size_of(asked(solve, {"tokens": 1e9}), 0, "gpt2")
+        assert raised.value.path == "offers[0].solve"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_border_is_the_first_that_passes(seed: int) -> None:
+    rng = random.Random(seed)
+    at = rng.randint(2, 500)
+    assert border(lambda n: n >= at, 0, rng.randint(at, 1000)) == at
+
+
+def test_a_study_that_finds_its_size() -> None:
+    goal = {"tokens": 1e9, "power_cap_w": 5000.0}
+    result = run(asked("power", goal), processes=1)
+    # 8 A10G draw 8 x (1.23 x 300 + 60) x 1.3 = 4,461.6 W.
+    assert [outcome.candidate for outcome in result.outcomes] == ["1x8xa10g"]
+    assert "power cap kept with probability" in verdicts(result)[0].lower()

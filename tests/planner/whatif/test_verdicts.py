@@ -1,0 +1,186 @@
+"""Headlines, on outcomes written here: no plan is searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.whatif.answers import answers
+from planner.whatif.candidates import Candidate, candidates_of
+from planner.whatif.evaluate import Outcome
+from planner.whatif.ranking import ranked
+from planner.whatif.run import Result
+from planner.whatif.span import Span, exact
+from planner.whatif.study import Study
+from planner.whatif.verdicts import verdicts, ways_of
+from tests.planner.whatif.test_study import PRICE, study
+
+
+def outcome(candidate: Candidate, model: str, hours: float, dollars: float, **said: Any) -> Outcome:
+    plain = Outcome(
+        candidate=candidate.name,
+        model=model,
+        devices=candidate.devices,
+        accelerator=candidate.cluster.groups[0].accelerator.name,
+        fits=True,
+        binding="compute",
+        layout=f"plan of {candidate.name}",
+        stack="megatron",
+        hours=exact(hours),
+        usd=exact(dollars),
+        step_s=exact(hours / 100),
+        tokens_per_s=exact(1e9 / hours),
+        usd_per_device_hour=exact(2.0),
+        hypothetical=candidate.hypothetical,
+    )
+    return replace(plain, **said)
+
+
+def result(asked: Study, outcomes: list[Outcome]) -> Result:
+    return Result(
+        study=asked,
+        outcomes=tuple(outcomes),
+        ranks={m: ranked(asked, [o for o in outcomes if o.model == m]) for m in asked.models},
+        candidates={candidate.name: candidate for candidate in candidates_of(asked)},
+    )
+
+
+TWO: list[dict[str, Any]] = [
+    {"name": "old", "cluster": "8xa10g", "rent": PRICE},
+    {"name": "new", "cluster": "8xh100-sxm-80gb", "rent": PRICE},
+]
+
+
+def test_several_models_have_a_line_each_the_largest_and_the_crossover() -> None:
+    asked = study(models=["small", "middle", "large"], offers=TWO)
+    old, new = candidates_of(asked)
+    sizes = {"small": 1, "middle": 8, "large": 70}
+    outcomes = []
+    for model, parameters in sizes.items():
+        cheap = {"small": 1.0, "middle": 5.0, "large": 9.0}[model]
+        outcomes.append(outcome(old, model, 10.0, cheap, parameters=parameters))
+        missed = ("budget: 9 of 4 USD",) if model == "large" else ()
+        more = {"parameters": parameters, "misses": missed}
+        outcomes.append(outcome(new, model, 5.0, 4.0, **more))
+        if model == "large":
+            outcomes[-2] = replace(outcomes[-2], misses=missed)
+
+    said = verdicts(result(asked, outcomes))
+
+    assert [text.split(":")[0] for text in said[:3]] == ["small", "middle", "large"]
+    assert "none reaches the goal" in said[2]
+    assert said[3] == "The largest model that meets the goal: middle, on new, old."
+    assert said[4] == "From middle on, new comes first; up to small, old."
+
+
+def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
+    asked = study(offers=TWO, goal={"tokens": 1e9, "deadline_days": 1.0})
+    old, new = candidates_of(asked)
+    cheap = outcome(old, "gpt2", 20.0, 1.0, chances={"deadline": 0.6})
+    sure = outcome(new, "gpt2", 10.0, 3.0, chances={"deadline": 0.95})
+
+    said = verdicts(result(asked, [cheap, sure]))
+
+    assert said[0].startswith("new for gpt2")
+    assert "Deadline kept with probability 0.95" in said[0]
+    assert said[1].startswith("old would come first at the midpoint of its range")
+    assert "probability 0.60 alone" in said[1]
+
+
+def test_what_is_not_sold_is_never_recommended_and_has_a_worth() -> None:
+    offers = [TWO[0], {**TWO[0], "name": "old with more", "change": {"memory": 1.5}}]
+    asked = study(offers=offers)
+    old, more = candidates_of(asked)
+    # 20 % less time at 2 USD: the same work at up to 2 (1 / 0.8 - 1) = 0.50 more an hour.
+    found = result(asked, [outcome(old, "gpt2", 10.0, 5.0), outcome(more, "gpt2", 8.0, 4.0)])
+
+    assert verdicts(found)[0].startswith("old for gpt2")
+    assert (
+        "old with device memory x 1.5, which is not sold: 20 % less time, worth up to 0.50 USD "
+        in (" ".join(answers(found)))
+    )
+    assert found.best is not None and found.best.candidate == "old"
+
+
+def test_how_surely_the_first_is_cheaper() -> None:
+    asked = study(offers=TWO)
+    old, new = candidates_of(asked)
+    # ln(8 / 4) over the width from 4 up to 8 and from 8 down to 4, each 80 %: 0.6931 / 0.9803 of
+    # 1.2816 is 0.9062 standard deviations, 0.82.
+    first = outcome(old, "gpt2", 10.0, 4.0, usd=Span(value=4.0, low=2.0, high=8.0))
+    second = outcome(new, "gpt2", 10.0, 8.0, usd=Span(value=8.0, low=4.0, high=16.0))
+
+    assert (
+        "cheaper than new with probability 0.82"
+        in verdicts(result(asked, [first, second]))[0].lower()
+    )
+
+
+def mixed_study(**goal: float) -> Study:
+    return study(
+        models=["m"],
+        goal={"tokens": 1e9, **goal},
+        offers=[
+            {"name": "mine", "cluster": "8xa10g", "owned": True},
+            {"name": "new", "cluster": "4xl4", "rent": PRICE},
+            {"name": "both", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE},
+            {"name": "bought", "cluster": "4xl4", "buy": {**PRICE_TO_BUY}},
+        ],
+    )
+
+
+PRICE_TO_BUY = {"usd_per_device": 2500.0, "date": "2026-11", "source": "a quote"}
+
+
+def test_keep_split_mix_or_replace_by_hand() -> None:
+    asked = mixed_study()
+    mine, new, both, bought = candidates_of(asked)
+    # Days and dollars: mine 30 and 300, new 60 and 1,200, together 25 and 900, bought 60 and 600.
+    outcomes = [
+        outcome(mine, "m", 720.0, 300.0),
+        outcome(new, "m", 1440.0, 1200.0),
+        outcome(both, "m", 600.0, 900.0),
+        outcome(bought, "m", 1440.0, 600.0),
+    ]
+    found = result(asked, outcomes)
+
+    ways = ways_of(found, "m")
+
+    # A run on each: 1 / (1 / 30 + 1 / 60) = 20 days of 10 and of 20 USD a day.
+    assert ways["split"] == pytest.approx((20.0, 600.0))
+    said = verdicts(found)[-1]
+    assert said.startswith(
+        "Verdict: keep, the cheapest way; split if days count: 10 days sooner at "
+    )
+    assert "30 USD each" in said
+    # Within 22 days only a run on each kind is done.
+    assert verdicts(result(mixed_study(deadline_days=22.0), outcomes))[-1].startswith(
+        "Verdict: split"
+    )
+
+
+def test_a_wider_domain_is_told_from_other_devices() -> None:
+    asked = study(
+        models=["m"],
+        offers=[
+            {"name": "nodes", "cluster": "9x8xb200"},
+            {"name": "joined", "cluster": "9x8xb200", "change": {"domain": 9.0}},
+            {"name": "rack", "cluster": "1xgb200-nvl72"},
+        ],
+    )
+    nodes, joined, rack = candidates_of(asked)
+    outcomes = [
+        outcome(nodes, "m", 12.0, 1.0),
+        outcome(joined, "m", 10.0, 1.0),
+        outcome(rack, "m", 8.0, 1.0),
+    ]
+
+    text = " ".join(answers(result(asked, outcomes)))
+
+    # 12 / 8 = 1.50 in all: 12 / 10 = 1.20 by the domain, 10 / 8 = 1.25 by the devices.
+    assert (
+        "rack trains m 1.50 times as fast as nodes: 1.20 times by its domain of 72 devices, "
+        "1.25 times by its devices." in text
+    )
