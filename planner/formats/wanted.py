@@ -94,6 +94,15 @@ def compile_text(wanted: Wanted) -> Iterator[str]:
         yield "each block is compiled: block.compile()"
 
 
+_SAID = {
+    *("format", "model", "cluster", "backend", "seq_len", "batch", "global_batch", "precision"),
+    *("mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload"),
+    *("gradient_wire", "loss", "compile", "training", "timeout_s", "groups", "shares", "stages"),
+    *("scales", "weight_wire"),
+}
+"""Fields of a plan that are written or refused by name; any other is refused where it is used."""
+
+
 def for_all(wanted: Wanted) -> Iterator[str]:
     """Yield what no framework here has words for."""
     plan = wanted.plan
@@ -102,6 +111,12 @@ def for_all(wanted: Wanted) -> Iterator[str]:
         yield "its devices differ"
     if plan.gradient_wire != "full":
         yield f"gradients travel as {plan.gradient_wire}"
+    if plan.batch is not None:
+        yield "its batches are a script's own"
+    for name, field in Plan.model_fields.items():
+        value = getattr(plan, name)
+        if name not in _SAID and value != field.get_default(call_default_factory=True):
+            yield f"{name.replace('_', ' ')} {value}"
     if plan.scales != "tensorwise":
         yield f"scales of 8-bit operands are {plan.scales}"
     if plan.weight_wire != "full":

@@ -121,11 +121,11 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
 
 def _plain_differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     """Yield what differs in fields that stand for themselves, and in cuts of as many stages."""
-    for name, what in _PLAIN.items():
+    for name in _PLAIN:
         values = [_plain(one, name) for one in (mine, best)]
         divided = name != "sequence_parallel" or min(mine.mesh.tensor, best.mesh.tensor) > 1
         if divided and values[0] != values[1]:
-            yield name, f"{what} {_word(values[0])} -> {_word(values[1])}"
+            yield name, f"{name.replace('_', ' ')} {_word(values[0])} -> {_word(values[1])}"
     cuts = [[len(stage.layers) for stage in one.stages] for one in (mine, best)]
     if len(cuts[0]) == len(cuts[1]) and cuts[0] != cuts[1]:
         yield "stages", f"layers a stage {cuts[0]} -> {cuts[1]}"
@@ -133,17 +133,17 @@ def _plain_differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
         yield "backend", f"{mine.backend} -> {best.backend}"
 
 
-_PLAIN = {
-    "offload": "offload",
-    "gradient_wire": "gradients as",
-    "loss": "loss",
-    "compile": "compile",
-    "sequence_parallel": "sequence parallel",
-    "expert_tensor": "ranks of an expert",
-    "order": "order of axes",
-}
-"""Fields of a plan or of its mesh that stand for themselves, in words."""
 _OF_MESH = ("sequence_parallel", "expert_tensor", "order")
+_KEPT = (
+    *("format", "model", "cluster", "seq_len", "document_len", "batch", "global_batch"),
+    *("precision", "training", "timeout_s", "groups", "shares"),
+)
+_SET = ("backend", "mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches")
+_PLAIN = (
+    *_OF_MESH,
+    *(name for name in Plan.model_fields if name not in (*_KEPT, *_SET, "stages")),
+)
+"""Fields of a plan, or of its mesh, that stand for themselves: `offload`, `compile`."""
 
 
 def _plain(plan: Plan, name: str) -> Any:
@@ -244,9 +244,6 @@ def _between(
     if own.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
         return None
     return plan
-
-
-_KEPT = ("model", "cluster", "seq_len", "batch", "global_batch", "precision", "training")
 
 
 def _stages(
