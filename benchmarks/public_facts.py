@@ -27,9 +27,12 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph
-from planner.plan import Job
+from planner.plan import Job, Layout
 from planner.request import Request
 from planner.search.best_first import search
+from planner.setup import Recomputed, Setup
+from planner.tables.predictions import predicted
+from planner.units import bytes_text
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 
@@ -142,16 +145,16 @@ MISSED = 0.35
 
 TRAININGS = Path(__file__).with_name("public_trainings.csv")
 
-EARLY = (
-    "recipes of that release start kernels of the experts one by one from a host that waits for "
-    "counts of tokens; a later release took 0.56 of the time of one such row"
+RING = (
+    "attention takes twice of what its products ask for on four and eight ranks, not on one and "
+    "two; the ring of torch at the end of 2024 divides causal work evenly in its code, "
+    "and as if it did not would be 1.75 times on four and 1.88 on eight"
 )
 MECHANISMS = {
     "mpt-7b": "days from start to end, restarts among them, on 40 GB: the framework's own "
     "table has two thirds of the rate of 80 GB there, and does not say what was recomputed",
-    "qwen3-235b-megatron-b200": EARLY,
-    "deepseek-v3-megatron-b200": EARLY,
-    "qwen3-30b-megatron-gb200": EARLY,
+    "torchtitan-8b-cp4-128k-fp8": RING,
+    "torchtitan-8b-cp8-256k-fp8": RING,
 }
 """Why a training is missed by more than that, by its name."""
 
@@ -324,6 +327,19 @@ def ratios_text(found: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
+def memory_text(found: Sequence[Outcome]) -> str:
+    """Return the published peaks of memory beside the predicted ones."""
+    lines = ["| training | peak predicted | published | error |", "|---|---:|---:|---:|"]
+    for each in found:
+        if each.published_peak_bytes:
+            error = each.peak_bytes / each.published_peak_bytes - 1
+            lines.append(
+                f"| {each.name} | {bytes_text(each.peak_bytes)} | "
+                f"{bytes_text(each.published_peak_bytes)} | {error:+.1%} |"
+            )
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
 def sources_text(path: Path) -> str:
     """Return where the figures of a table are published."""
     with path.open(newline="") as table:
@@ -350,6 +366,34 @@ def own_runtime_text() -> str:
     )
 
 
+def kept_text() -> str:
+    """Return what Llama-3 405B would keep on 8,192 devices, by what is made again."""
+    model, machine = resolve_model("llama-3.1-405b"), resolve_cluster("1024x8xh100-sxm-80gb")
+    layout = Layout(
+        tensor=8,
+        pipeline=16,
+        data_shard=64,
+        zero=1,
+        schedule="interleaved",
+        virtual_stages=8,
+        micro_batches=32,
+    )
+
+    def peak(name: str, recompute: Recomputed) -> str:
+        request = Request.of(model, machine, seq_len=8192, global_batch=2048, stack=name)
+        stages = predicted(Setup(request=request, layout=layout, recompute=recompute)).stages
+        fullest = max(stages, key=lambda stage: stage.peak_memory_bytes)
+        return bytes_text(fullest.peak_memory_bytes)
+
+    room = bytes_text(machine.groups[0].accelerator.memory_bytes)
+    return (
+        "Llama-3 405B ran on 8,192 devices at tp=8 pp=16 and recomputed no block. With all that is "
+        f"kept it takes {peak('megatron', 'none')} under fused kernels, and "
+        f"{peak('megatron+cheap-recompute', 'selective')} where norms and gated products are made "
+        f"again, of {room}.\n"
+    )
+
+
 def read_trainings(path: Path) -> tuple[list[Outcome], dict[str, str]]:
     """Return what became of each row of a table, and why some were not predicted, by name."""
     found, failed = [], {}
@@ -373,8 +417,10 @@ def main() -> None:
             heading = "Mixtures of experts, eight bits and long sequences"
         print(trainings_text(found, failed, heading=heading))
         print(ratios_text(found))
+        print(memory_text(found))
         print(sources_text(Path(path)))
     print(own_runtime_text())
+    print(kept_text())
     facts = [more_memory(), faster_memory(), scaling(), wide_domain()]
     print("## Hardware, both sides planned again\n")
     print("| what | public | ours | holds |\n|---|---|---|---|")

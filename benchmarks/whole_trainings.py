@@ -2,7 +2,7 @@
 
 A table (CSV) has a row for each training: name, model, accelerator, nodes, devices_per_node,
 precision, seq_len, global_batch (samples), tokens, measure, value, layout, certainty, source, and
-if need be `framework`.  `measure` is one of
+if need be `framework` and the allocator's peak in `memory_gib`.  `measure` is one of
 
     device_hours                tokens / (samples of seq_len) steps on all devices
     step_s                      seconds of one step
@@ -43,6 +43,7 @@ from planner.tables.rows import Skipped, setup_of
 
 OF_2021 = {"flash_attention": "0", "inter_gb_per_s_per_device": "25"}
 STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    (r"torchtitan.*_h200_2025", "torchtitan", {"compiled": "1", "options": "compiled-loss"}),
     (r"torchtitan.*(compiled|fp8|float8)", "torchtitan", {"compiled": "1"}),
     (r"torchtitan", "torchtitan", {}),
     # Selene has eight HDR links a node; table 2 has micro-batches of one sample under PTD-P.
@@ -56,6 +57,24 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ),
     (r"mpt|mosaic|llm-foundry", "llm-foundry-fsdp", {}),
     # Its recipes for mixtures of experts: github.com/NVIDIA-NeMo/Megatron-Bridge, perf_recipes.
+    # On B200 they have the collective library's exchange, whose sizes the host reads; on GB200 and
+    # GB300 kernels of their own, which are not overlapped (github.com/NVIDIA-NeMo/Megatron-Bridge
+    # v0.2.0, scripts/performance/configs/{deepseek,qwen3}/workload_base_configs.py).
+    (
+        r"qwen3\S*-b200.*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "expert-overlap cheap-recompute host-counts"},
+    ),
+    (
+        r"deepseek\S*-b200.*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "cheap-recompute host-counts"},
+    ),
+    (
+        r"(deepseek|qwen3).*megatron bridge.* 25\.11",
+        "megatron",
+        {"options": "deepep cheap-recompute"},
+    ),
     (
         r"(deepseek|qwen3|mixtral|moe).*(megatron|nemo)",
         "megatron",
@@ -106,6 +125,9 @@ class Outcome:
     parts: Mapping[str, float]
     samples: float
     """Of a step, for each device."""
+    peak_bytes: float
+    """Reserved by the allocator of the fullest rank."""
+    published_peak_bytes: float | None
 
     @property
     def error(self) -> float:
@@ -155,6 +177,8 @@ def outcome(row: Mapping[str, str]) -> Outcome:
         step_s=found.step_time_s,
         parts=found.step_parts,
         samples=batch / devices,
+        peak_bytes=found.memory_bytes("reserved", "max"),
+        published_peak_bytes=float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None,
     )
 
 

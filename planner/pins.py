@@ -13,6 +13,7 @@ from planner.plan import (
     Activations,
     Axis,
     Compile,
+    Dispatch,
     GradientWire,
     Layout,
     Offload,
@@ -45,6 +46,7 @@ SHORT_NAMES = {
     "gradients": "gradient_wire",
     "scales": "scales",
     "weights": "weight_wire",
+    "dispatch": "dispatch",
     "compile": "compile",
     "order": "order",
 }
@@ -58,6 +60,7 @@ WORDS: dict[str, Collection[str]] = {
     "gradient_wire": get_args(GradientWire),
     "scales": get_args(Scales),
     "weight_wire": get_args(WeightWire),
+    "dispatch": get_args(Dispatch),
     "compile": get_args(Compile),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
@@ -91,6 +94,7 @@ class Pins:
     gradient_wire: GradientWire | None = None
     scales: Scales | None = None
     weight_wire: WeightWire | None = None
+    dispatch: Dispatch | None = None
     compile: Compile | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
@@ -117,6 +121,7 @@ class Pins:
             (self.gradient_wire, layout.gradient_wire),
             (self.scales, layout.scales),
             (self.weight_wire, layout.weight_wire),
+            (self.dispatch, layout.dispatch),
             (self.compile, layout.compile),
             (self.order, layout.order),
         )
@@ -208,6 +213,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("gradient_wire", space.wires),
         ("scales", space.scales),
         ("weight_wire", space.weight_wires),
+        ("dispatch", space.dispatches),
         ("compile", space.compile),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )

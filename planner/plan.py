@@ -64,6 +64,9 @@ Scales = Literal["tensorwise", "rowwise"]
 """Of operands of products in fp8: one for all of an operand, or one for each of its rows."""
 WeightWire = Literal["full", "fp8"]
 """How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
+Dispatch = Literal["alltoall", "allgather"]
+"""How tokens come to experts on other ranks: each to its own, the host knowing how many; or all to
+all ranks, into buffers of the most that may come."""
 LossGradients = Literal["precomputed", "recomputed"]
 Compile = Literal["none", "block"]
 """What is compiled: nothing, or each layer that repeats, as one graph."""
@@ -132,6 +135,7 @@ class Layout:
     gradient_wire: GradientWire = "full"
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
+    dispatch: Dispatch = "alltoall"
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
@@ -196,6 +200,7 @@ class Layout:
                 ("gradients", self.gradient_wire, "full"),
                 ("scales", self.scales, "tensorwise"),
                 ("weights", self.weight_wire, "full"),
+                ("dispatch", self.dispatch, "alltoall"),
                 ("loss", chunks, None),
                 ("compile", self.compile, "none"),
             )
@@ -359,6 +364,8 @@ class Plan(Document):
     """With precision fp8; written only where they are not tensorwise."""
     weight_wire: WeightWire = "full"
     """With precision fp8 and ZeRO-3; written only where it is not full."""
+    dispatch: Dispatch = "alltoall"
+    """With experts on ranks of their own; written only where it is not alltoall."""
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""
@@ -377,7 +384,7 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        for name in ("document_len", "scales", "weight_wire", "compile"):
+        for name in ("document_len", "scales", "weight_wire", "dispatch", "compile"):
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -516,6 +523,7 @@ class Plan(Document):
             gradient_wire=self.gradient_wire,
             scales=self.scales,
             weight_wire=self.weight_wire,
+            dispatch=self.dispatch,
             loss=self.loss,
             compile=self.compile,
             expert_tensor=mesh.expert_tensor,

@@ -318,6 +318,13 @@ def placement_prediction(
         for rank in range(layout.pipeline)
     ]
     parts = step_parts(ranks, run, layout, costs)
+    fits = all(
+        has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
+        for of_stage, seat in zip(memory, seats.stages, strict=True)
+    )
+    retry_s = tables.request.stack.memory.retry_s
+    if retry_s and not fits:
+        parts["allocator"] = retry_s * layout.micro_batches
     step_s = sum(parts.values())
     low_s, high_s, basis = step_range(
         tables.request,
@@ -345,11 +352,7 @@ def placement_prediction(
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         compile_s=_compile_s(tables, layout, placements, home),
-        fits=all(
-            has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
-            for of_stage, seat in zip(memory, seats.stages, strict=True)
-        )
-        and _hosts_fit(tables, layout, seats, home, on_host),
+        fits=fits and _hosts_fit(tables, layout, seats, home, on_host),
         stages=tuple(
             StagePrediction(
                 forward_s=stage.whole_forward_s,

@@ -221,6 +221,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         gradient_wire=pins.gradient_wire or "full",
         scales=pins.scales or "tensorwise",
         weight_wire=pins.weight_wire or "full",
+        dispatch=pins.dispatch or "alltoall",
         compile=pins.compile or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,

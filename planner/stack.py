@@ -102,6 +102,9 @@ class Sharding(Part):
     accumulation: Accumulation = "into_sum"
     """How a micro-batch's gradients are added to those before: see
     `planner.costs.sharding.accumulated_bytes`."""
+    bucket_gradients: Amount = 0.0
+    """Gradients of a bucket in which ZeRO-1 and -2 reduce them, which is a buffer of its own in the
+    type of computation; two where one fills while the other is reduced."""
     unit_s: Amount = 0.0
     """Seconds of the host for each sharded unit and pass (FSDP2's Python hooks)."""
     bridged: Flag = True
@@ -199,6 +202,8 @@ class Loss(Part):
     """One operator with `peak_bytes`, or log-softmax and choice in fp32 as torch has them."""
     peak_bytes: Rate = 10.0
     """Bytes per logit at the loss's peak."""
+    divided_bytes: Amount = 0.0
+    """The same of a rank's own logits where tensor-parallel ranks divide the loss; 0: as many."""
     divided: Flag = True
     """With tensor parallelism the loss works on its shard of the vocabulary; else on all of it."""
 
@@ -266,6 +271,11 @@ class ExpertRule(Part):
     the products of experts that all tokens share."""
     skew: Rate = 1.0
     """Busiest expert rank over the mean."""
+    counts: Literal["device", "host"] = "device"
+    """Where tokens of each expert are counted.  A host that reads the counts waits for all that the
+    device has to do before it starts what takes them (Megatron Core, token_dispatcher.py,
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize), so that in a forward neither works
+    beside the other.  A backward knows them."""
 
 
 class ContextRule(Part):
@@ -379,6 +389,9 @@ class MemoryRule(Part):
     """Reserved over allocated bytes of the caching allocator."""
     tight: Rate = 1.02
     """Reserved over allocated bytes where memory is short and the allocator compacts."""
+    retry_s: Amount = 0.0
+    """Seconds of each micro-batch in which the allocator, without room, gives back all that it
+    caches and asks the driver again: what runs beyond that room take longer."""
     context_bytes: Amount = 1.0e9
     """CUDA context and library buffers of a process, communicators left out where they are given
     apart."""
@@ -571,6 +584,8 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    "host-counts": {"experts.counts": "host"},
+    "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},
     "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""

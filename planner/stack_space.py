@@ -26,6 +26,7 @@ from planner.plan import (
     Activations,
     Axis,
     Compile,
+    Dispatch,
     GradientWire,
     Job,
     Layout,
@@ -65,6 +66,7 @@ _OF_LAYOUTS = (
     "gradient_wire",
     "scales",
     "weight_wire",
+    "dispatch",
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -125,6 +127,7 @@ WORDS = frozenset(
         "gradient_wire",
         "scales",
         "weight_wire",
+        "dispatch",
         "precision",
         "adapters",
         "attention",
@@ -283,7 +286,8 @@ class Space(Part):
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
     scales: tuple[Scales, ...] = ("tensorwise",)
     weight_wires: tuple[WeightWire, ...] = ("full",)
-    """What a layout may say; others gather weights as their stack has it."""
+    dispatches: tuple[Dispatch, ...] = ("alltoall",)
+    """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     precisions: tuple[Precision, ...] | None = None
@@ -392,6 +396,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         (layout.gradient_wire, space.wires, f"gradients that travel as {layout.gradient_wire}"),
         (layout.scales, space.scales, f"{layout.scales} scales"),
         (layout.weight_wire, space.weight_wires, f"weights that travel as {layout.weight_wire}"),
+        (layout.dispatch, space.dispatches, f"tokens dispatched by {layout.dispatch}"),
         (layout.compile, space.compile, f"compile {layout.compile}"),
     )
     yield from (what for value, known, what in chosen if value not in known)

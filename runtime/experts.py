@@ -54,14 +54,14 @@ def mixed(
     chosen = hidden[order // each]
     rows = rows_of_experts(index, ranks * count_of(module))
     if group is None:
-        returned = _outputs(module, chosen, rows)
+        returned = outputs(module, chosen, rows)
     else:
         route = _Route.of(rows, group, sent=len(chosen))
         journey = _Journey(route.arriving, route.leaving, group)
         coming = _Departure.apply(chosen, journey)
         meanwhile()
         arrived = _Arrival.apply(coming, journey)[route.by_expert]
-        made = _outputs(module, arrived, route.rows)
+        made = outputs(module, arrived, route.rows)
         made = made[_inverse(route.by_expert)]
         back = _Journey(route.leaving, route.arriving, group)
         returned = _Arrival.apply(_Departure.apply(made, back), back)
@@ -69,12 +69,15 @@ def mixed(
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
 
 
-def spread(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide an experts module over the ranks of a mesh, its parameters not yet filled."""
+def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
+    """Divide an experts module over the ranks of a mesh, its parameters not yet filled.
+
+    `mix` brings tokens to experts and back, as `mixed` does.
+    """
     group = mesh.get_group()
     for name in HIDDEN_DIM:
         distribute(module, name, Shard(0), mesh, {})
-    module.forward = on_local_parts(module, functools.partial(mixed, module, group=group))
+    module.forward = on_local_parts(module, functools.partial(mix, module, group=group))
 
 
 def compute_shared_meanwhile(layer: nn.Module) -> None:
@@ -247,7 +250,7 @@ def _ended(coming: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(coming)
 
 
-def _outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
+def outputs(module: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
     """Return what experts make of the tokens x [row, hidden], of which each has `rows` in order."""
     into, out = cast(Tensor, module.gate_up_proj), cast(Tensor, module.down_proj)
     if "gate_up_proj_bias" in module._parameters:

@@ -25,7 +25,7 @@ from planner.errors import LaunchError
 from planner.model import ModelGraph
 from planner.plan import PlacedLayer, Plan
 from planner.schedules import schedule_of
-from runtime import activations, experts, host, lora, recompute, tensor
+from runtime import activations, experts, gathered_experts, host, lora, recompute, tensor
 from runtime.activations import Traffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, Chain, parameter_names
 from runtime.branches import TOKENS, Branches
@@ -256,9 +256,10 @@ def _divided(
 def _over_experts(layers: dict[str, nn.Module], plan: Plan, place: Place) -> dict[str, float]:
     """Divide the experts of all layers; return what to multiply their gradients with."""
     factors = {}
+    mix = gathered_experts.mixed if plan.dispatch == "allgather" else experts.mixed
     for name, layer in layers.items():
         for path, module in experts.modules_of(layer).items():
-            experts.spread(module, place.expert_mesh["expert"])
+            experts.spread(module, place.expert_mesh["expert"], mix)
             for parameter in experts.HIDDEN_DIM:
                 factors[f"{name}.{path}.{parameter}"] = plan.mesh.tensor / plan.mesh.expert
     return factors

@@ -47,6 +47,7 @@ from planner.layers.operator_table import (
     larger,
     share,
 )
+from planner.layers.parameters import routes
 from planner.layers.routing import Routing
 from planner.model import Layer, ModelGraph
 from planner.plan import Layout
@@ -252,7 +253,9 @@ class LayerFigures:
             layer_seconds.collectives(table, again, link_s, rule), found, rule
         )
         window = self._rates.stack.host.window
-        seen = layer_seconds.with_host(found, host, forward_tensor_s + backward_tensor_s, window)
+        counted = self._rates.stack.experts.counts == "host" and routes(layer.kind)
+        links_s = forward_tensor_s + backward_tensor_s
+        seen = layer_seconds.with_host(found, host, links_s, window, counted=counted)
         forward_s, backward_s, recompute_s = found.forward_s, found.backward_s, found.recompute_s
         end = layer.kind in ENDS
         late = [op for op in table.operators if self._weight_waits(layer, op, setting)]
@@ -297,7 +300,7 @@ class LayerFigures:
             routing: Routing | None = None,
         ) -> float:
             group = by_axis[axis]
-            if axis == "expert":
+            if operation == "all_to_all" and axis == "expert":
                 return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
             return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
@@ -327,7 +330,7 @@ class LayerFigures:
             sizes = np.broadcast_to(np.asarray(size_bytes, dtype=float), (len(places),))
             result = np.empty(len(places))
             for group, indices in members[axis].values():
-                if axis == "expert":
+                if operation == "all_to_all" and axis == "expert":
                     result[indices] = self._rates.exchange_s(sizes[indices], group, routing)
                     continue
                 seconds = self._rates.link_s(operation, sizes[indices], group)

@@ -362,6 +362,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
         layout.loss,
         layout.compile,
         layout.scales,
+        layout.dispatch,
         *_sharing_key(layout),
     )
 

@@ -12,7 +12,7 @@ The one place where a stack's operators become seconds, whether one setting is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
 from planner.cluster import Collective
@@ -76,13 +76,30 @@ class HostPasses:
 
 
 def with_host(
-    found: Passes, host: HostPasses, links_s: float, window: Literal["kernels", "layer"]
+    found: Passes,
+    host: HostPasses,
+    links_s: float,
+    window: Literal["kernels", "layer"],
+    *,
+    counted: bool = False,
 ) -> HostPasses:
     """Return the seconds of passes of which each may wait for its host.
 
     `links_s` are those of the collectives inside the layer.  What a layer waits over both passes
-    counts half in each.
+    counts half in each.  Where the host reads what the device `counted` in a forward, it starts
+    nothing ahead: small kernels take its seconds, and the products that it starts last take those
+    of the device, for which the next count waits.
     """
+    if counted:
+        back = HostPasses(forward_s=0.0, backward_s=host.backward_s, recompute_s=0.0)
+        rest = replace(found, forward_s=0.0, recompute_s=0.0)
+        behind = with_host(rest, back, links_s / 2, window)
+        return HostPasses(
+            forward_s=found.forward_s + host.forward_s,
+            backward_s=behind.forward_s + behind.backward_s,
+            recompute_s=found.recompute_s + host.recompute_s,
+            waits_s=behind.waits_s,
+        )
     if window == "kernels":
         return HostPasses(
             forward_s=larger(found.forward_s, host.forward_s),

@@ -56,6 +56,10 @@ __all__ = [
 ]
 
 
+REDUCE_BUCKETS = 2
+"""One fills while the other is reduced (DeepSpeed, runtime/zero/stage_1_and_2.py)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCosts:
     """Every layer kind's strategies under one layout, and what a rank costs beside layers."""
@@ -89,6 +93,8 @@ class LayoutCosts:
     """What one micro-batch's output has on a rank, by kind of layer; empty of a chain."""
     context_bytes: float
     """Part of fixed_bytes: all but the pipeline's buffers."""
+    reduce_bytes: float
+    """Part of context_bytes: buffers in which gradients are gathered for their reduction."""
     recorded_bytes: float
     """Freed buffers of collectives, held back until these end on the device."""
     workspace_bytes: float
@@ -192,6 +198,7 @@ class CostTables:
             narrowest_bytes=shared.narrowest_bytes,
             output_bytes=shared.output_bytes,
             context_bytes=shared.context_bytes,
+            reduce_bytes=shared.reduce_bytes,
             recorded_bytes=shared.recorded_bytes,
             workspace_bytes=self._workspace_bytes,
             assumptions=shared.assumptions,
@@ -293,6 +300,7 @@ class CostTables:
             loss=layout.loss,
             compiled=layout.compile == "block",
             scales=layout.scales,
+            dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",
             pipelined=self._stalls and layout.pipeline > 1,
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
@@ -328,6 +336,7 @@ class CostTables:
             narrowest_bytes=least_bytes,
             output_bytes=self._boundaries.output_bytes(setting) if self.model.edges else {},
             context_bytes=self.context_bytes(layout),
+            reduce_bytes=self._reduce_bytes(layout),
             recorded_bytes=self._recorded_bytes(layout, setting),
             assumptions=(
                 *self._figures.assumptions(setting, layout),
@@ -375,7 +384,15 @@ class CostTables:
         if self._rates.on_cpu:
             return 0.0
         memory = self._rates.stack.memory
-        return memory.context_bytes + (memory.communicator_bytes if layout.devices > 1 else 0.0)
+        communicators = memory.communicator_bytes if layout.devices > 1 else 0.0
+        return memory.context_bytes + communicators + self._reduce_bytes(layout)
+
+    def _reduce_bytes(self, layout: Layout) -> float:
+        """Bytes of the buffers in which gradients are gathered for their reduction."""
+        each = self._rates.stack.sharding.bucket_gradients
+        if not each or layout.zero not in (1, 2) or layout.data * layout.context == 1:
+            return 0.0
+        return REDUCE_BUCKETS * each * self._holding.sharing(layout).types.working
 
 
 def fastest_s(figures: KindFigures, recompute: Recomputes = None) -> NDArray[np.float64]:
@@ -412,6 +429,7 @@ class _Shared:
     narrowest_bytes: float
     output_bytes: dict[str, float]
     context_bytes: float
+    reduce_bytes: float
     recorded_bytes: float
     assumptions: tuple[Assumption, ...]
 

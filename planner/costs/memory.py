@@ -93,6 +93,8 @@ class StateTypes:
     moments: float
     wire: float
     unit: Unit
+    by_tensor: bool = False
+    """Each tensor of a layer is gathered and reduced by itself."""
 
     @property
     def stored(self) -> float:
@@ -126,6 +128,7 @@ def state_types(
         narrow=narrow,
         quantised=quantised,
         own_moments=moments,
+        by_tensor=stack.sharding.collectives_per_layer > 1,
     )
 
 
@@ -138,6 +141,7 @@ def _state_types(
     narrow: bool,
     quantised: bool,
     own_moments: float | None,
+    by_tensor: bool,
 ) -> StateTypes:
     if precision in ("fp32", "tf32"):
         working, master, gradient, moments, wire = float(FP32), 0.0, 4.0, 8.0, 4.0
@@ -158,6 +162,7 @@ def _state_types(
         moments=moments if own_moments is None else own_moments,
         wire=wire,
         unit=unit,
+        by_tensor=by_tensor,
     )
 
 
@@ -319,7 +324,7 @@ def states(
     `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
     does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
     parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
-    `loss` makes its weight's gradient when the loss is done.  In buffers none of these counts.
+    `loss` makes its weight's gradient when the loss is done.  In buffers `largest` alone counts.
 
     >>> from planner.catalog import native
     >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
@@ -329,7 +334,7 @@ def states(
     """
     types, d = sharing.types, sharing.shard if sharing.sharded else 1
     if types.unit == "buffer":
-        return _buffers(parameters, sharing)
+        return _buffers(parameters, sharing, largest)
     n, e = parameters, types.working
     moments, on_host = types.moments * n / d, 0.0
     match sharing.offload:
@@ -385,11 +390,12 @@ def states(
     )
 
 
-def _buffers(n: float, sharing: Sharing) -> States:
+def _buffers(n: float, sharing: Sharing, largest: float) -> States:
     """Return what a layer holds in buffers; with the optimizer on the host masters are there too.
 
     From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).  Under
-    ZeRO-3 its copy and the next one's are there while it works, and the reduction's input.
+    ZeRO-3 its copy and the next one's are there while it works, and the reduction's input; where
+    each tensor is gathered by itself, and let go of by its module, those of the `largest`.
     """
     types, zero = sharing.types, sharing.zero
     d = sharing.shard if sharing.sharded else 1
@@ -411,8 +417,9 @@ def _buffers(n: float, sharing: Sharing) -> States:
                 on_host, gradients = on_host + gradients, 0.0
         case _:
             assert_never(sharing.offload)
-    gathered = 2 * types.working * n if sharing.gathers_again else 0.0
-    reduced = sharing.wire_bytes * n if sharing.gathers_again else 0.0
+    together = min(n, largest) if types.by_tensor and largest else n
+    gathered = 2 * types.working * together if sharing.gathers_again else 0.0
+    reduced = sharing.wire_bytes * together if sharing.gathers_again else 0.0
     return States(
         parameters_bytes=sharing.versions * parameters,
         gathered_bytes=0.0,

@@ -65,7 +65,11 @@ class RankCosts(Protocol):
 
     @property
     def context_bytes(self) -> float:
-        """Of the process."""
+        """Of the process, and of the buffers that `reduce_bytes` counts."""
+
+    @property
+    def reduce_bytes(self) -> float:
+        """In which gradients are gathered for their reduction, there from the start."""
 
     @property
     def slack(self) -> float:
@@ -95,7 +99,7 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     return (memory_bytes - costs.context_bytes) / costs.tight
 
 
-NOT_TENSORS = ("context", "slack", "recorded buffers", "workspaces")
+NOT_TENSORS = ("context", "reduce buckets", "slack", "recorded buffers", "workspaces")
 """Of the parts of a rank's memory, what the process and its allocator take.  An allocator that runs
 short waits for the collectives of what it holds back, so that `recorded buffers` cost no room;
 `workspaces` are too small to (one in a thousand of a device)."""
@@ -131,10 +135,14 @@ def rank_memory_parts(
     dynamic = dynamic_parts(costs, layout, stages, rank=rank, passing=passing)
     parts = {
         **dynamic,
-        "context": costs.context_bytes,
+        "context": costs.context_bytes - costs.reduce_bytes,
         "slack": (costs.slack - 1.0) * sum(dynamic.values()),
     }
-    beside = {"recorded buffers": costs.recorded_bytes, "workspaces": costs.workspace_bytes}
+    beside = {
+        "reduce buckets": costs.reduce_bytes,
+        "recorded buffers": costs.recorded_bytes,
+        "workspaces": costs.workspace_bytes,
+    }
     parts |= {name: size for name, size in beside.items() if size}
     return parts
 

@@ -114,7 +114,8 @@ def traffic(
 
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
     `frozen`, and have no gradients.  What is gathered anew for each pass may be `narrow`: cast to
-    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it.
+    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it; so
+    may what a step updated in whole buffers (Megatron-LM, --fp8-param-gather).
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen
@@ -126,7 +127,7 @@ def traffic(
     working = types.working * trained
     if types.unit == "layer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
-    if narrow and sharing.gathers_again:
+    if narrow and (sharing.gathers_again or types.unit == "buffer"):
         working = min(working, NARROW * (parameters - wide) + types.working * wide)
     gather_s, reduce_s, factoring_s = _collectives_s(
         trained, working, sharing, links, rates, sides=sides

@@ -94,13 +94,22 @@ def compile_text(wanted: Wanted) -> Iterator[str]:
         yield "each block is compiled: block.compile()"
 
 
-_SAID = {
-    *("format", "model", "cluster", "backend", "seq_len", "batch", "global_batch", "precision"),
-    *("mesh", "zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload"),
-    *("gradient_wire", "loss", "compile", "training", "timeout_s", "groups", "shares", "stages"),
-    *("scales", "weight_wire"),
+_WRITTEN = {
+    *("format", "model", "cluster", "backend", "seq_len", "global_batch", "precision", "mesh"),
+    *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload", "compile"),
+    *("training", "timeout_s", "groups", "shares", "stages"),
 }
-"""Fields of a plan that are written or refused by name; any other is refused where it is used."""
+"""Fields of a plan that configurations say, or that are refused by name."""
+_UNSUPPORTED = {
+    "gradient_wire": "gradients travel as {}",
+    "weight_wire": "weights travel as {}",
+    "scales": "scales of 8-bit operands are {}",
+    "dispatch": "tokens come to experts by {}",
+    "document_len": "attention stays within documents of {} tokens, which the data says there",
+    "loss": "the loss is computed in chunks",
+    "batch": "its batches are a script's own",
+}
+"""How the others are refused, where a plan uses them."""
 
 
 def for_all(wanted: Wanted) -> Iterator[str]:
@@ -109,20 +118,10 @@ def for_all(wanted: Wanted) -> Iterator[str]:
     treated = {item.activations for stage in plan.stages for item in stage.layers}
     if plan.groups is not None or plan.shares is not None:
         yield "its devices differ"
-    if plan.gradient_wire != "full":
-        yield f"gradients travel as {plan.gradient_wire}"
-    if plan.batch is not None:
-        yield "its batches are a script's own"
     for name, field in Plan.model_fields.items():
         value = getattr(plan, name)
-        if name not in _SAID and value != field.get_default(call_default_factory=True):
-            yield f"{name.replace('_', ' ')} {value}"
-    if plan.scales != "tensorwise":
-        yield f"scales of 8-bit operands are {plan.scales}"
-    if plan.weight_wire != "full":
-        yield f"weights travel as {plan.weight_wire}"
-    if plan.loss is not None:
-        yield "the loss is computed in chunks"
+        if name not in _WRITTEN and value != field.get_default(call_default_factory=True):
+            yield _UNSUPPORTED.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:

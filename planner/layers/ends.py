@@ -320,9 +320,11 @@ def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
     """
     kernels = setting.kernels
     logits = size / setting.element_bytes
-    held = logits
+    held, each = logits, kernels.peak_logit_bytes
     if setting.divides_tensors and not kernels.divided_loss:
-        held = whole * (1 + GATHERED_LOGIT_BYTES / kernels.peak_logit_bytes)
+        held = whole * (1 + GATHERED_LOGIT_BYTES / each)
+    elif setting.divides_tensors:
+        each = kernels.divided_logit_bytes or each
     return Operator(
         name="loss",
         kind="memory",
@@ -330,7 +332,7 @@ def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
         outputs={"loss": FP32},
         moved_bytes=LOSS_BYTES * logits,
         backward_moved_bytes=LOSS_BACKWARD_BYTES * logits,
-        workspace_bytes=larger(0.0, kernels.peak_logit_bytes * held - size),
+        workspace_bytes=larger(0.0, each * held - size),
     )
 
 

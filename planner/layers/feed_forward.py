@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.layers.kernels import Kernels
-from planner.layers.operator_table import FP32, Operator, Setting
+from planner.layers.operator_table import FP32, Operator, Setting, smaller
 from planner.layers.operators import (
     elementwise,
     exchange,
@@ -17,7 +17,7 @@ from planner.layers.operators import (
     summed,
 )
 from planner.layers.routing import Routing
-from planner.model import Architecture
+from planner.model import Architecture, Experts
 
 
 def mlp(
@@ -54,23 +54,21 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     whole = source
     if not spread:
         operators, whole = gathered(setting, source, "mlp_gather", full, adapted=False)
-    scores = tokens * experts.count * FP32
     sent = experts.per_token * full
     sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
     combined_bytes = sorted_bytes if kernels.expert_moves else 2 * sent + full
-    operators += [
-        *_router(a, setting, source, whole, tokens=tokens),
-        Operator(
-            name="routing",
-            kind="memory",
-            inputs=("router",),
-            outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
-            saved=("scores", "weights"),
-            fp32=("scores", "weights"),
-            moved_bytes=4 * scores,
-            backward_moved_bytes=kernels.back(4 * scores, 4 * scores),
-            kernels=6,
-        ),
+    operators += _router(a, setting, source, whole, tokens=tokens)
+    operators.append(_routing(experts, kernels, tokens))
+    width = experts.ffn_size / divided
+    local_experts = experts.count / setting.expert
+    routed = "mlp_out_partial" if partial else "mlp_out"
+    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
+    combined = "routed_out" if shared else routed
+    if spread and setting.dispatch == "allgather":
+        beside = _shared(a, setting, source, whole, routed, tokens=tokens, width=shared / divided)
+        gathered_experts = _of_gathered_tokens(a, setting, whole, combined, tokens=tokens)
+        return [*operators, *gathered_experts, *(beside if shared else ())]
+    operators.append(
         Operator(
             name="dispatch",
             kind="memory",
@@ -79,16 +77,14 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
             moved_bytes=sorted_bytes,
             backward_moved_bytes=kernels.back(sorted_bytes, 2 * sent),
             kernels=4,
-        ),
-    ]
+        )
+    )
     arrived, skew = "dispatched", 1.0
     if spread:
         skew = kernels.expert_skew
         operators += _sent_to_experts(a, setting, sent * skew, back=False)
         arrived = "arrived"
     count = tokens * experts.per_token * skew
-    width = experts.ffn_size / divided
-    local_experts = experts.count / setting.expert
     # Tiles are half empty at the end of each expert's tokens, on average.
     rate = kernels.expert_share * count / (count + local_experts * kernels.expert_tile / 2)
     operators += _feed_forward(
@@ -117,9 +113,6 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     if spread:
         operators += _sent_to_experts(a, setting, sent * skew, back=True)
         returned = "returned"
-    routed = "mlp_out_partial" if partial else "mlp_out"
-    shared = experts.shared_ffn_size or experts.shared * experts.ffn_size
-    combined = "routed_out" if shared else routed
     operators.append(
         Operator(
             name="combine",
@@ -141,6 +134,106 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         whole_sum = summed(setting, "mlp_out_partial", "mlp_out", full)
         operators.append(replace(whole_sum, copied_bytes=0.0, workspace_bytes=0.0))
     return operators
+
+
+def _routing(experts: Experts, kernels: Kernels, tokens: float) -> Operator:
+    """Choose the experts of each token by its scores."""
+    scores = tokens * experts.count * FP32
+    return Operator(
+        name="routing",
+        kind="memory",
+        inputs=("router",),
+        outputs={"scores": scores, "weights": tokens * experts.per_token * FP32},
+        saved=("scores", "weights"),
+        fp32=("scores", "weights"),
+        moved_bytes=4 * scores,
+        backward_moved_bytes=kernels.back(4 * scores, 4 * scores),
+        kernels=6,
+    )
+
+
+def _of_gathered_tokens(
+    a: Architecture, setting: Setting, whole: str, combined: str, *, tokens: float
+) -> list[Operator]:
+    """Routed experts of tokens that all ranks gather (runtime/gathered_experts.py).
+
+    Buffers have rows for the most tokens that a rank may get, those of all n ranks min(choices, own
+    experts) times.  What is multiplied are rows that are filled: as many as each rank sends, n / c
+    of the traffic of an exchange, c being the choices of a token.
+    """
+    experts = a.experts
+    assert experts is not None
+    e, kernels = setting.element_bytes, setting.kernels
+    own = experts.count / setting.expert
+    every = setting.expert * tokens
+    rows = every * smaller(float(experts.per_token), own)
+    filled = tokens * experts.per_token * kernels.expert_skew
+    full, held = every * a.hidden_size * e, rows * a.hidden_size * e
+    beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+    rate = kernels.expert_share * filled / (filled + own * kernels.expert_tile / 2)
+    matrix = own * experts.ffn_size * a.hidden_size
+    fed = _feed_forward(
+        a,
+        setting,
+        "arrived",
+        "arrived",
+        "expert",
+        tokens=rows,
+        width=experts.ffn_size,
+        matrices=own,
+        share=rate,
+    )
+    down = matmul(
+        "expert_down",
+        ("expert_product",),
+        {"expert_down": held},
+        flops=2 * rows * experts.ffn_size * a.hidden_size,
+        moved_bytes=held + (rows * experts.ffn_size + matrix) * e,
+        weights=matrix,
+        share=rate,
+    )
+    fed += linear(setting, down, size=rows * experts.ffn_size * e, adapted=False)
+    return [
+        Operator(
+            name="expert_gather",
+            kind="all_gather",
+            inputs=(whole,),
+            outputs={"all_tokens": full},
+            moved_bytes=full,
+            axis="expert",
+            beside_shared=beside,
+        ),
+        Operator(
+            name="dispatch",
+            kind="memory",
+            inputs=("all_tokens",),
+            outputs={"arrived": held},
+            moved_bytes=4 * held,
+            backward_moved_bytes=kernels.back(4 * held, 4 * held + full),
+            kernels=10,
+            workspace_bytes=held,
+        ),
+        *(replace(one, flops=one.flops * filled / rows) for one in fed),
+        Operator(
+            name="combine",
+            kind="memory",
+            inputs=("expert_down", "weights"),
+            outputs={"all_routed": full},
+            saved=("expert_down", "weights"),
+            moved_bytes=6 * held + full,
+            backward_moved_bytes=kernels.back(6 * held + full, 6 * held + full),
+            kernels=5,
+            workspace_bytes=3 * held,
+        ),
+        Operator(
+            name="expert_scatter",
+            kind="reduce_scatter",
+            inputs=("all_routed",),
+            outputs={combined: full / setting.expert},
+            moved_bytes=full,
+            axis="expert",
+        ),
+    ]
 
 
 def _sent_to_experts(

@@ -44,6 +44,8 @@ class Kernels:
     """Products in 8 bits keep their inputs so."""
     peak_logit_bytes: float = 0.0
     """Bytes per logit at the peak of a loss that is one operator; 0: the modules' own loss."""
+    divided_logit_bytes: float = 0.0
+    """The same of a rank's own logits; 0: as many."""
     divided_loss: bool = True
     """The loss works on a rank's share of the vocabulary."""
     backward_traffic: float = 0.0
@@ -121,6 +123,7 @@ def kernels_of(
         reorders=stack.tensor.copies,
         narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
         peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
+        divided_logit_bytes=stack.loss.divided_bytes,
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
         core_traffic=rule.core_traffic,

@@ -22,7 +22,7 @@ import numpy as np
 from planner.cluster import Collective, Precision
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.routing import Routing
-from planner.plan import ChunkedLoss, Scales
+from planner.plan import ChunkedLoss, Dispatch, Scales
 from planner.profile import Recompute
 from planner.stack import SelectiveRecompute
 
@@ -85,6 +85,8 @@ class Setting:
     """Of the document that a token is in, on average; None: samples are not divided."""
     scales: Scales = "tensorwise"
     """Of operands of products in 8 bits."""
+    dispatch: Dispatch = "alltoall"
+    """How tokens come to experts on other ranks."""
     narrow_weights: bool = False
     """Weights of Linears come in 8 bits."""
     kernels: Kernels = field(default=MODULES, compare=False)
@@ -122,9 +124,10 @@ class Setting:
             self.pipelined,
             self.compiled,
             self.gathers_heads,
-            self.divides_experts,
             self.scales == "rowwise",
             self.narrow_weights,
+            self.dispatch == "allgather",
+            self.divides_experts,
         )
 
     @property
@@ -187,6 +190,7 @@ class ManySettings(Setting):
             document_len=some.document_len,
             scales=some.scales,
             narrow_weights=some.narrow_weights,
+            dispatch=some.dispatch,
             kernels=some.kernels,
             taken=some.branches,
         )

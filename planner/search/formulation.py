@@ -233,6 +233,7 @@ def plan_with(
         gradient_wire=layout.gradient_wire,
         scales=layout.scales,
         weight_wire=layout.weight_wire,
+        dispatch=layout.dispatch,
         loss=layout.loss,
         compile=layout.compile,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),

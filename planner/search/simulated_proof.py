@@ -48,15 +48,15 @@ class Effort:
 
     schedules: int = 8
     """Other schedules of the closed form's optimum that are solved and simulated."""
-    families: int = 1_500
+    families: int = 600
     """Configuration groups and parts that are bounded."""
-    layouts: int = 150
+    layouts: int = 60
     """Layouts whose memory is looked at."""
     cut: int = 4
     """Layouts whose cuts are gone through."""
-    solved: int = 12
+    solved: int = 6
     """Layouts whose partition problems are solved."""
-    programs: int = 2
+    programs: int = 1
     """Layouts whose programs are."""
     ways: int = 1_500
     """In which the layers of a rank may recompute, where a program is tried."""

@@ -25,6 +25,7 @@ from planner.plan import (
     INSIDE_OUT,
     Axis,
     Compile,
+    Dispatch,
     GradientWire,
     Job,
     Layout,
@@ -92,6 +93,7 @@ class Family:
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     """Of layouts that gather weights in each pass."""
+    dispatch: Dispatch = "alltoall"
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -106,6 +108,7 @@ class Family:
             self.compile,
             self.scales,
             self.weight_wire,
+            self.dispatch,
         )
 
     @property
@@ -145,6 +148,7 @@ class Family:
             offload=saving.offload,
             gradient_wire=saving.wire,
             scales=self.scales,
+            dispatch=self.dispatch,
             weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             compile=self.compile,
@@ -346,6 +350,7 @@ def families(
                     compile=choice,
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
+                    dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
                 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.catalog import stack_name, stacks
+from planner.cluster import EIGHT_BITS, Precision
 from planner.document import read_table
 from planner.errors import DocumentError
 from planner.layers.architecture import graph_of
@@ -155,6 +156,7 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
         zero=zero,
         alone=task != "pretrain" and tensor * pipeline == 1,
         fused=fused,
+        precision=precision,
         unknown=unknown,
     )
     if not known:
@@ -220,22 +222,27 @@ def stack_of_framework(
     zero: int | None,
     alone: bool,
     fused: bool | None = None,
+    precision: Precision = "bf16",
     unknown: Collection[str] = (),
 ) -> tuple[Stack, bool]:
     """Return the stack of a framework, and whether it is its own.
 
     Attention that is not `fused` tells of releases before 2022, where those have a stack.
     An unknown framework gets the closest: that of fine-tuning with `transformers` for fine-tuning
-    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.
+    whose layers are whole on each device (`alone`), of plain FSDP for ZeRO-3, else `unknown`.  Of
+    fine-tuning in 8 bits, in which the former does not train, kernels are Transformer Engine's:
+    `megatron`.
     """
     own = _own_stack(framework)
     if own is not None and fused is False and own.versions and own.versions.earlier:
         own = stacks()[own.versions.earlier]
     if own is not None and own.name not in unknown:
         return own, True
-    if alone:
-        return stacks()["transformers"], False
-    return stacks()["fsdp" if zero == 3 else "unknown"], False
+    close = stacks()["transformers" if alone else "fsdp" if zero == 3 else "unknown"]
+    trains_in = close.space.precisions if close.space else None
+    if trains_in is not None and precision in EIGHT_BITS and precision not in trains_in:
+        return stacks()["megatron" if alone else "unknown"], False
+    return close, False
 
 
 def _own_stack(framework: str) -> Stack | None:

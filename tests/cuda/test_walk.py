@@ -76,7 +76,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     steps = {name: row["syncs"] for name, row in walked.items() if not name.startswith("profile: ")}
     more = {name: syncs for name, syncs in steps.items() if syncs != REPORT}
 
-    assert set(more) == {"offloaded parameters", "experts"}
+    assert set(more) == {"offloaded parameters", "experts", "gathered experts"}
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
@@ -91,6 +91,8 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
         "item at runtime/engine.py:_expert_load": 1,
         "list at runtime/experts.py:of": 4,
     }
+    # Gathered tokens find their experts on the device.
+    assert more["gathered experts"] == REPORT | {"item at runtime/engine.py:_expert_load": 1}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def plan(
     gradient_wire: str = "full",
     scales: str = "tensorwise",
     weight_wire: str = "full",
+    dispatch: str = "alltoall",
     precision: str = "fp32",
     seed: int = 0,
     clip_norm: float = 1.0,
@@ -142,6 +143,7 @@ def plan(
         gradient_wire=gradient_wire,
         scales=scales,
         weight_wire=weight_wire,
+        dispatch=dispatch,
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,

@@ -22,6 +22,7 @@ from tests.runtime.test_equality import case, check
 OUTSIDE_IN = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 EXPERTS = {"experts": Experts(count=4, per_token=2, ffn_size=24)}
 SHARED = {"experts": Experts(count=4, per_token=2, ffn_size=24, shared=1, dense_layers=1)}
+GATHERED = {"dispatch": "allgather", "recompute": "selective"}
 SIX = {"experts": Experts(count=6, per_token=2, ffn_size=24, shared_ffn_size=40)}
 WIDE = {"kv_heads": 4, "experts": Experts(count=4, per_token=2, ffn_size=24, shared=2)}
 HYBRID = {"data_replicate": 2, "data_shard": 2}
@@ -31,6 +32,8 @@ TWO = (
     case("mixture, tensor, selective", model=SHARED, tensor=2, recompute="selective"),
     case("zero 3, selective", model=SHARED, expert=2, data_shard=2, zero=3, recompute="selective"),
     case("over tensor", model=SHARED, expert=2, tensor=2, recompute="full"),
+    case("gathered", model=SHARED, expert=2, data_shard=2, zero=3, dispatch="allgather"),
+    case("gathered, over tensor", "mixtral", expert=2, tensor=2, **GATHERED),
     case("over context", model=SHARED, expert=2, context=2),
     case("zero 2", "qwen3_moe", expert=2, data_shard=2, zero=2),
     case("over tensor, selective", "mixtral", expert=2, tensor=2, recompute="selective"),
@@ -38,6 +41,7 @@ TWO = (
 FOUR = (
     case("mixture, more ranks than divide experts", model=SIX, data_shard=4, zero=3),
     case("on 4, zero 1", model=SHARED, expert=4, data_shard=4, zero=1),
+    case("gathered, on 4", "qwen3_moe", expert=4, tensor=2, context=2, dispatch="allgather"),
     case("three experts on two ranks", model=SIX, expert=2, data_shard=4, zero=3),
     case(
         "hybrid", model=SHARED, expert=2, data_replicate=2, data_shard=2, zero=2, order=OUTSIDE_IN

@@ -31,9 +31,9 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
                 elif name == "RECOMPUTED":
                     values[name] = ast.unparse(value)
             case ast.Dict(keys=keys, values=given):
-                for key, value in zip(keys, given, strict=True):
+                for key, setting in zip(keys, given, strict=True):
                     if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                        settings[key.value] = ast.unparse(value)
+                        settings[key.value] = ast.unparse(setting)
             case ast.Call(func=function, keywords=keywords) if ast.unparse(function).endswith(
                 "AdamW"
             ):

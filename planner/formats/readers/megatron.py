@@ -159,11 +159,10 @@ def _kernels(known: Settings, told: Told) -> None:
     ):
         if known.flag(flag):
             told.options.append(option)
-    option = {"a2a": "ulysses", "all_gather": "gathered-context"}.get(
-        str(known.take("cp-comm-type"))
-    )
-    if option is not None:
-        told.options.append(option)
+    exchanged = {"a2a": "ulysses", "all_gather": "gathered-context"}
+    kind = str(known.take("cp-comm-type"))
+    if kind in exchanged:
+        told.options.append(exchanged[kind])
     if known.flag("cpu-offloading", "optimizer-cpu-offload"):
         told.assumed.append("offload to the host, which its plans do not have, is left out")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stacks
+from planner.catalog import native, stack, stacks
 from planner.costs.compute import Device
 from planner.costs.layer_seconds import (
     HostPasses,
@@ -20,12 +20,15 @@ from planner.costs.layer_seconds import (
     shown_s,
     with_host,
 )
-from planner.expressions import resolve_model
+from planner.costs.layout_costs import CostTables
+from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import GroupAxis, Operator, Setting, Table
 from planner.model import ModelGraph
+from planner.plan import Job, Layout
+from planner.request import Request
 from planner.stack import Stack, with_figures
 from tests.planner.costs.test_compute import GPU
 
@@ -262,3 +265,40 @@ def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
     assert seen_links(links, ample, hides) == pytest.approx((1 + 0.4, 1 + 0.8))
     assert seen_links(links, short, hides) == pytest.approx((1 + 4 / 3, 1 + 8 / 3))
     assert seen_links(links, ample, LinkRule()) == (3.0, 5.0)
+
+
+@pytest.mark.parametrize("window", ["layer", "kernels"])
+def test_a_host_that_reads_counts_starts_nothing_ahead(window: str) -> None:
+    """A queue stepped through: a hundred small kernels, then products, and the next layer's host
+    waits for those; backwards start all at once."""
+    found = Passes(forward_s=1.0, backward_s=2.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    least = HostPasses(forward_s=0.8, backward_s=0.5, recompute_s=0.0)
+    host_s = device_s = 0.0
+    for _ in range(50):
+        host_s = max(host_s, device_s)  # reads the counts
+        for _ in range(100):
+            host_s += 0.8 / 100
+            device_s = max(device_s, host_s)
+        device_s += 1.0
+
+    seen = with_host(found, least, 0.0, window, counted=True)  # type: ignore[arg-type]
+
+    assert 50 * seen.forward_s == pytest.approx(device_s)
+    assert seen.backward_s == 2.0
+    ahead = with_host(found, least, 0.0, window)  # type: ignore[arg-type]
+    assert (ahead.forward_s, ahead.backward_s) == (1.0, 2.0)
+
+
+def test_counts_are_read_in_blocks_that_have_experts_alone() -> None:
+    model, machine = resolve_model("deepseek-v3"), resolve_cluster("8xh100-sxm-80gb")
+    job, layout = Job(seq_len=4096, global_batch=8), Layout(data_shard=8, expert=8)
+
+    def forward_s(name: str) -> dict[str, float]:
+        tables = CostTables(Request(model, machine, job, stack=stack(name)))
+        return {k: p[0].figures.forward_s for k, p in tables.of(layout).parts.items()}
+
+    plain, counted = forward_s("megatron"), forward_s("megatron+host-counts")
+
+    later = {kind for kind in plain if counted[kind] > plain[kind]}
+    assert later == {"moe_block"}
+    assert counted["moe_block"] - plain["moe_block"] > 1e-3

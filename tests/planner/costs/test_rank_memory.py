@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from planner.catalog import stacks
+from planner.cluster import ClusterSpec
 from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
 from planner.costs.strategy import LayerBytes
+from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import RECOMPUTES
-from planner.plan import Layout, Mesh
+from planner.plan import Job, Layout, Mesh
 from planner.predict import placements_of, predict, stage_seconds
+from planner.prediction import Prediction
 from planner.request import Request
 from planner.schedule import orders
+from planner.setup import Setup
 from planner.simulate import timeline
+from planner.stack import Stack, with_figures
+from planner.tables.predictions import predicted
 from tests.planner.test_predict_peaks import cluster, model, plan
 
 
@@ -93,6 +100,7 @@ class Process:
     context_bytes: float = 10.0
     slack: float = 1.25
     tight: float = 1.5
+    reduce_bytes: float = 0.0
     recorded_bytes: float = 0.0
     workspace_bytes: float = 0.0
 
@@ -110,6 +118,27 @@ def test_what_waits_for_a_collective_is_reserved_and_takes_no_room() -> None:
     assert rank_memory.has_room(just, plain, usual)
     assert rank_memory.has_room(just, parts, waiting)
     assert not rank_memory.has_room(0.99 * just, parts, waiting)
+
+
+def test_buckets_of_deepspeed_take_room_and_are_allocated() -> None:
+    """reduce_bucket_size is 5e8 gradients of 2 bytes, two buckets with overlap_comm: 2 GB."""
+    model, machine = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    layout = Layout(data_shard=8, zero=2, micro_batches=2)
+
+    def parts(name: str, zero: int = 2) -> tuple[dict[str, float], float, float]:
+        request = Request.of(model, machine, seq_len=2048, global_batch=16, stack=name)
+        setup = Setup(request=request, layout=replace(layout, zero=zero), recompute="full")
+        found = predicted(setup)
+        room = rank_memory.room_bytes(80e9, CostTables(request).of(setup.layout))
+        return found.stages[0].memory_parts, found.memory_bytes("allocated", "max"), room
+
+    held, allocated, room = parts("deepspeed")
+    assert held["reduce buckets"] == 2 * 5e8 * 2
+    assert "reduce buckets" not in parts("deepspeed", 3)[0]
+    assert "reduce buckets" not in parts("megatron", 1)[0]
+    tensors = sum(held.values()) - held["context"] - held["slack"]
+    assert allocated == pytest.approx(tensors)
+    assert room == pytest.approx((80e9 - held["context"] - 2e9) / 1.02)
 
 
 def test_sent_activations_count_for_stacks_that_keep_them() -> None:
@@ -159,3 +188,27 @@ def test_tensors_have_the_room_that_the_allocator_leaves_where_memory_is_short()
     # 60 bytes of tensors are 75 reserved and 85 in all; tight they take 90 and 100.
     assert rank_memory.has_room(100.0, parts, process)
     assert not rank_memory.has_room(99.9, parts, process)
+
+
+def test_a_run_without_room_waits_for_its_allocator_in_each_micro_batch() -> None:
+    """Of the same run on more memory it takes so many seconds more as micro-batches wait."""
+    stack = stacks()["nanotron"]
+    small, large = (resolve_cluster(f"8x{name}") for name in ("h100-sxm-80gb", "h200-sxm"))
+    accelerator = small.groups[0].accelerator
+    wide = accelerator.model_copy(update={"memory_bytes": large.groups[0].accelerator.memory_bytes})
+    group = small.groups[0].model_copy(update={"accelerator": wide})
+    large = small.model_copy(update={"groups": (group,)})
+    layout = Layout(pipeline=2, data_shard=4, zero=1, micro_batches=64)
+
+    def run(machine: ClusterSpec, used: Stack) -> Prediction:
+        job = Job(seq_len=4096, global_batch=256)
+        request = Request(resolve_model("llama-3.1-8b"), machine, job, stack=used)
+        return predicted(Setup(request=request, layout=layout))
+
+    tight, roomy = run(small, stack), run(large, stack)
+
+    assert (tight.fits, roomy.fits) == (False, True)
+    assert tight.step_parts["allocator"] == 64 * stack.memory.retry_s
+    assert tight.step_time_s == pytest.approx(roomy.step_time_s + 64 * stack.memory.retry_s)
+    assert "allocator" not in roomy.step_parts
+    assert "allocator" not in run(small, with_figures(stack, {"memory.retry_s": 0.0})).step_parts

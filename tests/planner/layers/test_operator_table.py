@@ -181,3 +181,65 @@ def test_tensors_stored_come_in_one_order_in_every_process(recompute: str) -> No
     held = expected(model("mixtral"), "block", "bf16").stored(recompute)
 
     assert list(held) == sorted(held)
+
+
+def logit_bytes(*, released: bool) -> float:
+    """Return the peak bytes of each logit of a plain loss on logits in 16 bits, run on the CPU."""
+    from runtime.live_memory import LiveMemory
+
+    rows, words = 64, 1024
+    hidden = torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(8, words, dtype=torch.bfloat16)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    with LiveMemory([hidden, head, targets]) as live:
+        before = live.current_bytes
+        logits = hidden @ head
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets)
+        if released:
+            del logits
+        loss.backward()
+        return (live.peak_bytes - before) / (rows * words)
+
+
+def test_losses_of_modules_take_so_many_bytes_a_logit_as_their_loops_do() -> None:
+    from planner.catalog import stacks
+
+    # Rows have figures of their own, a few bytes for each of 1,024 logits.
+    assert logit_bytes(released=True) == pytest.approx(stacks()["torchtitan"].loss.peak_bytes, 0.01)
+    assert logit_bytes(released=False) == pytest.approx(stacks()["fsdp"].loss.peak_bytes, 0.01)
+
+
+def test_the_loss_of_a_divided_vocabulary_has_four_of_its_logits_at_once() -> None:
+    """torch.distributed.tensor.parallel.loss, its backward run on one rank of one."""
+    from planner.catalog import stacks
+    from runtime.live_memory import LiveMemory
+
+    rows, words = 64, 1024
+    logs = torch.randn(rows, words)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    with LiveMemory([logs, targets]) as live:
+        # Its last two statements and what they hold: the gradient of the choice, exponentials.
+        chosen = torch.zeros_like(logs)
+        chosen[torch.arange(rows), targets] = -1.0
+        gradient = (chosen + torch.exp(logs)) * torch.ones(())
+        each = live.peak_bytes / (rows * words)
+
+    assert gradient.shape == logs.shape
+    assert each == pytest.approx(stacks()["torchtitan"].loss.divided_bytes, 0.01)
+    head = expected_head("torchtitan", tensor=4)
+    own = SAMPLES * POSITIONS * VOCABULARY / 4
+    assert head == pytest.approx(16 * own)
+    assert expected_head("torchtitan", tensor=1) == pytest.approx(12 * 4 * own)
+
+
+def expected_head(stack: str, *, tensor: int) -> float:
+    """Return the bytes that a loss has at its peak, its logits included."""
+    from planner.catalog import stacks
+    from planner.layers.kernels import kernels_of
+
+    graph = FAMILIES["llama"]()
+    layer = next(layer for layer in graph.layers if layer.kind == "head")
+    kernels = kernels_of(stacks()[stack], "bf16")
+    setting = Setting(micro_batch=SAMPLES, seq_len=POSITIONS, tensor=tensor, kernels=kernels)
+    operators = {each.name: each for each in table(graph, layer, setting).operators}
+    return operators["logits"].outputs["logits"] + operators["loss"].workspace_bytes
