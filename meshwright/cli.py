@@ -12,6 +12,7 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -62,6 +63,24 @@ app = typer.Typer(
 )
 out = Terminal(width=None if sys.stdout.isatty() else 140)
 talk = Terminal(stderr=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"meshwright {metadata.version('meshwright')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end"
+        ),
+    ] = False,
+) -> None:
+    """Find the fastest way to train your model on your machines, prove it, and run it."""
 
 
 class Precision(StrEnum):

@@ -128,13 +128,13 @@ def imported(
                 expert_tensor=told.expert_tensor,
                 sequence_parallel=told.sequence_parallel or told.tensor == 1,
             ),
-            zero=zero,  # type: ignore[arg-type]
+            zero=zero,
             schedule=schedule,
             virtual_stages=virtual,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            offload=told.offload,  # type: ignore[arg-type]
-            compile=told.compile,  # type: ignore[arg-type]
+            offload=told.offload,
+            compile=told.compile,
             training=training,
             stages=stages,
         )
@@ -313,7 +313,7 @@ def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, .
                 chosen = "none"
             seen += inside
             block += inside
-            layers.append(PlacedLayer(layer=names[place], recompute=chosen))  # type: ignore[arg-type]
+            layers.append(PlacedLayer(layer=names[place], recompute=chosen))
         if not layers:
             raise DocumentError("stages", f"stage {stage} has no layer")
         stages.append(Stage(layers=tuple(layers)))
