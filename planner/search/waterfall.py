@@ -113,9 +113,9 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     if a.micro_batch != b.micro_batch:
         yield "micro_batch", f"micro-batch {a.micro_batch} -> {b.micro_batch}"
     for name in ("recompute", "activations"):
-        told = _changed(_choices(mine, name), _choices(best, name))
-        if told:
-            yield name, f"{name} {told}"
+        changed = _changed(_choices(mine, name), _choices(best, name))
+        if changed:
+            yield name, f"{name} {changed}"
     yield from _plain_differences(mine, best)
 
 
@@ -270,8 +270,8 @@ def _stages(
             layers=tuple(
                 PlacedLayer(
                     layer=name,
-                    recompute=recompute[name],  # type: ignore[arg-type]
-                    activations=activations[name],  # type: ignore[arg-type]
+                    recompute=recompute[name],
+                    activations=activations[name],
                 )
                 for name in group
             )

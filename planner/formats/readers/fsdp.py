@@ -50,8 +50,8 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
         told.trains(clip_norm=values["CLIP_NORM"])
     told.zero = 2 if settings.get("reshard_after_forward") == "False" else 3
     policy = settings.get("mp_policy", "")
-    for name, precision in _TYPES.items():
-        if policy.startswith(f"MixedPrecisionPolicy(torch.{name}"):
+    for kind, precision in _TYPES.items():
+        if policy.startswith(f"MixedPrecisionPolicy(torch.{kind}"):
             told.precision = precision
     if "CPUOffloadPolicy" in settings.get("offload_policy", ""):
         told.offload = "parameters"
