@@ -44,7 +44,15 @@ BRIDGE = "https://github.com/NVIDIA-NeMo/Megatron-Bridge@v0.6.0"
 NANOTRON = "https://github.com/huggingface/nanotron@main"
 """Its releases are of 2024 and do not know what is recomputed."""
 _OMEGA = ("omegaconf", "hydra-core", "antlr4-python3-runtime==4.9.3")
-_TITAN = ("spmd_types", "tyro", "docstring-parser", "shtab", "typeguard", "torchdata", "einops")
+_TITAN = (
+    "spmd_types==0.2.3",
+    "tyro",
+    "docstring-parser",
+    "shtab",
+    "typeguard",
+    "torchdata",
+    "einops",
+)
 READERS = (
     Reader(
         "torchtitan", "torchtitan", "torchtitan==0.3.0", ".py", (*_TITAN, "torch_checkpointing")
