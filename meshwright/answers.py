@@ -312,7 +312,9 @@ def _setting_text(of: Wish | StageMeasurement) -> str:
     >>> _setting_text(Wish(tensor=2, context=2, micro_batch=4, recompute="full", value=1.0))
     'tp 2 cp 2, micro-batch 4, recompute full'
     """
-    return f"{_division_text(of)}, micro-batch {of.micro_batch}, recompute {of.recompute}"
+    compiled = ", compiled" * getattr(of, "compiled", False)
+    division = _division_text(of)
+    return f"{division}, micro-batch {of.micro_batch}, recompute {of.recompute}{compiled}"
 
 
 def _division_text(of: Wish | StageMeasurement | LayerMeasurement) -> str:

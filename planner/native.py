@@ -19,7 +19,7 @@ from typing import NamedTuple
 from planner import schedule
 from planner.catalog import native
 from planner.cluster import EIGHT_BITS, ClusterSpec
-from planner.model import Architecture, ModelGraph
+from planner.model import Architecture, ModelGraph, is_script
 from planner.plan import Activations, Job, Layout
 from planner.prediction import Assumption
 from planner.profile import Recompute
@@ -206,6 +206,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     a = model.architecture
     yield from _foreign_choices(job, layout)
     yield from _conflicts(model, job, layout)
+    yield from _unit_obstacles(model, layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -224,6 +225,40 @@ def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     facts = Facts(model, None, job, layout)
     for conflict in conflicts(native().space or EVERYTHING, facts):
         yield Obstacle(conflict.place or "mesh", conflict.text(facts))
+
+
+def _unit_obstacles(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what keeps a layout from saying when parameters of ZeRO-3 are gathered and freed."""
+    asked = {"prefetch": layout.prefetch or None, "reshard": layout.reshard}
+    for place, value in asked.items():
+        if value is None:
+            continue
+        if layout.zero != 3:
+            yield Obstacle(place, f"is {value}, and ZeRO-{layout.zero} gathers once a step")
+        if layout.pipeline > 1:
+            yield Obstacle(
+                place, f"is {value}, and a pipeline keeps what its first backward gathers"
+            )
+        if layout.expert > 1:
+            yield Obstacle(place, f"is {value}, and experts on ranks of their own are other units")
+        if layout.offload == "parameters":
+            yield Obstacle(place, f"is {value}, and parameters come from the host")
+        if is_script(model.source or ""):
+            yield Obstacle(place, f"is {value}, which a script has of its own; leave it out")
+    if layout.reshard is not None:
+        yield from _reshard_obstacles(layout, layout.reshard)
+
+
+def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
+    if layout.weight_wire != "full":
+        yield Obstacle("reshard", f"is {ranks}, and weights travel as {layout.weight_wire}")
+    if layout.context > 1:
+        yield Obstacle("reshard", f"is {ranks}, and ranks that share a sequence divide states too")
+    if layout.data_shard % ranks or ranks >= layout.data_shard:
+        yield Obstacle(
+            "reshard",
+            f"is {ranks}; it divides the {layout.data_shard} ranks of data_shard, and is less",
+        )
 
 
 def _grouped_obstacles(ffn_size: int, job: Job, layout: Layout) -> Iterator[Obstacle]:

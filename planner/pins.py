@@ -9,22 +9,27 @@ from typing import Literal, get_args
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.plan import (
+    CHUNK_ROWS,
     INSIDE_OUT,
     Activations,
     Axis,
+    ChunkedLoss,
     Compile,
     Dispatch,
     GradientWire,
     Layout,
+    LossGradients,
     Offload,
+    Prefetch,
     Scales,
     WeightWire,
+    loss_text,
 )
 from planner.profile import Recompute
 from planner.schedules import SCHEDULES, schedule_of
 from planner.solver.requirements import Requirement
 from planner.stack_space import Space
-from planner.units import MOST_SAMPLES, whole_number
+from planner.units import MOST_SAMPLES, MOST_TOKENS, whole_number
 
 Allowance = Literal["stale", "compress", "offload"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the
@@ -44,6 +49,9 @@ SHORT_NAMES = {
     "activations": "activations",
     "offload": "offload",
     "gradients": "gradient_wire",
+    "prefetch": "prefetch",
+    "reshard": "reshard",
+    "loss": "loss",
     "scales": "scales",
     "weights": "weight_wire",
     "dispatch": "dispatch",
@@ -92,6 +100,11 @@ class Pins:
     activations: Activations | None = None
     offload: Offload | None = None
     gradient_wire: GradientWire | None = None
+    prefetch: Prefetch | None = None
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 divides parameters from forward to backward."""
+    loss: ChunkedLoss | Literal["plain"] | None = None
+    """In chunks, or of all logits."""
     scales: Scales | None = None
     weight_wire: WeightWire | None = None
     dispatch: Dispatch | None = None
@@ -103,6 +116,11 @@ class Pins:
     allowed: frozenset[Allowance] = frozenset()
     require: tuple[Requirement, ...] = ()
     """What a split must keep beside."""
+
+    @property
+    def chunks(self) -> ChunkedLoss | None:
+        """What is pinned of a loss in chunks."""
+        return None if self.loss == "plain" else self.loss
 
     def allow(self, layout: Layout) -> bool:
         """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
@@ -119,6 +137,9 @@ class Pins:
             (self.virtual_stages, layout.virtual_stages),
             (self.offload, layout.offload),
             (self.gradient_wire, layout.gradient_wire),
+            (self.prefetch, layout.prefetch),
+            (self.reshard, layout.reshard),
+            (self.loss, layout.loss or "plain"),
             (self.scales, layout.scales),
             (self.weight_wire, layout.weight_wire),
             (self.dispatch, layout.dispatch),
@@ -135,7 +156,7 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
     >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
     'full'
     """
-    values: dict[str, int | str | tuple[Axis, ...]] = {}
+    values: dict[str, PinValue] = {}
     for item in (part.strip() for text in texts for part in text.split(",")):
         name, sign, value = item.partition("=")
         field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
@@ -211,6 +232,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("activations", space.activations),
         ("offload", space.offload),
         ("gradient_wire", space.wires),
+        ("prefetch", space.prefetch),
         ("scales", space.scales),
         ("weight_wire", space.weight_wires),
         ("dispatch", space.dispatches),
@@ -221,6 +243,8 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         pinned = getattr(pins, field)
         if pinned is not None and known is not None and pinned not in known:
             yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, known))}"
+    if pins.chunks is not None and not space.chunked_loss:
+        yield f"loss={loss_text(pins.chunks)}", "has plain"
     if (pins.virtual_stages or 1) > space.virtual_stages:
         yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
 
@@ -254,20 +278,40 @@ def _names() -> list[str]:
     return list(SHORT_NAMES)
 
 
-def _pin_value(field: str, value: str, item: str) -> int | str | tuple[Axis, ...]:
+PinValue = int | str | tuple[Axis, ...] | ChunkedLoss
+
+
+def _pin_value(field: str, value: str, item: str) -> PinValue:
     if field == "order":
         return _order(value, item)
+    if field == "loss":
+        return _loss(value, item)
     words = WORDS.get(field)
     if words is not None:
         if value not in words:
             raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
         return value
-    least, most = (0, 3) if field == "zero" else (1, MOST_SAMPLES)
+    least, most = (0, 3) if field in ("zero", "prefetch") else (1, MOST_SAMPLES)
     number = whole_number(value)
     if number is None or not least <= number <= most:
-        bounds = "0, 1, 2 or 3" if field == "zero" else f"a whole number from 1 to {most:,}"
+        bounds = "0, 1, 2 or 3" if most == 3 else f"a whole number from 1 to {most:,}"
         raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
     return number
+
+
+def _loss(value: str, item: str) -> ChunkedLoss | str:
+    """Read `plain`, `precomputed` or `recomputed/512`: how many rows of logits exist at once."""
+    gradients, slash, text = value.partition("/")
+    if value == "plain":
+        return value
+    rows = whole_number(text) if slash else CHUNK_ROWS
+    if gradients not in get_args(LossGradients) or rows is None or not 1 <= rows <= MOST_TOKENS:
+        raise DocumentError(
+            "fix",
+            f"'{item:.60}': loss is plain, precomputed/ROWS or recomputed/ROWS, of 1 to "
+            f"{MOST_TOKENS:,} rows",
+        )
+    return ChunkedLoss.model_validate({"rows": rows, "gradients": gradients})
 
 
 def _order(value: str, item: str) -> tuple[Axis, ...]:

@@ -68,6 +68,9 @@ Dispatch = Literal["alltoall", "allgather"]
 """How tokens come to experts on other ranks: each to its own, the host knowing how many; or all to
 all ranks, into buffers of the most that may come."""
 LossGradients = Literal["precomputed", "recomputed"]
+Prefetch = Literal[0, 1, 2, 3]
+"""Units of ZeRO-3 whose parameters are asked for ahead of the one that runs; 0: as the host comes
+by them in forward, and one ahead in backward."""
 Compile = Literal["none", "block"]
 """What is compiled: nothing, or each layer that repeats, as one graph."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
@@ -102,13 +105,27 @@ class Job:
         check_size("global-batch", self.global_batch, MOST_SAMPLES)
 
 
+CHUNK_ROWS = 1024
+"""Where nobody says: sums of a weight's gradient run over chunks in the weight's type, so that few
+large ones are best, and rows of 128 thousand outputs take a gigabyte."""
+
+
 class ChunkedLoss(Part):
     """Cross-entropy of the output projection, a few rows of logits at a time."""
 
-    rows: Positive
+    rows: Positive = CHUNK_ROWS
     """Positions whose logits exist at once."""
     gradients: LossGradients = "precomputed"
     """Made in forward, where they wait for backward; or in backward, from logits made anew."""
+
+
+def loss_text(loss: ChunkedLoss | None) -> str:
+    """Return how a loss is computed as people write it.
+
+    >>> loss_text(ChunkedLoss(rows=512)), loss_text(None)
+    ('precomputed/512', 'plain')
+    """
+    return "plain" if loss is None else f"{loss.gradients}/{loss.rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +150,10 @@ class Layout:
     """Pipeline stages on each rank."""
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
+    backward; None: all that divide its states."""
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     dispatch: Dispatch = "alltoall"
@@ -192,7 +213,6 @@ class Layout:
             parts.append(f"stages={self.virtual_stages}/rank")
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
-        chunks = self.loss and f"{self.loss.gradients}/{self.loss.rows}"
         parts += [
             f"{name}={value}"
             for name, value, usual in (
@@ -201,7 +221,9 @@ class Layout:
                 ("scales", self.scales, "tensorwise"),
                 ("weights", self.weight_wire, "full"),
                 ("dispatch", self.dispatch, "alltoall"),
-                ("loss", chunks, None),
+                ("prefetch", self.prefetch, 0),
+                ("reshard", self.reshard, None),
+                ("loss", loss_text(self.loss), loss_text(None)),
                 ("compile", self.compile, "none"),
             )
             if value != usual
@@ -360,6 +382,10 @@ class Plan(Document):
     """
     offload: Offload = "none"
     gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    """Written only where a depth is asked for."""
+    reshard: Devices | None = None
+    """Written only where it is not all ranks that divide states."""
     scales: Scales = "tensorwise"
     """With precision fp8; written only where they are not tensorwise."""
     weight_wire: WeightWire = "full"
@@ -384,7 +410,16 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        for name in ("document_len", "scales", "weight_wire", "dispatch", "compile"):
+        new = (
+            "document_len",
+            "scales",
+            "weight_wire",
+            "dispatch",
+            "prefetch",
+            "reshard",
+            "compile",
+        )
+        for name in new:
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -521,6 +556,8 @@ class Plan(Document):
             virtual_stages=self.virtual_stages,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            prefetch=self.prefetch,
+            reshard=self.reshard,
             scales=self.scales,
             weight_wire=self.weight_wire,
             dispatch=self.dispatch,

@@ -51,6 +51,8 @@ class LayerMeasurement(Part):
     seq_len: Positive
     precision: Precision
     recompute: Recompute
+    compiled: Flag = False
+    """Run as one graph; of the ends, which are not compiled, beside blocks that are."""
     forward_s: Amount
     backward_s: Amount
     """Includes the recomputed forward."""

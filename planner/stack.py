@@ -102,6 +102,9 @@ class Sharding(Part):
     accumulation: Accumulation = "into_sum"
     """How a micro-batch's gradients are added to those before: see
     `planner.costs.sharding.accumulated_bytes`."""
+    implicit_gathers: Flag = False
+    """A forward's gather starts when the host comes by its unit, unless a layout asks for a depth
+    of prefetching; else it is always started ahead."""
     bucket_gradients: Amount = 0.0
     """Gradients of a bucket in which ZeRO-1 and -2 reduce them, which is a buffer of its own in the
     type of computation; two where one fills while the other is reduced."""

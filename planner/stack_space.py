@@ -31,6 +31,7 @@ from planner.plan import (
     Job,
     Layout,
     Offload,
+    Prefetch,
     Scales,
     ScheduleName,
     WeightWire,
@@ -284,6 +285,12 @@ class Space(Part):
     activations: tuple[Activations, ...] = ("keep", "offload", "compress")
     offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    prefetch: tuple[Prefetch, ...] = (0,)
+    """Depths that a layout may ask for; 0 is what its stack does by itself."""
+    reshard: Flag = False
+    """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
+    chunked_loss: Flag = False
+    """A layout may say that its loss is computed in chunks."""
     scales: tuple[Scales, ...] = ("tensorwise",)
     weight_wires: tuple[WeightWire, ...] = ("full",)
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
@@ -391,11 +398,15 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
-    chosen: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    chunked, kept = layout.loss is not None, layout.reshard is not None
+    chosen: tuple[tuple[object, tuple[object, ...], str], ...] = (
         (layout.offload, space.offload, f"{layout.offload} on the host"),
         (layout.gradient_wire, space.wires, f"gradients that travel as {layout.gradient_wire}"),
         (layout.scales, space.scales, f"{layout.scales} scales"),
         (layout.weight_wire, space.weight_wires, f"weights that travel as {layout.weight_wire}"),
+        (layout.prefetch, space.prefetch, f"prefetch {layout.prefetch}"),
+        (kept, (False, space.reshard), f"parameters kept among {layout.reshard} ranks"),
+        (chunked, (False, space.chunked_loss), "a loss in chunks"),
         (layout.dispatch, space.dispatches, f"tokens dispatched by {layout.dispatch}"),
         (layout.compile, space.compile, f"compile {layout.compile}"),
     )

@@ -47,6 +47,7 @@ class Wish:
     value: float
     context: int = 1
     expert: int = 1
+    compiled: bool = False
 
     @property
     def division(self) -> Degrees:
@@ -87,7 +88,7 @@ def wishes(
     Of what no good plan uses, layers that tensor parallelism divides come before others.
     """
     values = used(plans)
-    sizes = sorted({*micro_batches, *(size for _, size, _ in values)})
+    sizes = sorted({*micro_batches, *(size for _, size, _, _ in values)})
     order = _ends_first(sizes)
     every = [
         Wish(
@@ -96,11 +97,15 @@ def wishes(
             expert=division[2],
             micro_batch=size,
             recompute=recompute,
-            value=values.get((division, size, recompute), 0.0),
+            compiled=compiled,
+            value=values.get((division, size, recompute, compiled), 0.0),
         )
         for size in order
         for division in divisions
         for recompute in RECOMPUTES
+        for compiled in (False, True)
+        # Each compiled choice is a graph that takes seconds: those alone that a plan uses.
+        if not compiled or (division, size, recompute, True) in values
     ]
     # Stable: the ends stay first among equals.
     return sorted(every, key=lambda wish: (-wish.value, max(wish.division[1:]) > 1))
@@ -108,13 +113,17 @@ def wishes(
 
 def used(
     plans: Sequence[tuple[float, Plan]],
-) -> dict[tuple[Degrees, int, Recompute], float]:
-    """Return the value of each (degrees, micro-batch, recompute) that plans use."""
-    values: dict[tuple[Degrees, int, Recompute], float] = {}
+) -> dict[tuple[Degrees, int, Recompute, bool], float]:
+    """Return the value of each (degrees, micro-batch, recompute, compiled) that plans use.
+
+    What is compiled is measured eager too: others are scaled by it.
+    """
+    values: dict[tuple[Degrees, int, Recompute, bool], float] = {}
     for value, plan in plans:
         for item in (item for stage in plan.stages for item in stage.layers):
-            key = (degrees_of(plan), plan.micro_batch, item.recompute)
-            values[key] = max(value, values.get(key, 0.0))
+            for compiled in {False, plan.compile == "block"}:
+                key = (degrees_of(plan), plan.micro_batch, item.recompute, compiled)
+                values[key] = max(value, values.get(key, 0.0))
     return values
 
 

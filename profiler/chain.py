@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,9 @@ from planner.schedules import PLAIN
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
 from runtime.branches import TOKENS
+from runtime.compiled import Compiler
 from runtime.mesh import Place
-from runtime.parallelize import activation_type, parallel_stage
+from runtime.parallelize import activation_type, parallel_stage, repeats
 from runtime.source import adapter_of
 
 SAME_KIND = 2
@@ -82,6 +84,7 @@ class Case:
     recompute: Recompute
     context: int = 1
     expert: int = 1
+    compiled: bool = False
 
     @property
     def division(self) -> Division:
@@ -138,6 +141,7 @@ class Chain:
         )
         stage = parallel_stage(plan, self._adapter, place, stage=0, device=device, weights=None)
         self.module = stage.chain.to(dtype)
+        self._compiled: dict[tuple[Recompute, int], dict[str, nn.Module]] = {}
         self._positions = place.context.positions(seq_len)
         self._data_rank = place.data_rank
         names = list(self.kinds)
@@ -177,12 +181,26 @@ class Chain:
         """What made the layers."""
         return self._adapter
 
-    def layers(self, recompute: Recompute) -> dict[str, nn.Module]:
-        """Return the layers in order, each recomputing itself as asked."""
-        return {
-            name: recomputing.wrapped(layer, recompute)
+    def layers(self, case: Case) -> dict[str, nn.Module]:
+        """Return the layers in order, each recomputing itself, and compiled, as a case asks."""
+        wrapped = {
+            name: recomputing.wrapped(layer, case.recompute)
             for name, layer in self.module.layers.items()
         }
+        if not case.compiled:
+            return wrapped
+        key = case.recompute, case.micro_batch
+        if key not in self._compiled:
+            around = {
+                name: _Around(layer) if repeats(self._adapter.model, name) else layer
+                for name, layer in wrapped.items()
+            }
+            compiler = Compiler(self.device)
+            for name, layer in around.items():
+                if isinstance(layer, _Around):
+                    compiler.compile(name, layer)
+            self._compiled[key] = around
+        return self._compiled[key]
 
     def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and targets of one micro-batch.
@@ -217,6 +235,17 @@ class Chain:
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+class _Around(nn.Module):
+    """A layer whose own forward stays as it is when this one is compiled."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Any:
+        return self.layer(*args)
 
 
 def short_chain(model: ModelGraph) -> dict[str, str]:

@@ -35,7 +35,7 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
     """Return what each layer of a chain stores and needs beside that for one micro-batch."""
     chain.gradients_exist()
     tokens, targets = chain.batch(case.micro_batch)
-    layers = chain.layers(case.recompute)
+    layers = chain.layers(case)
     result: dict[str, Bytes] = {}
     held = {TOKENS: tokens}
     measured: dict[str, int] = {}

@@ -243,7 +243,7 @@ def trial(
     """
     chain.gradients_exist()
     tokens, targets = chain.batch(case.micro_batch)
-    layers = chain.layers(case.recompute)
+    layers = chain.layers(case)
     names = list(layers)
     arrived: dict[str, Moment] = {}
     done = chain.done_after()
@@ -264,7 +264,7 @@ def trial(
         del value
         middle = clock.moment()
         spans: dict[str, list[Moment]] = {}
-        if again is not None and case.recompute != "none":
+        if again is not None and case.recompute != "none" and not case.compiled:
             noted.enter_context(_noting_forwards(chain, spans, clock))
         loss.backward()
         end = clock.moment()
@@ -328,7 +328,7 @@ def looked_at_again(
 ) -> tuple[float, float]:
     """Return the medians of a first look at a layer that reads tokens, and of some more."""
     tokens, _ = chain.batch(case.micro_batch)
-    layer = chain.layers(case.recompute)[name]
+    layer = chain.layers(case)[name]
     other = torch.ones(OTHER_BYTES // 4, device=chain.device)
     forwards, backwards = [first[0]], [first[1]]
     for _ in range(MORE_LOOKS):
@@ -387,7 +387,8 @@ def _measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> Layer
         recompute=case.recompute,
         forward_s=median(samples.forward_s),
         backward_s=median(samples.backward_s),
-        recompute_s=median(samples.recompute_s),
+        compiled=case.compiled,
+        recompute_s=None if case.compiled else median(samples.recompute_s),
         resident_bytes=max(
             size for name, size in chain.resident_bytes.items() if chain.kinds[name] == kind
         ),

@@ -22,7 +22,7 @@ from planner.profile import (
     Recompute,
     StageMeasurement,
 )
-from planner.units import Amount, Count, Positive, Text
+from planner.units import Amount, Count, Flag, Positive, Text
 from profiler import devices, layers, links, machine
 from profiler.chain import WHOLE, Case, Chain
 from profiler.clock import slowest
@@ -56,6 +56,7 @@ class CaseOrder(Part):
     expert: Positive = 1
     micro_batch: Positive
     recompute: Recompute
+    compiled: Flag = False
 
 
 class StageOrder(Part):

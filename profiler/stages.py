@@ -113,7 +113,7 @@ def _pass(stage: Chain, case: Case, clock: Clock) -> tuple[float, float]:
     """Return forward and backward seconds of one micro-batch, on this rank."""
     stage.gradients_exist()
     tokens, targets = stage.batch(case.micro_batch)
-    layers = stage.layers(case.recompute)
+    layers = stage.layers(case)
     with _alone(stage):
         begin = clock.moment()
         root, gradient = _rooted(stage, _through(stage, layers, tokens), targets)
@@ -152,7 +152,7 @@ def _bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
 def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:
     stage.gradients_exist()
     tokens, targets = stage.batch(case.micro_batch)
-    layers = stage.layers(case.recompute)
+    layers = stage.layers(case)
     gc.collect()
     existing = [*stage.module.parameters(), *stage.module.buffers(), tokens, targets]
     with LiveMemory(existing=existing) as live, stage.loss_context():

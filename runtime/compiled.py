@@ -14,18 +14,32 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from runtime.tensor import local_parts
-from runtime.torch_internals import compile_failures, compiled_graphs, compiler_lack, expect_graphs
+from runtime.torch_internals import (
+    compile_failures,
+    compiled_graphs,
+    compiler_lack,
+    expect_graphs,
+    has_ordered_effect,
+)
+from runtime.weight_gradients import act_for, deferring
 
 BACKEND = "inductor"
 """torch's compiler behind the graphs; tests trace, differentiate and partition only."""
 MOST_GRAPHS = 64
 """Of one forward's code: kinds of layers x recompute choices x training and evaluation."""
+LASTING: dict[str, str | int | bool | Callable[..., Any]] = {
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+}
+"""Of inductor, for graphs whose weight gradients wait: what they are made of outlasts the graph."""
 _LONGEST_REASON = 200
 
 
@@ -46,12 +60,24 @@ class Compiler:
             self.fallbacks[name] = self._lack
             return
         eager, failures = layer.forward, compile_failures()
-        made = torch.compile(eager, fullgraph=True, dynamic=False, backend=BACKEND)
+        linears = deferring(layer)
+        if linears:
+            has_ordered_effect(torch.ops.meshwright.put_off.default)
+        made = torch.compile(
+            eager,
+            fullgraph=True,
+            dynamic=False,
+            backend=BACKEND,
+            options=LASTING if linears and BACKEND == "inductor" else None,
+        )
         seen: set[bool] = set()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with local_parts(layer):
-                return made(*args, **kwargs)
+                result = made(*args, **kwargs)
+            if linears and torch.is_grad_enabled():
+                _node_of(result).register_prehook(lambda grads: act_for(linears))
+            return result
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             trains = torch.is_grad_enabled()
@@ -73,3 +99,9 @@ class Compiler:
             return result
 
         layer.forward = forward
+
+
+def _node_of(result: Any) -> torch.autograd.graph.Node:
+    """Return the node of autograd's graph that a compiled forward ends in."""
+    made = (one.grad_fn for one in tree_leaves(result) if isinstance(one, torch.Tensor))
+    return next(node for node in made if node is not None)

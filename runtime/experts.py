@@ -55,6 +55,8 @@ def mixed(
     rows = rows_of_experts(index, ranks * count_of(module))
     if group is None:
         returned = outputs(module, chosen, rows)
+    elif torch.compiler.is_compiling():
+        returned = _returned_in_graph(module, chosen, rows, group)
     else:
         route = _Route.of(rows, group, sent=len(chosen))
         journey = _Journey(route.arriving, route.leaving, group)
@@ -67,6 +69,20 @@ def mixed(
         returned = _Arrival.apply(_Departure.apply(made, back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
+
+
+def _returned_in_graph(
+    module: nn.Module,
+    chosen: Tensor,
+    rows: Tensor,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Return what the experts of all ranks make of this rank's tokens, as part of a graph."""
+    route = _Route.of(rows, group, sent=len(chosen))
+    coming = _Sent.apply(chosen, route.arriving, route.leaving, group.group_name)
+    arrived = _ended(coming)[route.by_expert]
+    made = outputs(module, arrived, route.rows)[_inverse(route.by_expert)]
+    return _ended(_Sent.apply(made, route.leaving, route.arriving, group.group_name))
 
 
 def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
@@ -92,7 +108,16 @@ def compute_shared_meanwhile(layer: nn.Module) -> None:
         if shared is not None and not (shared._forward_hooks or shared._forward_pre_hooks):
             shared_ahead = _Ahead(shared)
             mixture.register_forward_pre_hook(shared_ahead.begin)
-            routed.forward = functools.partial(routed.forward, meanwhile=shared_ahead.compute)
+            routed.forward = _calling(routed.forward, shared_ahead.compute)
+
+
+def _calling(forward: Callable[..., Any], meanwhile: Callable[[], None]) -> Callable[..., Any]:
+    """Return a function, since graphs tell partial objects of one function apart."""
+
+    def calling(*args: Any) -> Any:
+        return forward(*args, meanwhile=meanwhile)
+
+    return calling
 
 
 class _Ahead:
@@ -105,15 +130,21 @@ class _Ahead:
         module.forward = self._called
 
     def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Take note of the input that the module will be called with."""
-        self._input, self._made = args[0], None
+        """Take note of the input that the module will be called with.
+
+        A compiler orders what a graph computes beside its exchanges by itself.
+        """
+        if not torch.compiler.is_compiling():
+            self._input, self._made = args[0], None
 
     def compute(self) -> None:
         """Make the output, unless it was asked for already."""
-        if self._input is not None:
+        if self._input is not None and not torch.compiler.is_compiling():
             self._made = self._forward(self._input)
 
     def _called(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._forward(x)
         made, is_known = self._made, x is self._input
         self._input = self._made = None
         return made if made is not None and is_known else self._forward(x)
@@ -147,7 +178,7 @@ class Load:
         module.register_forward_pre_hook(self._add)
 
     def _add(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._rows += rows_of_experts(args[1], len(self._rows))
+        self._rows.add_(rows_of_experts(args[1], len(self._rows)))
 
     def taken(self) -> Tensor:
         """Return the counts [expert] and begin anew.
@@ -215,7 +246,7 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        return _begun(x, journey.arriving, journey.leaving, journey.group)
+        return _begun(x, journey.arriving, journey.leaving, journey.group.group_name)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
@@ -237,13 +268,28 @@ class _Arrival(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         journey = ctx.journey
-        journey.returning = _begun(grad, journey.leaving, journey.arriving, journey.group)
+        journey.returning = _begun(
+            grad, journey.leaving, journey.arriving, journey.group.group_name
+        )
         return grad, None
 
 
-def _begun(x: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> Tensor:
-    ops = torch.ops._c10d_functional
-    return ops.all_to_all_single(x.contiguous(), arriving, leaving, group.group_name)
+class _Sent(torch.autograd.Function):
+    """Rows that are on their way from every rank, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
+        ctx.sizes, ctx.name = (leaving, arriving), name
+        return _begun(x, arriving, leaving, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        arriving, leaving = ctx.sizes
+        return _ended(_begun(grad, arriving, leaving, ctx.name)), None, None, None
+
+
+def _begun(x: Tensor, arriving: list[int], leaving: list[int], name: str) -> Tensor:
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), arriving, leaving, name)
 
 
 def _ended(coming: Tensor) -> Tensor:
@@ -273,9 +319,49 @@ def _product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """Return each expert's rows of x times its matrix of weights [expert, output, input]."""
     if all(size * x.element_size() % _ALIGNMENT_BYTES == 0 for size in weights.shape[1:]):
         ends = rows.cumsum(0, dtype=torch.int32)
+        if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+            grouped: Tensor = torch.ops.meshwright.grouped_product(x, weights, ends)
+            return grouped
         return functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
     parts = x.split(rows.tolist())
     return torch.cat([functional.linear(*pair) for pair in zip(parts, weights, strict=True)])
+
+
+# torch's own shapes of grouped products in a graph are those of bf16 alone.
+@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
+def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return each expert's rows of x times its matrix of weights [expert, output, input]."""
+    return functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+
+
+@_grouped_product.register_fake
+def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("meshwright::grouped_weights", mutates_args=())
+def _grouped_weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of each expert's matrix, [expert, output, input]."""
+    return functional.grouped_mm(grad.t(), x, offs=ends)
+
+
+@_grouped_weights.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(ends), grad.shape[1], x.shape[1])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_product(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weights, ends = ctx.saved_tensors
+    grad, ops = grad.contiguous(), torch.ops.meshwright
+    into_x = ops.grouped_product(grad, weights.transpose(-2, -1), ends)
+    return into_x, ops.grouped_weights(grad, x, ends), None
+
+
+_grouped_product.register_autograd(_gradients_of_product, setup_context=_keep_operands)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -39,7 +39,7 @@ from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
 from runtime.published import Region, Weights
-from runtime.torch_internals import replicate
+from runtime.torch_internals import act_around, replicate
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {
@@ -156,11 +156,14 @@ def parallel_stage(
             layer.register_forward_hook(lora.wants_gradient)
         if wraps:
             layer.register_forward_hook(no_view)
+            if compiles is not None:
+                _act_around(layer)
         if wraps and item.layer not in shared:
             over_data(layer, plan, place.data, device, root=False)
             narrow.take(layer)
     if wraps:
         over_data(chain, plan, place.data, device, root=True)
+    _prefetch([chain.get_submodule(item.layer) for item in placed], plan.prefetch)
     return ParallelStage(
         chain=chain,
         summed=frozenset(summed),
@@ -203,6 +206,13 @@ def _treated(
     if packing is not None:
         packing.around(layer)
     return layer
+
+
+def _act_around(layer: nn.Module) -> None:
+    """Let FSDP act around a layer for its experts too, since its hooks end a graph."""
+    for module in experts.modules_of(layer).values():
+        if isinstance(module, FSDPModule):
+            act_around(layer, module)
 
 
 def repeats(model: ModelGraph, name: str) -> bool:
@@ -369,8 +379,7 @@ def over_data(
         module,
         mesh=ranks.division if plan.gradient_wire == "full" else ranks.sharding,
         mp_policy=policy,
-        # The root's own parameters are needed again at once; None lets FSDP keep them.
-        reshard_after_forward=(None if root else True) if gathers_anew(plan, ranks) else False,
+        reshard_after_forward=_reshards(plan, ranks, root=root),
         shard_placement_fn=_divided_dims(module, ranks.sharding.size()).get,
         offload_policy=offload,
         ignored_params=others,
@@ -383,6 +392,29 @@ def over_data(
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
             if device.type == "cpu":
                 parameter.register_post_accumulate_grad_hook(_moved_home)
+
+
+def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
+    """Tell what becomes of parameters behind a forward: FSDP's `reshard_after_forward`."""
+    if not gathers_anew(plan, ranks):
+        return False
+    if root:  # its own parameters are needed again at once; None lets FSDP keep them
+        return None
+    match plan.reshard:
+        case None:
+            return True
+        case 1:
+            return False
+        case _:
+            return plan.reshard
+
+
+def _prefetch(layers: Sequence[nn.Module], depth: int) -> None:
+    """Let each unit of FSDP ask for so many units ahead; 0 leaves that to FSDP."""
+    units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for at, unit in enumerate(units if depth else ()):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
 
 
 def _moved_home(parameter: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -40,6 +40,7 @@ __all__ = [
     "ReplicateModule",
     "TensorMeta",
     "VersionWrapper",
+    "act_around",
     "checkpoint_wrapper",
     "compile_failures",
     "compiled_code",
@@ -49,7 +50,9 @@ __all__ = [
     "extend_gather",
     "fake_store",
     "fsdp_parameters",
+    "has_ordered_effect",
     "in_backward",
+    "is_traced",
     "reduce_scatter",
     "replicate",
     "shapes_found_in",
@@ -84,6 +87,7 @@ def expect_graphs(most: int) -> None:
     """Let one function's code have so many graphs; torch gives up behind 8."""
     import torch._dynamo.config  # noqa: PLC0415
 
+    torch._dynamo.config.capture_scalar_outputs = True  # sizes of an exchange between experts
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(most, limit)
 
@@ -101,6 +105,18 @@ def compiler_lack(device: torch.device) -> str | None:
     except exc.InvalidCxxCompiler:
         return "there is no C++ compiler; install g++ or set CXX"
     return None
+
+
+def has_ordered_effect(operator: Any) -> None:
+    """Let a graph keep an operator without outputs, and call it in its place."""
+    from torch._higher_order_ops import effects  # noqa: PLC0415
+
+    effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+
+
+def is_traced() -> bool:
+    """Tell whether what is called now is being written down as a graph, and not run."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def in_backward() -> bool:
@@ -150,6 +166,21 @@ def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]
             groups = () if one is None else (one,)
         for group in groups:
             yield from group.fsdp_params
+
+
+def act_around(outer: nn.Module, inner: FSDPModule) -> None:
+    """Let FSDP gather and free the parameters of an inner module around the calls of an outer one.
+
+    Its hooks end a graph, so none may stand inside of what is compiled.
+    """
+    wrapper = replicate if isinstance(inner, ReplicateModule) else fully_shard
+    state = cast(Any, wrapper).state(inner)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = outer.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward)
 
 
 def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:

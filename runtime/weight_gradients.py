@@ -5,6 +5,10 @@ its own weight's for later: the store keeps the input and the gradient of the ou
 splitting the autograd graph, this runs each backward once, so it is exact and costs nothing more
 under recompute, sharding and tensor parallelism.  Gradients of all other parameters (norms, biases,
 embeddings) are made with the input's; they are small or cannot wait.
+
+A compiled block is one graph, which knows neither stores nor the parameters of the layer that it
+runs for.  In its backward the operator `meshwright::put_off` stands for the store, and names a
+Linear by its place among those of its layer; `acting_for` says which layer that is.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+
+from runtime.torch_internals import is_traced
 
 
 class Products(Protocol):
@@ -85,6 +91,8 @@ class DeferredLinear(nn.Linear):
 
     store: WeightGradients | None
     products: Products
+    place: int
+    """Among the Linears of its layer."""
     scale: Tensor | None
     """Of a weight that comes in 8 bits (runtime/narrow_gather.py)."""
     stand_in: Tensor | None
@@ -96,23 +104,66 @@ class DeferredLinear(nn.Linear):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product with these parameters, the module's own or its local parts."""
-        # The parameter itself, which waits in the store; a compiled graph takes no tensor twice.
-        own = self._parameters["weight"] if self.store is not None else None
+        own: nn.Parameter | int | None = None
+        store = None if torch.compiler.is_compiling() else self.store
+        if store is not None:  # the parameter itself waits there
+            own = self._parameters["weight"]
+        elif self.store is not None:  # a graph takes no tensor twice
+            own = self.place
         if self.stand_in is None:
-            return _Linear.apply(x, weight, None, None, bias, own, self.store, self.products)
+            return _Linear.apply(x, weight, None, None, bias, own, store, self.products)
         eight, as_wide = weight.detach(), self.stand_in
-        return _Linear.apply(x, eight, as_wide, self.scale, bias, own, self.store, self.products)
+        return _Linear.apply(x, eight, as_wide, self.scale, bias, own, store, self.products)
+
+    def put_off(self, x: Tensor, grad: Tensor) -> None:
+        """Keep what the weight's gradient is made of, or make it at once if nothing waits."""
+        assert self.store is not None
+        weight = self._parameters["weight"]
+        assert weight is not None
+        if self.store.deferring:
+            self.store.add(weight, x, grad, self.products)
+        else:
+            with torch.no_grad():
+                _accumulate(weight, self.products.of_weight(x, grad))
 
 
 def defer(layer: nn.Module, store: WeightGradients | None, products: Products = PLAIN) -> None:
     """Let the weight gradients of a layer's Linears wait in a store; make their `products`."""
-    for module in layer.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = DeferredLinear
-            deferred = cast(DeferredLinear, module)
-            deferred.store = store
-            deferred.products = products
-            deferred.scale = deferred.stand_in = None
+    linears = [module for module in layer.modules() if type(module) is nn.Linear]
+    for place, module in enumerate(linears):
+        module.__class__ = DeferredLinear
+        deferred = cast(DeferredLinear, module)
+        deferred.store = store
+        deferred.products = products
+        deferred.place = place
+        deferred.scale = deferred.stand_in = None
+
+
+def deferring(layer: nn.Module) -> list[DeferredLinear]:
+    """Return the Linears of a layer whose weight gradients may wait, by their place."""
+    found = (module for module in layer.modules() if isinstance(module, DeferredLinear))
+    return sorted((one for one in found if one.store is not None), key=lambda one: one.place)
+
+
+_acting: list[DeferredLinear] = []
+"""The Linears of the layer whose compiled backward runs."""
+
+
+def act_for(linears: list[DeferredLinear]) -> None:
+    """Let the compiled backward that runs next put off the weight gradients of these Linears."""
+    _acting[:] = linears
+
+
+@torch.library.custom_op("meshwright::put_off", mutates_args=())
+def _put_off(x: Tensor, grad: Tensor, place: int) -> None:
+    """Keep what a weight's gradient is made of: the effect of a graph, which has no output."""
+    _acting[place].put_off(x, grad)
+
+
+@_put_off.register_fake
+def _(x: Tensor, grad: Tensor, place: int) -> None:
+    if not is_traced():  # it runs, on tensors without data
+        _acting[place].put_off(x, grad)
 
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
@@ -131,7 +182,7 @@ class _Linear(torch.autograd.Function):
         stand_in: Tensor | None,
         scale: Tensor | None,
         bias: Tensor | None,
-        parameter: nn.Parameter | None,
+        parameter: nn.Parameter | int | None,
         store: WeightGradients | None,
         products: Products,
     ) -> Tensor:
@@ -146,6 +197,8 @@ class _Linear(torch.autograd.Function):
         own = None
         if not (wants_weight or wants_stand_in):
             pass
+        elif isinstance(ctx.parameter, int):
+            torch.ops.meshwright.put_off(x, grad, ctx.parameter)
         elif ctx.store is not None and ctx.store.deferring:
             ctx.store.add(ctx.parameter, x, grad, ctx.products)
         else:

@@ -525,6 +525,8 @@ def launches(at: Setting) -> Rows:
 
 # --- several ranks ----------------------------------------------------------------------------
 
+CHOICES = ("prefetch", "reshard", "loss", "compile")
+"""Fields of a plan that a layout may say as they are."""
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mesh": {"data_shard": 2}, "zero": 3},
     {"mesh": {"tensor": 2}},
@@ -533,6 +535,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mesh": {"data_replicate": 2}},
     {"mesh": {"data_shard": 2}, "zero": 3, "precision": "bf16"},
     {"mesh": {"pipeline": 2}, "precision": "bf16"},
+    {"mesh": {"data_shard": 2}, "zero": 3, "compile": "block", "prefetch": 1},
+    {"mesh": {"data_shard": 2}, "zero": 3, "reshard": 1, "loss": {"rows": 100}},
+    {"mesh": {"pipeline": 2}, "schedule": "zb-h1", "compile": "block"},
+    {"mesh": {"data_shard": 4}, "zero": 3, "reshard": 2, "prefetch": 2},
     {"mesh": {"data_shard": 2, "tensor": 2}, "zero": 3},
     {"mesh": {"pipeline": 2, "data_shard": 2}, "zero": 1},
     {"mesh": {"data_shard": 4, "tensor": 2}, "zero": 3},
@@ -555,7 +561,7 @@ def layout_plan(model: ModelGraph, layout: dict[str, Any], seq_len: int = 128) -
         precision=layout.get("precision", "fp32"),
         mesh=mesh,
         zero=layout.get("zero", 0),
-        schedule="1f1b",
+        schedule=layout.get("schedule", "1f1b"),
         micro_batch=samples,
         micro_batches=micro_batches,
         stages=tuple(
@@ -563,6 +569,7 @@ def layout_plan(model: ModelGraph, layout: dict[str, Any], seq_len: int = 128) -
             for a, b in itertools.pairwise(cuts)
         ),
         timeout_s=60.0,
+        **{name: layout[name] for name in CHOICES if name in layout},
     )
 
 
@@ -640,7 +647,7 @@ def _compared(at: Setting, layout: dict[str, Any], *, shared: bool) -> Row:
 
 def shared_device(at: Setting) -> Rows:
     """Yield losses of two ranks on one device, which talk over the host, against one process."""
-    for layout in LAYOUTS[: 1 if at.tiny else 7]:
+    for layout in LAYOUTS[: 1 if at.tiny else 10]:
         yield json.dumps(layout), lambda of=layout: _compared(at, of, shared=True)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Provenance
+from planner.costs.layer_seconds import ENDS
 from planner.layers.operator_table import Setting, smaller
 from planner.profile import LayerMeasurement, Profile, Recompute
 
@@ -56,6 +57,8 @@ class Figures:
     """Of stored_bytes, what floating tensors take."""
     elements_per_stored_byte: float = 0.0
     """Elements of those tensors, for each byte of stored_bytes."""
+    forward_waits_s: float = 0.0
+    """Of forward_s, what the device waits for its host."""
     waits_s: float = 0.0
     """Of both passes, what the device waits for its host and can copy in."""
     kept_bytes: float = 0.0
@@ -160,7 +163,9 @@ def calibrated(
     if not same_kind:
         return own
     exact: dict[float, LayerMeasurement] = {
-        m.micro_batch: m for m in same_kind if _same_but_batch(m, setting, recompute)
+        m.micro_batch: m
+        for m in same_kind
+        if _same_but_batch(m, setting, recompute) and _run_alike(m, setting)
     }
     if setting.micro_batch in exact:
         return _measured(own, exact[setting.micro_batch])
@@ -189,6 +194,8 @@ def _scaled_to_nearest(
         tensor=nearest.tensor,
         context=nearest.context,
         expert=nearest.expert,
+        compiled=setting.compiled if nearest.kind in ENDS else nearest.compiled,
+        loss=None,
     )
     return _scaled(own, nearest, computed(there, nearest.recompute))
 
@@ -235,6 +242,7 @@ def stage_factors(
         if (m.tensor, m.context, m.expert) == divided
         and (m.precision, m.seq_len) == (setting.precision, setting.seq_len)
         and (m.micro_batch, m.recompute) == (nearest.micro_batch, nearest.recompute)
+        and not m.compiled
     }
     parts = [alone.get(kinds.get(name, "")) for name in nearest.layers]
     known = [part for part in parts if part is not None and part.spread <= SURE]
@@ -253,6 +261,13 @@ def corrects(measurements: Sequence[LayerMeasurement], setting: Setting) -> bool
     return any(m.precision == setting.precision for m in measurements)
 
 
+def _run_alike(m: LayerMeasurement, setting: Setting) -> bool:
+    """Whether what was measured ran as a setting says; losses are measured of all logits."""
+    if m.kind in ENDS:
+        return m.kind != "head" or setting.loss is None
+    return m.compiled == setting.compiled
+
+
 def _same_but_batch(m: LayerMeasurement, setting: Setting, recompute: Recompute) -> bool:
     return (
         m.tensor == setting.tensor
@@ -264,9 +279,10 @@ def _same_but_batch(m: LayerMeasurement, setting: Setting, recompute: Recompute)
 
 def _distance(
     m: LayerMeasurement, setting: Setting, recompute: Recompute
-) -> tuple[bool, float, float, float]:
-    """Order measurements: same recompute first, then tensor degree, sequence, micro-batch."""
+) -> tuple[bool, bool, float, float, float]:
+    """Order measurements: run alike first, then by recompute, tensor, sequence, micro-batch."""
     return (
+        not _run_alike(m, setting),
         m.recompute != recompute,
         abs(math.log(m.tensor / setting.tensor)),
         abs(math.log(m.seq_len / setting.seq_len)),

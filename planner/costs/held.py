@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from planner.cluster import EIGHT_BITS
 from planner.costs import memory
 from planner.costs.crossings import sink_kind
 from planner.costs.layer_seconds import ENDS
@@ -70,6 +71,9 @@ class HeldStates:
             memory.state_types(stack, job.precision, zero=zero, moments=model.optimizer_bytes)
             for zero in range(4)
         ]
+        self._gathers_narrow = (
+            job.precision in EIGHT_BITS and "parameters" in stack.eight_bit.gathered
+        )
         self._known: dict[tuple[object, ...], Held] = {}
 
     def sharing(self, layout: Layout) -> Sharing:
@@ -83,8 +87,10 @@ class HeldStates:
             accumulated=layout.micro_batches > 1,
             offload=layout.offload,
             wire=layout.gradient_wire,
+            prefetch=layout.prefetch,
+            reshard=layout.reshard,
             versions=weight_versions(layout),
-            narrow=layout.weight_wire == "fp8",
+            narrow=layout.weight_wire == "fp8" or self._gathers_narrow,
         )
 
     def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:

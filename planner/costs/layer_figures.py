@@ -249,6 +249,8 @@ class LayerFigures:
         found = layer_seconds.passes(table, recompute, on)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]
+        if setting.compiled:  # a graph waits for what an exchange brings as soon as it has begun it
+            rule = replace(rule, shared=0.0)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
             layer_seconds.collectives(table, again, link_s, rule), found, rule
         )
@@ -270,6 +272,7 @@ class LayerFigures:
             backward_s=seen.backward_s,
             recompute_s=seen.recompute_s,
             waits_s=seen.waits_s,
+            forward_waits_s=larger(0.0, seen.forward_s - forward_s),
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(

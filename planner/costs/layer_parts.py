@@ -268,6 +268,7 @@ class LayerParts:
             forward_s=figures.forward_s,
             backward_s=figures.backward_s + figures.recompute_s,
             waits_s=figures.waits_s,
+            forward_waits_s=figures.forward_waits_s,
         )
         if sharing.wrapped:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
@@ -320,6 +321,7 @@ class LayerParts:
             group_steps(layout, ("data_replicate",)),
             group_steps(layout, ("pipeline",)),
             layout.devices,
+            layout.reshard,
         )
         same = same_experts_steps(layout) if layout.expert > 1 else None
         key = (name, same)
@@ -327,13 +329,24 @@ class LayerParts:
             shard, replicate, neighbours = (
                 levels(self._cluster.tiers, steps, devices=layout.devices) for steps in name[:3]
             )
-            whole = Links(shard=shard, replicate=replicate, neighbours=neighbours, name=name)
+            inner = levels(self._cluster.tiers, _inner_steps(layout), devices=layout.devices)
+            whole = Links(
+                shard=shard, replicate=replicate, neighbours=neighbours, inner=inner, name=name
+            )
             if same is not None:
                 inside = levels(self._cluster.tiers, same, devices=layout.devices)
                 apart = replace(whole, shard=inside, name=(same, *name[1:]))
                 whole = replace(whole, same_experts=apart)
             self._known_links[key] = whole
         return self._known_links[key]
+
+
+def _inner_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return (ranks, stride) of those that divide parameters between forward and backward."""
+    if layout.reshard in (None, 1):
+        return ()
+    ((_, stride),) = group_steps(layout, ("data_shard",))
+    return ((layout.reshard, stride),)
 
 
 class _Moved(NamedTuple):
@@ -382,6 +395,8 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batches > 1,
         layout.offload,
         layout.gradient_wire,
+        layout.prefetch,
+        layout.reshard,
         layout.weight_wire,
         layout.loss is None,
         weight_versions(layout),

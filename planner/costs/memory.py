@@ -56,7 +56,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from planner.cluster import EIGHT_BITS
 from planner.plan import GradientWire, Offload
@@ -203,6 +203,10 @@ class Sharing:
     """A step has several micro-batches."""
     offload: Offload = "none"
     wire: GradientWire = "full"
+    prefetch: int = 0
+    """Units that are asked for ahead of the one that runs."""
+    reshard: int | None = None
+    """Ranks among which parameters are divided between forward and backward; None: `shard`."""
     versions: int = 1
     """How often the parameters are held: twice where a pipeline never drains."""
     narrow: bool = False
@@ -241,6 +245,14 @@ class Sharing:
         return self.sharded and self.zero == 3
 
     @property
+    def between(self) -> int | None:
+        """Among how many ranks a unit's parameters are divided between its forward and backward.
+
+        None where they are as between steps.
+        """
+        return self.reshard if self.gathers_again and not self.pipelined else None
+
+    @property
     def pipelined_units(self) -> bool:
         """Whether gradients wait for a pipeline's last backward, and what a backward gathered
         stays until the next forward, table's note (3): torch's pipelining of FSDP's units."""
@@ -273,6 +285,8 @@ class States:
     """Of backward_transient_bytes, what comes when a loss's own working memory is gone."""
     gradient_buffers_bytes: float = 0.0
     """Of gradients, what is there from the start, whatever has been made of it."""
+    between_bytes: float = 0.0
+    """Of parameters, what stays from a layer's forward to its backward."""
 
     @property
     def resident_bytes(self) -> float:
@@ -294,6 +308,7 @@ class States:
             bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
             after_loss_bytes=self.after_loss_bytes + other.after_loss_bytes,
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
+            between_bytes=self.between_bytes + other.between_bytes,
         )
 
 
@@ -377,17 +392,50 @@ def states(
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
         moments += FP32 * (n + factors)
+    ahead = _gathered_ahead(gathered, sharing)
     return States(
         parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * whole)),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=gradients,
         optimizer_bytes=moments,
-        forward_transient_bytes=3 * gathered + arriving,
-        backward_transient_bytes=e * n + reduced + 2 * gathered + arriving,
+        forward_transient_bytes=ahead.forward + arriving,
+        backward_transient_bytes=e * n + reduced + ahead.backward + arriving,
         host_bytes=on_host,
         bucket_bytes=bucket,
+        between_bytes=ahead.between,
         after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
     )
+
+
+class _Gathered(NamedTuple):
+    """Bytes of gathered parameters: working ones of both passes, and what stays between them."""
+
+    forward: float
+    backward: float
+    between: float
+
+
+def _gathered_ahead(gathered: float, sharing: Sharing) -> _Gathered:
+    """Return what a unit of so many gathered bytes G holds of its own and of those asked for ahead.
+
+    With depth p of prefetching (p = 0 acts like 1) and k ranks that divide it between its passes:
+
+        forward     3 G + (p - 1) G    it, the next one and a buffer; each more that is ahead
+        backward    2 G + (p - 1) G    it and the next one, and those ahead
+        between     G / k              kept from forward to backward
+
+    When a unit's gradients are reduced the next one runs, so that of both nothing is kept any more;
+    with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
+    data (`runtime.rehearsal`).
+    """
+    more = max(0, sharing.prefetch - 1) * gathered
+    ranks = sharing.between
+    if ranks is None:
+        return _Gathered(3 * gathered + more, 2 * gathered + more, 0.0)
+    between = gathered / ranks
+    if ranks == 1:
+        return _Gathered(2 * gathered + more, -between, between)
+    return _Gathered(3 * gathered + more, 2 * gathered + more - 2 * between, between)
 
 
 def _buffers(n: float, sharing: Sharing, largest: float) -> States:
@@ -491,12 +539,14 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
         gathered = e * n if sharing.gathers_again else 0.0
         held = e * n / d + (0.0 if gathered else e * n)
     on_host = e * n / d if sharing.offload == "parameters" else 0.0
+    ahead = _gathered_ahead(gathered, sharing)
     return States(
         parameters_bytes=held - on_host + sharing.types.scales * n,
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=0.0,
         optimizer_bytes=0.0,
-        forward_transient_bytes=3 * gathered + on_host,
-        backward_transient_bytes=2 * gathered + on_host,
+        forward_transient_bytes=ahead.forward + on_host,
+        backward_transient_bytes=ahead.backward + on_host,
         host_bytes=on_host,
+        between_bytes=ahead.between,
     )

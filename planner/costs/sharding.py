@@ -36,7 +36,7 @@ from planner.costs import compute
 from planner.costs.collectives import Levels, ranks_of
 from planner.costs.memory import FP32, NARROW, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
-from planner.layers.operator_table import larger
+from planner.layers.operator_table import either, larger
 from planner.stack import Accumulation
 
 POWERSGD_RANK = 4
@@ -60,6 +60,8 @@ class Links:
     neighbours: Levels
     name: tuple[object, ...] = ()
     """What tells these levels from others of one cluster."""
+    inner: Levels = ()
+    """Of the ranks among which parameters are divided between forward and backward."""
     same_experts: Links | None = None
     """Of the ranks that hold the same experts, where experts have ranks of their own."""
 
@@ -83,6 +85,8 @@ class Traffic:
     """Of each gather: parameters come from the host first."""
     host_reduce_s: float = 0.0
     """Of each reduction: gradients go to the host."""
+    implicit: float = 0.0
+    """1 where a forward's gather starts no sooner than the host comes by its unit."""
 
     def __add__(self, other: Traffic) -> Traffic:
         """Both, one after the other."""
@@ -96,6 +100,7 @@ class Traffic:
             copies_per_step_s=self.copies_per_step_s + other.copies_per_step_s,
             host_gather_s=self.host_gather_s + other.host_gather_s,
             host_reduce_s=self.host_reduce_s + other.host_reduce_s,
+            implicit=larger(self.implicit, other.implicit),
         )
 
 
@@ -140,7 +145,8 @@ def traffic(
             # The whole parameters of a replica in fp32 are those that its optimizer holds.
             copied = sharing.sharded or types.working != types.stored
             unpack_s = rates.gather_copy_s(working) if copied else 0.0
-            if narrow and sharing.narrow and sharing.gathers_again:
+            apart = rates.stack.eight_bit.cast_kernels > 0
+            if narrow and apart and sharing.gathers_again:
                 cast = NARROWING_TRAFFIC_BYTES * (parameters - wide) / sharing.shard
                 unpack_s += rates.memory_s(cast)
             fresh = types.working * trained
@@ -158,11 +164,14 @@ def traffic(
         if each:
             host_reduce_s += rates.host_memory_s(ADDING_TRAFFIC_BYTES * trained / d)
     if again and not sharing.pipelined_units:
+        inner_s = rates.link_s("all_gather", working, links.inner)
+        back_s = gather_s if sharing.between is None else inner_s
         return Traffic(
             forward_gather_s=gather_s,
             forward_copies_s=unpack_s,
-            backward_s=gather_s + reduce_s,
-            backward_copies_s=unpack_s + pack_s + added_s,
+            backward_s=back_s + reduce_s,
+            backward_copies_s=unpack_s * (sharing.between != 1) + pack_s + added_s,
+            implicit=float(rule.implicit_gathers and not sharing.prefetch),
             host_gather_s=host_gather_s,
             host_reduce_s=host_reduce_s,
         )
@@ -233,15 +242,20 @@ def seen_in_passes(
     forward_s: float,
     backward_s: float,
     waits_s: float = 0.0,
+    forward_waits_s: float = 0.0,
 ) -> tuple[Seen, Seen]:
     """Return what is seen in each forward, and in each backward with what it recomputes.
 
-    In `waits_s` the device waits for its host, and copies beside gradients take nothing more.
+    In `waits_s` the device waits for its host, and copies beside gradients take nothing more.  A
+    device that waits `forward_waits_s` in a forward has done all that was started before, so that a
+    gather which its host starts by the way hides behind nothing but the wait.
     """
     again, each = sharing.gathers_again, sharing.reduces_each_micro_batch
     anew = again and not sharing.pipelined_units
+    by_the_way = moving.implicit * (forward_waits_s > 0)
+    window_s = either(by_the_way > 0, forward_waits_s, forward_s)
     gather = _seen(
-        moving.forward_gather_s, moving.host_gather_s if anew else 0.0, forward_s, rates, "units"
+        moving.forward_gather_s, moving.host_gather_s if anew else 0.0, window_s, rates, "units"
     )
     returned_s = (moving.host_gather_s if again else 0.0) + (
         moving.host_reduce_s if each or anew else 0.0

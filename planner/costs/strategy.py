@@ -174,7 +174,7 @@ class StrategyParts:
         """What the layer holds."""
         states, offloaded = self.states, self.activations == "offload"
         return LayerBytes(
-            stored=self.stored_bytes,
+            stored=self.stored_bytes + states.between_bytes,
             kept=self.figures.kept_bytes,
             forward=self.forward_transient_bytes,
             backward=self.backward_transient_bytes,

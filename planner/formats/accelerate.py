@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from planner.formats.wanted import (
     Wanted,
     compile_text,
-    decay_text,
     degrees_above,
     of_fsdp,
     of_one_kind,
     rate_text,
     recompute_of,
+    script_text,
 )
 
 
@@ -79,5 +79,5 @@ def outside(wanted: Wanted) -> Iterator[str]:
         yield f"accelerator.clip_grad_norm_(model.parameters(), {t.clip_norm:g})"
     if wanted.changes_rate:
         yield rate_text(wanted)
-    yield from decay_text(wanted)
+    yield from script_text(wanted)
     yield from compile_text(wanted)

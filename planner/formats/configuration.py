@@ -26,7 +26,7 @@ from planner.formats import (
     torchtitan_toml,
     transformers,
 )
-from planner.formats.wanted import Wanted, for_all
+from planner.formats.wanted import Wanted, for_all, own_text
 from planner.model import ModelGraph
 from planner.plan import Plan
 
@@ -63,7 +63,7 @@ def in_the_script(
 ) -> list[str]:
     """Return what of a plan is set elsewhere: in the training script, or where it is started."""
     wanted = Wanted(plan=plan, model=model, cluster=cluster)
-    return list(FRAMEWORKS[to].outside(wanted))
+    return [*FRAMEWORKS[to].outside(wanted), *own_text(wanted)]
 
 
 FRAMEWORKS = {

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from planner.formats.wanted import (
     Wanted,
     compile_text,
-    decay_text,
     degrees_above,
     of_one_kind,
     rate_text,
     recompute_of,
+    script_text,
 )
 
 
@@ -66,5 +66,5 @@ def outside(wanted: Wanted) -> Iterator[str]:
     if wanted.changes_rate:
         # Its own schedulers begin two steps later, and none has a floor with each fall.
         yield f"{rate_text(wanted)}; as lr_scheduler of deepspeed.initialize"
-    yield from decay_text(wanted)
+    yield from script_text(wanted)
     yield from compile_text(wanted)

@@ -139,8 +139,8 @@ def _settings(wanted: Wanted) -> Iterator[str]:
     yield f"compile.enable = {plan.compile == 'block'}"
     yield 'compile.components = ["model"]'
     yield f"activation_checkpoint = {_POLICIES[recompute_of(wanted)]}"
-    # A loss from all logits, not in chunks of them.
-    yield 'loss = getattr(config.loss, "loss_fn", config.loss)'
+    if plan.loss is None:  # from all logits, not in chunks of them
+        yield 'loss = getattr(config.loss, "loss_fn", config.loss)'
     if plan.precision == "fp8":
         made = f"Float8LinearConverter.Config(model_compile_enabled={plan.compile == 'block'})"
         yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{made}])"

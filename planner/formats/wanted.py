@@ -82,10 +82,19 @@ def rate_text(wanted: Wanted) -> str:
     return ", ".join(parts)
 
 
-def decay_text(wanted: Wanted) -> Iterator[str]:
-    """Yield which parameters the plan's weight decay leaves out."""
+def script_text(wanted: Wanted) -> Iterator[str]:
+    """Yield which parameters weight decay leaves out."""
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
+
+
+def own_text(wanted: Wanted) -> Iterator[str]:
+    """Yield what memory and time were counted for that no configuration says."""
+    loss, prefetch = wanted.plan.loss, wanted.plan.prefetch
+    if loss is not None:
+        yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
+    if prefetch:
+        yield f"parameters of {prefetch} layers are gathered ahead, where that can be set"
 
 
 def compile_text(wanted: Wanted) -> Iterator[str]:
@@ -97,7 +106,7 @@ def compile_text(wanted: Wanted) -> Iterator[str]:
 _WRITTEN = {
     *("format", "model", "cluster", "backend", "seq_len", "global_batch", "precision", "mesh"),
     *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload", "compile"),
-    *("training", "timeout_s", "groups", "shares", "stages"),
+    *("training", "timeout_s", "groups", "shares", "stages", "loss", "prefetch"),
 }
 """Fields of a plan that configurations say, or that are refused by name."""
 _UNSUPPORTED = {
@@ -106,7 +115,7 @@ _UNSUPPORTED = {
     "scales": "scales of 8-bit operands are {}",
     "dispatch": "tokens come to experts by {}",
     "document_len": "attention stays within documents of {} tokens, which the data says there",
-    "loss": "the loss is computed in chunks",
+    "reshard": "parameters stay divided over {} ranks from forward to backward",
     "batch": "its batches are a script's own",
 }
 """How the others are refused, where a plan uses them."""

@@ -90,11 +90,13 @@ def ranks_table(result: Result, model: str, ranks: Sequence[Rank]) -> Table:
 def limits(outcome: Outcome) -> list[str]:
     """Return what an outcome misses, or how surely it keeps each goal."""
     sold = ["not sold"] if outcome.hypothetical else []
-    return (
-        sold
-        + list(outcome.misses)
-        + [f"{goal} {100 * chance:.0f} % sure" for goal, chance in outcome.chances.items()]
-    )
+    missed = {miss.partition(":")[0] for miss in outcome.misses}
+    kept = [
+        f"{goal} {100 * chance:.0f} % sure"
+        for goal, chance in outcome.chances.items()
+        if goal not in missed
+    ]
+    return [*sold, *outcome.misses, *kept]
 
 
 def _speed(outcome: Outcome) -> Iterator[str]:

@@ -622,6 +622,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         data_replicate=degrees.data,
         micro_batch=size,
         micro_batches=count,
+        loss=pins.chunks,
         scales=pins.scales or "tensorwise",
         compile=pins.compile or "none",
     )

@@ -30,6 +30,10 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
     if layout.gradient_wire == "fp16":
         yield replace(layout, gradient_wire="bf16")
+    if layout.prefetch:
+        yield replace(layout, prefetch=0)
+    if layout.reshard is not None:
+        yield replace(layout, reshard=None)
     if layout.order != INSIDE_OUT:
         yield replace(layout, order=INSIDE_OUT)
 

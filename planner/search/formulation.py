@@ -231,6 +231,8 @@ def plan_with(
         micro_batches=layout.micro_batches,
         offload=layout.offload,
         gradient_wire=layout.gradient_wire,
+        prefetch=layout.prefetch,
+        reshard=layout.reshard,
         scales=layout.scales,
         weight_wire=layout.weight_wire,
         dispatch=layout.dispatch,

@@ -62,6 +62,8 @@ def features(plan: Plan) -> list[str]:
         found.append(f"{layout.offload} on the host")
     if layout.gradient_wire != "full":
         found.append(f"{layout.gradient_wire} gradients")
+    if layout.reshard is not None:
+        found.append("parameters kept within groups")
     if layout.order != INSIDE_OUT:
         found.append("axes in another order")
     treated = {

@@ -13,29 +13,34 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
+from planner.layers import arithmetic
+from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import (
     INSIDE_OUT,
     Axis,
+    ChunkedLoss,
     Compile,
     Dispatch,
     GradientWire,
     Job,
     Layout,
     Offload,
+    Prefetch,
     Scales,
     WeightWire,
 )
 from planner.request import Request
 from planner.schedule import obstacle, too_long
-from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.schedules import PLAIN, SCHEDULES, Schedule, Shape
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
@@ -71,6 +76,8 @@ class ShardingChoice:
     shard: int
     replicate: int
     order: tuple[Axis, ...]
+    prefetch: Prefetch = 0
+    reshard: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,7 @@ class Family:
     place: axis_orders.Spans = ()
     """How far tensor and context groups reach within each tier."""
     sequence_parallel: bool = True
+    loss: ChunkedLoss | None = None
     compile: Compile = "none"
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
@@ -105,6 +113,7 @@ class Family:
             degrees.expert,
             self.micro_batch,
             self.place,
+            self.loss,
             self.compile,
             self.scales,
             self.weight_wire,
@@ -145,12 +154,15 @@ class Family:
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             order=sharing.order,
+            prefetch=sharing.prefetch,
+            reshard=sharing.reshard,
             offload=saving.offload,
             gradient_wire=saving.wire,
             scales=self.scales,
             dispatch=self.dispatch,
             weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
+            loss=self.loss,
             compile=self.compile,
         )
 
@@ -328,15 +340,18 @@ def families(
         replicate = degrees.data // shard
         for spans, order in _orders(tiers, degrees, shard, replicate, pins).items():
             inner = spans[:2]  # of tensor and context
-            by_place.setdefault(inner, []).append(ShardingChoice(zero, shard, replicate, order))
+            for prefetch, reshard in gathers(request, degrees, zero, shard, saved):
+                choice = ShardingChoice(zero, shard, replicate, order, prefetch, reshard)
+                by_place.setdefault(inner, []).append(choice)
     compiled: dict[str, Compile] = {}
     for size, count in micro_batches(job, degrees, pins):
-        every: dict[Compile, list[Timetable]] = {}
+        every: dict[tuple[Compile, ChunkedLoss | None], list[Timetable]] = {}
         for one in timetables(model, degrees.pipeline, count, pins, space=space):
             if one.schedule not in compiled:
                 compiled[one.schedule] = compiles(request, degrees, one.schedule)
-            every.setdefault(compiled[one.schedule], []).append(one)
-        for choice, alike in every.items():
+            loss = loss_of(request, degrees, size, count, one)
+            every.setdefault((compiled[one.schedule], loss), []).append(one)
+        for (blocks, loss), alike in every.items():
             for place, found in by_place.items():
                 yield Family(
                     degrees=degrees,
@@ -347,11 +362,111 @@ def families(
                     savings=saved,
                     place=place,
                     sequence_parallel=divided,
-                    compile=choice,
+                    loss=loss,
+                    compile=blocks,
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
                 )
+
+
+def gathers(
+    request: Request, degrees: Degrees, zero: int, shard: int, saved: Sequence[Saving]
+) -> Iterator[tuple[Prefetch, int | None]]:
+    """Yield depths of prefetching and ranks that keep parameters between passes, plainest first.
+
+    On GPUs ZeRO-3 may ask for one unit ahead; where its ranks are of several nodes, those of one
+    may keep parameters divided among themselves.  Other depths, and whole parameters, are there for
+    who pins them: the first take memory and hide no more of units that are alike, the second take
+    what ZeRO-2 takes, and longer.
+    """
+    pins, space, group = request.pins, request.space, request.cluster.groups[0]
+    moved = any(one.offload == "parameters" for one in saved)
+    asks = zero == 3 and degrees.pipeline == degrees.expert == 1 and not moved
+    depths: list[Prefetch] = [0]
+    within: list[int | None] = [None]
+    if asks and group.accelerator.kind in ("cuda", "rocm"):
+        depths += [1] if 1 in space.prefetch else []
+        node = group.devices_per_node // degrees.tensor
+        wide = weight_wire(request) == "full"
+        if (
+            space.reshard
+            and wide
+            and degrees.context == 1
+            and 1 < node < shard
+            and shard % node == 0
+        ):
+            within.append(node)
+    if pins.prefetch is not None:
+        depths = [pins.prefetch] if asks or not pins.prefetch else []
+    if pins.reshard is not None:
+        fits = asks and degrees.context == 1 and pins.reshard < shard
+        within = [pins.reshard] if fits and shard % pins.reshard == 0 else []
+    yield from itertools.product(depths, within)
+
+
+LEAST_SAVED = 0.02
+"""Of a device's memory, what a loss in chunks must save to be worth its chunks."""
+MOST_HELD = 0.1
+"""Of a device's memory, what gradients that wait for backward may take before they are made there,
+from logits made anew: one product more."""
+
+
+def loss_of(
+    request: Request, degrees: Degrees, size: int, count: int, timetable: Timetable
+) -> ChunkedLoss | None:
+    """Return how a layout computes its loss, of `count` micro-batches of this `size`.
+
+    Where the user has not said: in chunks on GPUs, if that saves memory.  Gradients made in forward
+    cost no product more than all logits do, and read and write less; they wait for backward, and
+    where too many micro-batches wait, backward makes them.
+    """
+    model, job = request.model, request.job
+    if request.pins.loss is not None:
+        return request.pins.chunks
+    a, gpus = model.architecture, [one.accelerator for one in request.cluster.groups]
+    known = a is not None and not (a.classes or model.edges) and request.space.chunked_loss
+    if not known or not all(one.kind in ("cuda", "rocm") for one in gpus):
+        return None
+    layout = Layout(
+        pipeline=degrees.pipeline,
+        schedule=timetable.schedule,
+        virtual_stages=timetable.virtual_stages,
+        micro_batches=count,
+    )
+    if layout.executed.stale:
+        return None
+    shape = Shape(layout.pipeline, count)
+    alive = layout.executed.counts(layout.pipeline - 1, shape).whole
+    setting = Setting(
+        micro_batch=size,
+        seq_len=job.seq_len,
+        precision=job.precision,
+        tensor=degrees.tensor,
+        context=degrees.context,
+    )
+    held: dict[ChunkedLoss | None, tuple[float, float]] = {
+        loss: _loss_bytes(model, replace(setting, loss=loss))
+        for loss in (None, PRECOMPUTED, RECOMPUTED)
+    }
+    peaks = {loss: waits * alive + works for loss, (waits, works) in held.items()}
+    memory = min(one.memory_bytes for one in gpus)
+    wins: ChunkedLoss | None = PRECOMPUTED
+    if peaks[PRECOMPUTED] - peaks[RECOMPUTED] > MOST_HELD * memory:
+        wins = RECOMPUTED
+    return wins if peaks[None] - peaks[wins] > LEAST_SAVED * memory else None
+
+
+PRECOMPUTED, RECOMPUTED = ChunkedLoss(), ChunkedLoss(gradients="recomputed")
+
+
+@lru_cache(maxsize=1 << 12)
+def _loss_bytes(model: ModelGraph, setting: Setting) -> tuple[float, float]:
+    """Return what a micro-batch's head leaves for its backward, and what it works with."""
+    head = next(layer for _, layer in reversed(model.chain))
+    table = arithmetic.table(model, head, setting)
+    working = max(table.forward_transient_bytes("none"), table.backward_transient_bytes("none"))
+    return table.stored_bytes("none"), working
 
 
 def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
@@ -456,6 +571,9 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout.virtual_stages,
         _PLACES[layout.offload],
         _PLACES[layout.gradient_wire],
+        layout.prefetch,
+        layout.reshard or 0,
+        layout.loss is not None,
         *_axes(layout.order),
         -layout.micro_batch,
     )

@@ -85,9 +85,9 @@ def _time_ratio(before: Outcome, after: Outcome) -> float:
 
 def _felt(name: str, words: str, felt: Sequence[Outcome]) -> str:
     if not felt:
-        return f"Without {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
+        return f"For want of {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
     least = min(felt, key=lambda outcome: outcome.parameters)
-    return f"Without {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
+    return f"For want of {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
@@ -299,10 +299,10 @@ def _mixtures(result: Result) -> Iterator[_Mixed]:
 def _side_by_side(result: Result) -> Iterator[str]:
     """Compare one run on unequal devices with a run on each kind of them."""
     for mixed in _mixtures(result):
-        rates = [part.tokens_per_s.value for part in mixed.parts if part.tokens_per_s is not None]
+        rates = [_rate_under(mixed.whole.stack, part) for part in mixed.parts]
         assert mixed.whole.tokens_per_s is not None  # it fits
         together, apart = mixed.whole.tokens_per_s.value, sum(rates)
-        fastest = max(mixed.parts, key=lambda p: p.tokens_per_s.value if p.tokens_per_s else 0.0)
+        fastest = max(mixed.parts, key=lambda part: _rate_under(mixed.whole.stack, part))
         gain = together / max(rates) - 1
         yield (
             f"{mixed.whole.candidate} trains {together:,.0f} tokens/s, "
@@ -314,6 +314,14 @@ def _side_by_side(result: Result) -> Iterator[str]:
                 else "so joining them loses nothing."
             )
         )
+
+
+def _rate_under(stack: str, part: Outcome) -> float:
+    """Return tokens a second, of our own runtime where that trains the whole, if it is known."""
+    assert part.tokens_per_s is not None and part.step_s is not None  # it fits
+    if stack != "native" or part.native_step_s is None:
+        return part.tokens_per_s.value
+    return part.tokens_per_s.value * part.step_s.value / part.native_step_s
 
 
 def _replacing(result: Result) -> Iterator[str]:

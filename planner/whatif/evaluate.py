@@ -330,8 +330,12 @@ def _misses(goal: Goal, outcome: Outcome) -> list[str]:
         if span is None:
             missed.append(f"{name}: not known")
         elif span.value > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {span.value:,.4g} of {limit:,.4g} {words}")
+            missed.append(f"{name}: {_number(span.value)} of {_number(limit)} {words}")
     return missed
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:

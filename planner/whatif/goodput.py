@@ -35,8 +35,11 @@ def goodput_share(
 ) -> float:
     """Share of the wall clock that trains, between checkpoints at the best interval.
 
-    >>> goodput_share(failures_per_hour=0.36, checkpoint_s=50.0, restart_s=500.0, other=0.0)
-    0.8695652173913044
+    >>> share = goodput_share(
+    ...     failures_per_hour=0.36, checkpoint_s=50.0, restart_s=500.0, other=0.0
+    ... )
+    >>> round(share, 4)
+    0.8696
     """
     if failures_per_hour == 0:
         return 1 - other

@@ -31,6 +31,8 @@ from planner.whatif.study import PUBLIC, Study
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
 """What is tried where the precision is left to the search."""
+EXPERTS = "megatron+deepep+expert-overlap+cheap-recompute"
+"""Megatron Core's recipes for mixtures of experts."""
 ANY_S = 1e30
 """Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
 FEW_NODES = 16
@@ -73,7 +75,7 @@ def planned(
     more, is the only one that is searched if it fits.
     """
     model = resolve_model(model_name)
-    ways = list(_ways(study, candidate, backend or study.work.backend))
+    ways = list(_ways(study, model, candidate, backend or study.work.backend))
     own = [way for way in ways if way[0] == likely]
     best = _fastest(study, model, candidate, own) or _fastest(study, model, candidate, ways)
     if candidate.narrower is not None:
@@ -163,7 +165,7 @@ def asked(
 
 
 def _ways(
-    study: Study, candidate: Candidate, backend: str
+    study: Study, model: ModelGraph, candidate: Candidate, backend: str
 ) -> Iterator[tuple[str, Precision | None]]:
     """Yield stacks with the precisions that are tried under them."""
     groups = candidate.cluster.groups
@@ -171,7 +173,9 @@ def _ways(
     if candidate.tuning in ("lora", "qlora"):
         stacks = (NATIVE,)  # the fine-tuners are searched in its place
     elif backend == PUBLIC:
-        stacks = public_stacks(groups[0].accelerator.kind) if len(groups) == 1 else (NATIVE,)
+        routed = model.architecture is not None and model.architecture.experts is not None
+        kind = groups[0].accelerator.kind
+        stacks = public_stacks(kind, routed=routed) if len(groups) == 1 else (NATIVE,)
     precision = study.work.precision
     for stack in stacks:
         if precision == "auto":
@@ -185,13 +189,17 @@ def _has(groups: Sequence[DeviceGroup], precision: str) -> bool:
     return all(precision in group.accelerator.peak_flops for group in groups)
 
 
-def public_stacks(kind: AcceleratorKind) -> tuple[str, ...]:
+def public_stacks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[str, ...]:
     """Return the public stacks that are priced on devices of a kind, the usual first.
+
+    Those of `routed` models have the options of their recipes for experts.
 
     >>> public_stacks("cuda")[0]
     'megatron'
     """
     match kind:
+        case "cuda" if routed:
+            return (EXPERTS, "megatron", "torchtitan+compiled", "deepspeed")
         case "cuda" | "rocm":
             return ("megatron", "torchtitan+compiled", "fsdp+compiled", "deepspeed")
         case "gaudi":

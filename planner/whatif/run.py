@@ -21,7 +21,7 @@ from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
 from planner.whatif.sizing import size_of, unsolved, with_sizes
 from planner.whatif.span import Span, exact
-from planner.whatif.study import ChangeName, Study
+from planner.whatif.study import PUBLIC, ChangeName, Study
 
 Progress = Callable[[int, int], None]
 A = TypeVar("A")
@@ -170,7 +170,12 @@ def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
 def _natives(
     tasks: Sequence[_Task], done: Mapping[int, Outcome], processes: int | None
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yield the first outcomes of each model with what our own runtime would take there."""
+    """Yield the first outcomes of each model with what our own runtime would take there.
+
+    None where the study names the stack that it asks of.
+    """
+    if tasks[0].study.work.backend != PUBLIC:
+        return
     places = {(done[at].model, done[at].candidate): at for at in done}
     wanted: dict[tuple[str, ...], list[int]] = {}
     for model, ranks in _ranks(tasks[0].study, list(done.values())).items():

@@ -142,7 +142,8 @@ def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
             best = min(better, key=lambda outcome: figure(outcome, by))
             goal = min(best.chances, key=best.chances.__getitem__)
             yield (
-                f"{best.candidate} would come first at the midpoint of its range ({_costs(best)}), "
+                f"{best.candidate} would come first for {best.model} at the midpoint of its range "
+                f"({_costs(best)}), "
                 f"and keeps the {goal} with probability {best.chances[goal]:.2f} alone."
             )
 

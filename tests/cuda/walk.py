@@ -25,7 +25,7 @@ from planner.plan import ChunkedLoss, Plan
 from planner.profile import CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
-from runtime import experts
+from runtime import compiled, experts
 from runtime.engine import TokenEngine
 from runtime.rehearsal import fake_job
 from tests.cuda.fake_cuda import fake_cuda
@@ -41,6 +41,7 @@ FIGURES = {
     "ffn_size": 96,
     "layers": 2,
 }
+CHOICES = ("loss", "compile", "prefetch", "reshard")
 Path = Callable[[], None]
 
 
@@ -49,10 +50,11 @@ def stepped(rank: int = 0, *, family: str = "reference", steps: int = 2, **layou
 
     def path() -> None:
         graph = cases.transformer(family, **FIGURES)
-        loss = layout.pop("loss", None)
-        plan = cases.plan(graph, **{"global_batch": 64, **layout})
-        plan = plan.model_copy(update={"loss": loss})
-        with job(plan, rank=rank):
+        chosen = {name: layout[name] for name in CHOICES if name in layout}
+        others = {name: value for name, value in layout.items() if name not in chosen}
+        plan = cases.plan(graph, **{"global_batch": 64, **others})
+        plan = plan.model_copy(update=chosen)
+        with job(plan, rank=rank), untraced():
             engine = TokenEngine(plan, graph, device=CUDA)
             count = len(plan.samples_of(engine.data_rank))
             tokens = torch.zeros(count, plan.seq_len + 1, dtype=torch.int64)
@@ -106,6 +108,26 @@ def job(*plans: Plan, rank: int) -> Iterator[None]:
             mock.patch("torch.distributed.batch_isend_irecv", side_effect=AssertionError),
         ):
             yield
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Let what is compiled run as it is, with all that stands around a graph.
+
+    torch's compiler keeps a table of the functions of torch.cuda, for which others stand here.
+    """
+    with (
+        mock.patch.object(torch, "compile", lambda forward, **_: forward),
+        mock.patch.multiple(
+            compiled,
+            BACKEND="none",
+            compile_failures=lambda: RuntimeError,
+            compiled_graphs=lambda: 0,
+            expect_graphs=lambda most: None,
+            has_ordered_effect=lambda operator: None,
+        ),
+    ):
+        yield
 
 
 @contextmanager
@@ -192,6 +214,9 @@ PATHS: dict[str, Path] = {
     "offloaded parameters": stepped(offload="parameters", precision="bf16"),
     "zero 1": stepped(data_shard=2, zero=1, recompute="selective"),
     "zero 3": stepped(data_shard=4, zero=3, precision="bf16", recompute="full"),
+    "zero 3, two ahead": stepped(data_shard=4, zero=3, precision="bf16", prefetch=2),
+    "zero 3, within groups": stepped(data_shard=4, zero=3, precision="bf16", reshard=2),
+    "zero 3, kept": stepped(data_shard=4, zero=3, precision="bf16", reshard=1, prefetch=1),
     "replicas": stepped(data_replicate=2, steps=1),
     "narrow gradients": stepped(data_replicate=2, data_shard=2, zero=2, gradient_wire="bf16"),
     "powersgd": stepped(data_replicate=2, gradient_wire="powersgd"),
@@ -200,6 +225,15 @@ PATHS: dict[str, Path] = {
     "loss in chunks, last stage": stepped(1, pipeline=2, loss=ChunkedLoss(rows=100)),
     "context": stepped(context=2, precision="bf16", zero=1),
     "experts": stepped(family="mixtral", data_shard=2, expert=2, zero=1, precision="bf16"),
+    "compiled": stepped(compile="block", precision="bf16", activations="offload"),
+    "compiled, zero 3": stepped(
+        compile="block", data_shard=4, zero=3, precision="bf16", recompute="selective", prefetch=1
+    ),
+    "compiled, tensor": stepped(compile="block", tensor=2, loss=ChunkedLoss(rows=100)),
+    "compiled, experts": stepped(
+        compile="block", family="qwen2_moe", data_shard=2, expert=2, zero=3, precision="bf16"
+    ),
+    "compiled, zero bubble": stepped(1, compile="block", pipeline=2, schedule="zb-h1"),
     "gathered experts": stepped(
         family="mixtral",
         data_shard=2,

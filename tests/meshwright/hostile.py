@@ -182,7 +182,7 @@ def _study() -> Any:
     return {
         "name": "s",
         "models": ["gpt2"],
-        "work": {"seq_len": 1024, "global_batch": 64, "tuning": "pretrain"},
+        "work": {"seq_len": 1024, "global_batch": 64, "tuning": "pretrain", "backend": "deepspeed"},
         "goal": {"tokens": 1e9, "deadline_days": 30.0, "budget_usd": 1e6, "by": "cost"},
         "offers": [
             {"cluster": "{n}x8xh100-sxm-80gb", "n": [1, 2], "change": {"memory": 1.5}},
@@ -191,7 +191,7 @@ def _study() -> Any:
             {"name": "year", "cluster": "8xh200-sxm", "power_limit": 0.8, "rent": {
                 "commitment": "reserved", "usd_per_device_hour": 2.0, "term_months": 12.0,
                 "prepaid": 0.2, "currency": "EUR", "date": "2026-01", "source": "q"}},
-            {"cluster": "{n}x8xa10g", "solve": "afford"},
+            {"cluster": "{n}x8xa100-sxm-80gb", "solve": "afford", "buy": {}},
         ],
         "assumptions": {"owning": {"retained_a_year": span, "spares": span, "income_tax": 0.2},
                         "failures": {"restart_s": 600.0, "other": span}, "interest": 0.08,

@@ -68,7 +68,7 @@ def test_a_study_is_text_on_the_terminal_and_in_its_page_and_its_table(
         "name": f"{MARKUP}{TAG}",
         "question": f"{STEERING}{MARKUP}{TAG}",
         "models": ["gpt2"],
-        "work": {"seq_len": 512, "global_batch": 8},
+        "work": {"seq_len": 512, "global_batch": 8, "backend": "deepspeed"},
         "goal": {"tokens": 1e8},
         "offers": [
             {

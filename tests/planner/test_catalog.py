@@ -167,6 +167,7 @@ def test_every_listed_source_is_used() -> None:
     folder = Path(catalog.__file__).parent
     used = "".join(file.read_text() for file in folder.glob("*.yaml") if "sources" not in file.name)
     used += "".join(sources().values())
+    used += (folder.parent / "whatif" / "study.py").read_text()  # assumptions of studies
 
     assert {word for word in sources() if word not in used} == set()
 
@@ -179,7 +180,13 @@ def test_a_source_without_capital_words_stays_as_it_is() -> None:
 def test_a_rent_is_of_a_known_device_and_dated(rent: catalog.Rent) -> None:
     assert accelerator_name(rent.accelerator) == rent.accelerator
     assert rent.date
-    assert 0.1 < (rent.on_demand_usd_per_device_hour or rent.spot_usd_per_device_hour or 0) < 30
+    prices = (
+        rent.on_demand_usd_per_device_hour,
+        rent.spot_usd_per_device_hour,
+        rent.reserved_usd_per_device_hour,
+    )
+    assert all(0.1 < price < 30 for price in prices if price is not None)
+    assert any(price is not None for price in prices)
 
 
 def test_a_rent_without_its_host_prices_no_node() -> None:

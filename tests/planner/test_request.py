@@ -11,7 +11,7 @@ from planner.pins import Pins
 from planner.plan import Plan
 from planner.request import Request
 from planner.whatif.run import run
-from planner.whatif.study import Offer, Study
+from planner.whatif.study import Offer, Study, Work
 
 LLAMA = resolve_model("llama-3.1-8b")
 
@@ -22,7 +22,12 @@ LLAMA = resolve_model("llama-3.1-8b")
 def test_plan_and_whatif_without_flags_ask_for_the_same_job(model: str, cluster: str) -> None:
     fixed = ("tp=1", "pp=1", "micro_batch=1")
     planned = commands.plan(model, cluster, fix=fixed)
-    study = Study(name="same", models=(model,), offers=(Offer(cluster=cluster, fix=fixed),))
+    study = Study(
+        name="same",
+        models=(model,),
+        work=Work(backend="native"),  # as `plan` has it
+        offers=(Offer(cluster=cluster, fix=fixed),),
+    )
 
     [outcome] = run(study).outcomes
 

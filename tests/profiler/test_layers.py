@@ -1,18 +1,21 @@
 """Layers are measured on tiny modules whose seconds and bytes are known beforehand."""
 
 import functools
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.profile import LayerMeasurement
+from planner.profile import LayerMeasurement, Recompute
 from profiler import layer_bytes, layers
 from profiler.agenda import RECOMPUTES
 from profiler.chain import Case, Chain, short_chain
 from profiler.clock import Clock
 from profiler.layer_bytes import Bytes
+from runtime import compiled
+from runtime.torch_internals import compiled_graphs
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -74,7 +77,7 @@ def test_gradients_of_parameters_do_not_count() -> None:
 
 def test_bytes_are_those_that_autograd_saves() -> None:
     short = chain()
-    block = short.layers("none")["block.1"]
+    block = short.layers(Case(tensor=1, micro_batch=1, recompute="none"))["block.1"]
     x = torch.randn(2, SEQ_LEN, 32, requires_grad=True) + 0
     outside = {p.untyped_storage()._cdata for p in short.module.parameters()}
     outside |= {t.untyped_storage()._cdata for t in short.adapter.rotary}
@@ -131,7 +134,7 @@ class HandClock(Clock):
 def test_seconds_are_given_to_the_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = HandClock(CPU)
     short = chain()
-    modules = short.layers("none")
+    modules = short.layers(Case(tensor=1, micro_batch=1, recompute="none"))
     expected = {}
     for index, (name, module) in enumerate(modules.items()):
         forward_s, backward_s = 2.0**index, 2.0 ** -(index + 1)
@@ -219,3 +222,25 @@ def test_bf16_layers_compute_in_bf16() -> None:
     held = layer_bytes.layer_bytes(narrow, Case(tensor=1, micro_batch=1, recompute="full"))
 
     assert held["block.0"].stored * 2 == wide["block.0"].stored
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_are_measured_beside_eager_ones(
+    recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(logging.getLogger("torch._dynamo"), "disabled", True)
+    eager, graphs = (
+        Case(tensor=1, micro_batch=1, recompute=recompute, compiled=choice)
+        for choice in (False, True)
+    )
+    short, before = chain(), compiled_graphs()
+
+    found = layers.measurements([short], [eager, graphs], budget_s=0.0)
+
+    assert {(m.kind, m.compiled) for m in found} == {
+        (kind, choice) for kind in ("embedding", "block", "head") for choice in (False, True)
+    }
+    assert compiled_graphs() - before == 1  # of both blocks, in all rounds
+    assert all(m.recompute_s is None for m in found if m.compiled)
+    assert all("forward" not in vars(layer) for layer in short.module.layers.values())

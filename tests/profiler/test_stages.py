@@ -68,7 +68,9 @@ def test_a_stage_stores_what_autograd_saves_of_all_its_layers() -> None:
 
     whole = Chain(model, seq_len=SEQ_LEN, precision="fp32", device=CPU, layers=NAMES)
     tokens, _ = whole.batch(2)
-    saved = saved_by_autograd(whole.layers("none").values(), tokens)
+    saved = saved_by_autograd(
+        whole.layers(Case(tensor=1, micro_batch=1, recompute="none")).values(), tokens
+    )
     assert found.layers == NAMES
     assert found.stored_bytes == saved
     assert found.resident_bytes >= 4 * sum(layer.parameters for _, layer in model.chain[:4])
@@ -94,7 +96,9 @@ def divided(experts: bool) -> tuple[list[LayerMeasurement], list[StageMeasuremen
     case = Case(tensor=1, micro_batch=2, recompute="none", **division)
     held = layer_bytes.layer_bytes(short, case)["block.1"]
     tokens, _ = short.batch(2)
-    embedding, before, block, _ = short.layers("none").values()
+    embedding, before, block, _ = short.layers(
+        Case(tensor=1, micro_batch=1, recompute="none")
+    ).values()
     with torch.no_grad():
         x = before(embedding(tokens))  # what experts keep depends on the tokens that come to them
     saved = saved_by_autograd([block], x.requires_grad_() + 0) + x.untyped_storage().nbytes()

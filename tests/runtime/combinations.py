@@ -40,6 +40,8 @@ CHOSEN = (
     "activations",
     "offload",
     "gradient_wire",
+    "prefetch",
+    "reshard",
     "loss",
     "compile",
     "precision",
@@ -70,6 +72,8 @@ class Row:
     activations: str = "keep"
     offload: str = "none"
     gradient_wire: str = "full"
+    prefetch: int = 0
+    reshard: int | None = None
     loss: str = "plain"
     """Of all logits, or how gradients of a loss in chunks are made."""
     compile: str = "none"
@@ -157,6 +161,8 @@ class Row:
             expert=self.expert,
             offload=self.offload,
             gradient_wire=self.gradient_wire,
+            prefetch=self.prefetch,  # type: ignore[arg-type]
+            reshard=self.reshard,
             loss=self._loss,
             compile=self.compile,
             **{axis: getattr(self, axis) for axis in DEGREES},
@@ -190,7 +196,8 @@ class Row:
             expert=self.expert,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
-        return made.model_copy(update={"loss": self._loss, "compile": self.compile})
+        others = {name: getattr(self, name) for name in DEAR}
+        return made.model_copy(update={"loss": self._loss, **others})
 
     def _cuts(self, layers: int) -> list[int]:
         """Return each stage's number of layers; the first gives one of its own to the last."""
@@ -216,8 +223,9 @@ class Row:
 
 
 OTHERS = tuple(f.name for f in fields(Row) if f.name not in (*DEGREES, "expert"))
-DEAR = ("compile",)
-"""Choices that take a rank seconds to begin with; covers by axis leave them plain."""
+DEAR = ("compile", "prefetch", "reshard")
+"""Choices with rows of their own, which covers leave plain: what is compiled takes a rank seconds
+to begin with, and when ZeRO-3 gathers goes with few others."""
 
 
 @functools.cache
@@ -275,6 +283,8 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "gradient_wire": get_args(plan_types.GradientWire),
         "loss": ("plain", *get_args(plan_types.LossGradients)),
         "compile": get_args(plan_types.Compile),
+        "prefetch": get_args(plan_types.Prefetch),
+        "reshard": (None, 1, 2),
         "precision": get_args(Precision),
         "family": (*cases.COVERED, OWN),
         "tied": (False, True),

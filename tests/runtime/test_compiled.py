@@ -65,6 +65,24 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ),
     ("gpt2", {"context": 2, "recompute": "selective"}, 0.0),
     ("llama", {"pipeline": 2, "activations": "offload"}, 0.0),
+    ("llama", {"pipeline": 2, "schedule": "zb-h1", "micro_batches": 4}, 0.0),
+    (
+        "reference",
+        {
+            "pipeline": 2,
+            "schedule": "interleaved-zb",
+            "virtual_stages": 2,
+            "precision": "bf16",
+            "recompute": "selective",
+        },
+        0.0,
+    ),
+    ("mixtral", {"data_shard": 2, "expert": 2, "zero": 1}, 0.0),
+    (
+        "qwen2_moe",
+        {"data_shard": 2, "expert": 2, "zero": 3, "precision": "bf16", "recompute": "full"},
+        0.0,
+    ),
     # What is packed into 8 bits is what the graph keeps, which is not what eager modules do.
     ("llama", {"data_replicate": 2, "activations": "compress"}, 3e-2),
 )
@@ -75,7 +93,7 @@ def eager_and_compiled() -> list[tuple[dict[str, float], int, dict[str, str]]]:
     found = []
     for family, layout, _ in LAYOUTS:
         graph = cases.transformer(family)
-        plan = cases.plan(graph, **layout, micro_batches=2)
+        plan = cases.plan(graph, **{"micro_batches": 2, **layout})
         expected = train(plan, graph, 2)
         graphs = compiled_graphs()
         torch._dynamo.reset()
@@ -185,8 +203,9 @@ def test_a_rehearsed_rank_with_compiled_blocks_peaks_where_predicted(
     for layout in (
         {"recompute": "selective"},
         {"data_shard": 2, "zero": 3, "precision": "bf16"},
+        {"pipeline": 2, "schedule": "zb-h1", "micro_batches": 4, "precision": "bf16"},
     ):
-        plan = of_blocks(cases.plan(graph, global_batch=32, micro_batches=2, **layout))
+        plan = of_blocks(cases.plan(graph, **{"global_batch": 32, "micro_batches": 2, **layout}))
         rows.append((plan.model_copy(update={"seq_len": 64}), graph))
 
     fork = multiprocessing.get_context("fork")
@@ -197,7 +216,9 @@ def test_a_rehearsed_rank_with_compiled_blocks_peaks_where_predicted(
         cluster = resolve_cluster(f"{plan.mesh.devices}xh100-sxm-80gb")
         parts = predict(plan, graph, cluster).stages[0].memory_parts
         predicted = sum(size for part, size in parts.items() if part not in ("context", "slack"))
-        assert predicted == pytest.approx(peak, rel=0.01)
+        # What waits for W is counted beside all that its layer has stored.
+        split = plan.layout.executed.splits_backward
+        assert predicted == pytest.approx(peak, rel=0.04 if split else 0.01)
 
 
 # --- what is not compiled -----------------------------------------------------------------------

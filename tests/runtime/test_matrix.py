@@ -152,6 +152,20 @@ def test_compiled_by_inductor_each_axis_trains_like_one_process() -> None:
     check(list(results_of(rows, 2)))
 
 
+@pytest.mark.ranks
+def test_whenever_zero_3_gathers_it_trains_like_one_process() -> None:
+    rows = [
+        Row(family="llama", data_shard=4, zero=3, prefetch=2),
+        Row(family="llama", data_shard=4, zero=3, reshard=2, recompute="full"),
+        Row(data_shard=2, tensor=2, zero=3, prefetch=1, reshard=1, precision="bf16"),
+        Row(data_replicate=2, data_shard=2, zero=3, reshard=1, offload="optimizer"),
+        Row(data_shard=2, context=2, zero=3, prefetch=3, recompute="selective"),
+    ]
+    assert not [row.text for row in rows if reason(row) is not None]
+
+    check(list(results_of(rows, 4)))
+
+
 def test_some_rows_of_every_axis_can_be_compiled() -> None:
     met = {p for row in compiled_rows() for p in by_axis(row)}
 

@@ -55,6 +55,7 @@ from planner.search.space import (
     Timetable,
     compiles,
     every_degrees,
+    loss_of,
     micro_batches,
     sharings,
     timetables,
@@ -177,6 +178,7 @@ class MixedSpace(GroupSpace):
                 virtual_stages=timetable.virtual_stages,
                 micro_batch=size,
                 micro_batches=count,
+                loss=loss_of(self.request, degrees, size, count, timetable),
                 compile=compiles(self.request, degrees, timetable.schedule),
             )
 

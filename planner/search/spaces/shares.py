@@ -101,6 +101,7 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
+                        loss=self.pins.chunks,
                         scales=self.pins.scales or "tensorwise",
                         compile=self.pins.compile or "none",
                     )

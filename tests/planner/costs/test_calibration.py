@@ -10,7 +10,7 @@ from planner.costs.rates import rates
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Job, Layout
+from planner.plan import INSIDE_OUT, ChunkedLoss, Job, Layout
 from planner.profile import (
     Birth,
     CollectiveCurve,
@@ -246,7 +246,7 @@ def test_what_cannot_overlap_is_waited_for(gpt2: ModelGraph, node: ClusterSpec) 
         )
         for operation in ("all_gather", "reduce_scatter")
     )
-    layout = Layout(data_shard=8, zero=3, micro_batches=8)
+    layout = Layout(prefetch=1, data_shard=8, zero=3, micro_batches=8)
 
     def block(overlap: float):  # type: ignore[no-untyped-def]
         measured = profile(collectives=curves, overheads=overheads(overlap=overlap))
@@ -381,3 +381,52 @@ def test_layers_of_a_measured_stage_take_what_the_stage_takes(
 
     assert after.forward_s == pytest.approx(1.1 * before.forward_s)
     assert after.backward_s == pytest.approx(0.9 * before.backward_s)
+
+
+# --- what is compiled, and losses in chunks -----------------------------------------------------
+
+
+def of_blocks(*layers: LayerMeasurement, **setting: object) -> tuple[float, float]:
+    model = resolve_model("gpt2")
+    request = Request(model, resolve_cluster("8xh100-sxm-80gb"), JOB, profile=profile(*layers))
+    layout = Layout(micro_batch=2, micro_batches=32, **setting)  # type: ignore[arg-type]
+    block = CostTables(request, recomputes=("none",)).parts("block", layout, linked=True)[0]
+    return block.figures.forward_s, block.figures.stored_bytes
+
+
+def test_what_was_measured_eager_scales_what_is_compiled_and_is_not_taken_for_it() -> None:
+    eager, compiled = (of_blocks(compile=choice) for choice in ("none", "block"))
+    measured = measurement(forward_s=3 * eager[0], stored_bytes=int(2 * eager[1]))
+
+    assert of_blocks(measured) == pytest.approx((3 * eager[0], 2 * eager[1]))
+    assert of_blocks(measured, compile="block") == pytest.approx(
+        (3 * compiled[0], 2 * compiled[1]), rel=1e-6
+    )
+
+
+def test_a_compiled_block_is_what_was_measured_of_one() -> None:
+    eager = measurement(forward_s=0.010, stored_bytes=1000)
+    compiled = measurement(forward_s=0.007, stored_bytes=800, compiled=True)
+
+    assert of_blocks(eager, compiled) == (0.010, 1000.0)
+    assert of_blocks(eager, compiled, compile="block") == (0.007, 800.0)
+    assert of_blocks(compiled)[0] != 0.007
+
+
+def test_a_loss_in_chunks_does_not_hold_the_logits_that_were_measured() -> None:
+    model = resolve_model("gpt2")
+
+    def held(loss: ChunkedLoss | None, *layers: LayerMeasurement) -> float:
+        cluster = resolve_cluster("8xh100-sxm-80gb")
+        request = Request(model, cluster, JOB, profile=profile(*layers) if layers else None)
+        layout = Layout(micro_batch=8, micro_batches=8, loss=loss)
+        [head] = CostTables(request, recomputes=("none",)).parts("head", layout, linked=True)
+        return head.figures.forward_transient_bytes
+
+    chunks = ChunkedLoss(rows=64)
+    all_logits = measurement(
+        kind="head", micro_batch=8, forward_transient_bytes=int(2 * held(None))
+    )
+
+    assert held(None, all_logits) == pytest.approx(2 * held(None))
+    assert held(chunks, all_logits) == pytest.approx(2 * held(chunks), rel=1e-6)

@@ -37,8 +37,8 @@ def test_the_answer_is_the_better_of_both_choices() -> None:
 
 def test_on_gpus_what_can_be_compiled_is_and_on_cpus_nothing() -> None:
     for layout in layouts(asked("4xa100-sxm-40gb")):
-        splits = layout.pipeline > 1 and schedule_of(layout.schedule).splits_backward
-        assert layout.compile == ("none" if splits else "block"), layout.text()
+        stale = layout.pipeline > 1 and schedule_of(layout.schedule).stale
+        assert layout.compile == ("none" if stale else "block"), layout.text()
     assert {layout.compile for layout in layouts(asked("local:2"))} == {"none"}
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from planner.catalog import native
+from planner.catalog import native, stacks
+from planner.cluster import Precision
+from planner.costs.held import HeldStates
 from planner.costs.memory import Sharing, state_types, states
 from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
-from planner.plan import Job, Plan
+from planner.plan import Job, Layout, Plan
 from planner.predict import predict
 from planner.prediction import Prediction
 from planner.request import Request
@@ -75,3 +79,16 @@ def test_scales_by_row_cost_what_torchtitan_measured() -> None:
     rowwise = changed(plan, scales="rowwise", weight_wire="full").step_time_s
 
     assert rowwise / tensorwise == pytest.approx(7186 / 6424, rel=0.02)
+
+
+def test_stacks_that_always_gather_in_8_bits_hold_as_little() -> None:
+    block = next(layer for layer in MODEL.layers if layer.repeat > 1)
+    layout = Layout(data_shard=8, zero=3)
+
+    def transient_bytes(stack: str, precision: Precision) -> float:
+        held = HeldStates(MODEL, replace(JOB, precision=precision), stacks()[stack])
+        return held.held(block, layout, held.sharing(layout)).states.forward_transient_bytes
+
+    assert transient_bytes("torchtitan", "fp8") == 3 * block.parameters
+    assert transient_bytes("torchtitan", "bf16") == transient_bytes("fsdp", "fp8")
+    assert transient_bytes("fsdp", "fp8") == 6 * block.parameters

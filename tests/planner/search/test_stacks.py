@@ -144,7 +144,8 @@ def least_s(
 ) -> float:
     """Return the closed form of the best plan of all that fit."""
     tables, best_s = CostTables(request), math.inf
-    for layout in layouts(Request(MODEL, CLUSTER, JOB, replace(request.pins, compile="none"))):
+    plain = replace(request.pins, compile="none", loss="plain", prefetch=0)
+    for layout in layouts(Request(MODEL, CLUSTER, JOB, plain)):
         if layout.order != INSIDE_OUT or not runs(layout):
             continue
         if limit(MODEL, request.cluster, JOB, layout, EVERYTHING) is not None:

@@ -85,7 +85,7 @@ def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
 
     assert said[0].startswith("new for gpt2")
     assert "Deadline kept with probability 0.95" in said[0]
-    assert said[1].startswith("old would come first at the midpoint of its range")
+    assert said[1].startswith("old would come first for gpt2 at the midpoint of its range")
     assert "probability 0.60 alone" in said[1]
 
 

@@ -1,0 +1,136 @@
+"""When ZeRO-3 gathers, and how the loss is computed: what the search chooses, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.catalog import native
+from planner.costs.layout_costs import CostTables
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import read_pins
+from planner.plan import ChunkedLoss, Job, Layout
+from planner.predict import predict
+from planner.request import Request
+from planner.search.best_first import search
+from planner.search.savings import Saving
+from planner.search.space import PRECOMPUTED, RECOMPUTED, Degrees, Timetable, gathers, loss_of
+
+WIDE_VOCABULARY = resolve_model("llama-3.1-8b")
+ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
+
+
+def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 64) -> Request:
+    return Request(
+        model=resolve_model(model),
+        cluster=resolve_cluster(cluster),
+        job=Job(seq_len=4096, global_batch=batch),
+        stack=native(),
+        pins=read_pins(pins),
+    )
+
+
+# --- the loss -----------------------------------------------------------------------------------
+
+
+def test_a_loss_is_in_chunks_where_that_saves_memory() -> None:
+    plain = Timetable("1f1b", 1)
+    gpus, cpus = request("8xh100-sxm-80gb"), request("local")
+    short = replace(gpus, job=Job(seq_len=128, global_batch=64))
+
+    assert loss_of(gpus, ALONE, 2, 4, plain) == PRECOMPUTED
+    assert loss_of(cpus, ALONE, 2, 4, plain) is None
+    assert loss_of(short, ALONE, 1, 8, plain) is None
+
+
+def test_where_many_micro_batches_wait_backward_makes_what_they_would_hold() -> None:
+    piped = replace(ALONE, pipeline=4, data=2)
+    all_wait, few_wait = (Timetable(name, 1) for name in ("gpipe", "1f1b"))
+
+    assert loss_of(request("8xh100-sxm-80gb"), piped, 1, 32, all_wait) == RECOMPUTED
+    assert loss_of(request("8xh100-sxm-80gb"), piped, 1, 32, few_wait) == PRECOMPUTED
+
+
+def test_a_loss_in_chunks_makes_no_plan_slower() -> None:
+    for cluster in ("8xh100-sxm-80gb", "8xa100-sxm-40gb"):
+        own = search(request(cluster))
+        plain = search(request(cluster, "loss=plain"))
+
+        assert own.plan.loss == PRECOMPUTED
+        assert plain.plan.loss is None
+        assert own.prediction.step_time_s <= plain.prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("plain", "plain"),
+        ("precomputed", ChunkedLoss(rows=1024)),
+        ("recomputed/512", ChunkedLoss(rows=512, gradients="recomputed")),
+    ],
+)
+def test_a_loss_is_pinned_as_it_is_shown(text: str, loss: object) -> None:
+    assert read_pins([f"loss={text}"]).loss == loss
+
+
+@pytest.mark.parametrize("text", ["chunked", "precomputed/0", "precomputed/", "plain/3"])
+def test_what_is_no_loss_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError, match="ROWS"):
+        read_pins([f"loss={text}"])
+
+
+# --- gathers of ZeRO-3 --------------------------------------------------------------------------
+
+
+def parts_s(layout: Layout, *, seq_len: int = 4096) -> tuple[float, float]:
+    asked = replace(request("4x8xh100-sxm-80gb"), job=Job(seq_len=seq_len, global_batch=64))
+    block = next(kind for kind in asked.model.chain_kinds if kind not in ("embedding", "head"))
+    [part] = CostTables(asked, recomputes=("none",)).parts(block, layout, linked=True)
+    return part.forward_s, part.backward_s
+
+
+ZERO_3 = Layout(data_shard=32, zero=3, micro_batches=2)
+
+
+def test_one_unit_ahead_helps_where_the_device_waits_for_its_host() -> None:
+    ahead = replace(ZERO_3, prefetch=1)
+
+    assert parts_s(ahead) == parts_s(ZERO_3)  # a large block: the host is ahead by itself
+    small, small_ahead = (parts_s(one, seq_len=16) for one in (ZERO_3, ahead))
+    assert small_ahead[0] < small[0]
+    assert small_ahead[1] == small[1]
+
+
+def test_who_keeps_parameters_in_its_node_gathers_over_its_links_alone() -> None:
+    forward_s, backward_s = parts_s(ZERO_3)
+    within = parts_s(replace(ZERO_3, reshard=8))
+    whole = parts_s(replace(ZERO_3, reshard=1))
+
+    assert forward_s == within[0] == whole[0]
+    assert backward_s > within[1] >= whole[1]
+
+
+def test_what_is_offered_is_what_may_be_worth_it() -> None:
+    alone = replace(ALONE, data=32)
+    nodes, node = request("4x8xh100-sxm-80gb"), request("8xh100-sxm-80gb")
+
+    assert list(gathers(nodes, alone, 3, 32, [Saving()])) == [(0, None), (0, 8), (1, None), (1, 8)]
+    assert list(gathers(nodes, alone, 2, 32, [Saving()])) == [(0, None)]
+    assert list(gathers(node, ALONE, 3, 8, [Saving()])) == [(0, None), (1, None)]
+    assert list(gathers(nodes, alone, 3, 32, [Saving("parameters")])) == [(0, None)]
+    pinned = request("4x8xh100-sxm-80gb", "prefetch=2", "reshard=4")
+    assert list(gathers(pinned, alone, 3, 32, [Saving()])) == [(2, 4)]
+    assert list(gathers(pinned, alone, 1, 32, [Saving()])) == []
+
+
+def test_a_pinned_depth_and_groups_are_planned_and_predicted() -> None:
+    asked = request("4x8xh100-sxm-80gb", "zero=3", "prefetch=2", "reshard=8", batch=128)
+
+    found = search(asked)
+
+    assert (found.plan.prefetch, found.plan.reshard) == (2, 8)
+    assert "prefetch=2 reshard=8" in found.plan.layout.text()
+    again = predict(found.plan, asked.model, asked.cluster)
+    assert again.step_time_s == pytest.approx(found.prediction.step_time_s)
