@@ -15,6 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import networkx
 
@@ -199,6 +200,41 @@ LARGE: dict[str, Callable[[], GraphInstance]] = {
 }
 
 
+def wide(count: int, width: int) -> GraphInstance:
+    """Levels of up to `width` unlike layers that read any of the level before, and some others."""
+    d = Drawing()
+    rng = random.Random(count + width)
+    levels = [[d.add("in", [], (0.004, 4e8, 3e8, 2e7))]]
+    made = 1
+    while made < count - 1:
+        level = []
+        for _ in range(min(rng.randint(max(1, width // 2), width), count - 1 - made)):
+            reads = {rng.choice(levels[-1])}
+            if rng.random() < 0.4:
+                reads.add(rng.choice(levels[-1]))
+            if rng.random() < 0.15 and len(levels) > 1:
+                reads.add(rng.choice(rng.choice(levels[:-1])))
+            cost = (
+                rng.uniform(0.001, 0.012),
+                rng.uniform(1e8, 1e9),
+                rng.uniform(1e8, 1e9),
+                rng.uniform(5e6, 6e7),
+            )
+            level.append(d.add(f"n{made:03}", sorted(reads), cost))
+            made += 1
+        levels.append(level)
+    ends = [name for name in d.graph if not d.graph.out_degree(name)]
+    d.add("out", ends, (0.004, 4e8, 3e8, 2e7))
+    return d.problem()
+
+
+WIDE: dict[str, Callable[[], GraphInstance]] = {
+    f"wide {count}, {width}": partial(wide, count, width)
+    for count in (80, 150, 200)
+    for width in (3, 12, 24)
+}
+
+
 def cpu_s(call: Callable[[], object], repeats: int) -> float:
     """Least CPU seconds of a few calls."""
     taken = []
@@ -234,6 +270,7 @@ def row(name: str, problem: GraphInstance, repeats: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="graphs of 15k to 390k ideals too")
+    parser.add_argument("--wide", action="store_true", help="wide graphs of 80 to 200 nodes too")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
@@ -241,7 +278,8 @@ def main() -> None:
         f"{'graph':24} {'nodes/edges':>9} {'ideals':>6} {'solve s':>8} {'objective s':>10} "
         f"{'gap':>7} {'method':8} best, worst chain %, s"
     )
-    for name, case in (GRAPHS | (LARGE if arguments.large else {})).items():
+    every = GRAPHS | (LARGE if arguments.large else {}) | (WIDE if arguments.wide else {})
+    for name, case in every.items():
         if arguments.only in name:
             print(row(name, case(), arguments.repeats), flush=True)
 

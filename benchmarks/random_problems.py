@@ -2,7 +2,8 @@
 
     python benchmarks/random_problems.py [--first SEED] [--each COUNT]
 
-Chains and graphs of layers, on stages that are alike in kind and on device types that differ.  The
+Chains and graphs of layers (with groups that stay together, with and without relays), on stages
+that are alike in kind and on device types that differ.  The
 generators and enumerations are those of the tests, from other seeds; every problem is solved
 exactly, by enumeration, and one in eight by the integer program too.  It stops at a mismatch, with
 the kind and the seed, and prints how many problems of each kind fit and how long it took.
@@ -14,6 +15,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.solver import ilp, inner
@@ -48,7 +50,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind(
         "chain",
-        6,
+        4,
         small_instances.random_instance,
         inner.solve,
         small_instances.least_objective_s,
@@ -58,6 +60,24 @@ KINDS = (
         "graph",
         2,
         small_graphs.random_graph,
+        solve_graph,
+        small_graphs.least_objective_s,
+        program.solve_by_program,
+    ),
+    Kind(
+        "graph with groups",
+        1,
+        lambda seed: small_graphs.with_groups(small_graphs.random_graph(seed), seed),
+        solve_graph,
+        small_graphs.least_objective_s,
+        program.solve_by_program,
+    ),
+    Kind(
+        "graph without relays",
+        1,
+        lambda seed: replace(
+            small_graphs.with_groups(small_graphs.random_graph(seed), seed), relayed=False
+        ),
         solve_graph,
         small_graphs.least_objective_s,
         program.solve_by_program,

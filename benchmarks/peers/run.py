@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.peers import (
+    dnn_inference,
     dnn_partitioning,
     galvatron,
     piper,
@@ -33,6 +34,17 @@ ADAPTERS: dict[str, tuple[Adapter, tuple[str, ...]]] = {
     "dnn-partitioning": (
         dnn_partitioning.compare,
         ("dnnpart_bert24_training.json", "dnnpart_resnet50_training.json"),
+    ),
+    "dnn-inference": (
+        dnn_inference.compare,
+        tuple(
+            f"{name}_inference.json"
+            for name in (
+                *("Layer_bert24", "Layer_gnmt", "Layer_resnet50"),
+                *("Operator_bert_l-3", "Operator_bert_l-6"),
+                "Operator_resnet50",
+            )
+        ),
     ),
 }
 

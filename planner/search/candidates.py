@@ -209,7 +209,7 @@ class Candidates:
                 and self._of_degrees(self.model, self.cluster, self.job, changed) is None
             )
 
-        return savings(self.model, self.cluster, self.pins, runs, space=self.request.space)
+        return savings(self.cluster, self.pins, runs, space=self.request.space)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""

@@ -13,7 +13,6 @@ from typing import NamedTuple, assert_never
 from planner.cluster import ClusterSpec
 from planner.costs.memory import StateTypes
 from planner.costs.rates import Rates
-from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Activations, GradientWire, Offload
 from planner.stack_space import EVERYTHING, Space
@@ -26,15 +25,14 @@ class Saving(NamedTuple):
     wire: GradientWire = "full"
 
 
-def reaches_host(model: ModelGraph, cluster: ClusterSpec) -> bool:
-    """Whether states may lie on the host: devices alike and linked to it, and a chain of layers."""
+def reaches_host(cluster: ClusterSpec) -> bool:
+    """Whether states may lie on the host: devices are alike and linked to it."""
     group = cluster.groups[0]
     linked = group.host_link_bytes_per_s is not None and group.accelerator.kind != "cpu"
-    return linked and not cluster.mixed and not model.edges
+    return linked and not cluster.mixed
 
 
 def savings(
-    model: ModelGraph,
     cluster: ClusterSpec,
     pins: Pins,
     runs: Callable[[Saving], bool],
@@ -45,12 +43,12 @@ def savings(
     offloads: tuple[Offload, ...] = ("none",)
     if pins.offload is not None:
         offloads = (pins.offload,)
-    elif "offload" in pins.allowed and reaches_host(model, cluster):
+    elif "offload" in pins.allowed and reaches_host(cluster):
         offloads = ("none", "optimizer", "parameters")
     wires: tuple[GradientWire, ...] = ("full",)
     if pins.gradient_wire is not None:
         wires = (pins.gradient_wire,)
-    elif "compress" in pins.allowed and not model.edges and not cluster.mixed:
+    elif "compress" in pins.allowed and not cluster.mixed:
         wires = ("full", "bf16", "fp16", "powersgd")
     offloads = tuple(one for one in offloads if one in space.offload)
     wires = tuple(one for one in wires if one in space.wires)

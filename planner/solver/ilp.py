@@ -132,6 +132,8 @@ class Placement:
     output_s: Sequence[Sequence[Sequence[float]]] = ()
     """[type before][type after][run] Seconds of each of the stages that its output goes between."""
     relayed: bool = True
+    unpaid: Sequence[int] = ()
+    """Stages that pay nothing for what they send and receive, where outputs are not relayed."""
     hosts: Sequence[tuple[Host, int]] = ()
     """Hosts, each for stages of one type."""
     ties: Sequence[Tie] = field(default=())
@@ -400,7 +402,7 @@ class _Program:
                 self.of_type[s][g] * (problem.rooms[g][s].exposed_s / self.unit_s)
                 for g in self.types
             )
-            if not problem.relayed:
+            if not problem.relayed and s not in problem.unpaid:
                 beside += self._straight_s(s)
             seconds = program.add_variable(f"seconds_{s}", 0)
             own = (n.variable * (scale[n.type] * n.option.time_s) for n in self.here[s])

@@ -12,7 +12,7 @@ and the least of the bounds over the ranges holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,12 +62,13 @@ class StepBounds:
         members: Indices,
         cut_s: Floats,
         sent: Sends | None = None,
+        unpaid: Sequence[int] = (),
     ) -> None:
         self.knapsacks = knapsacks
         self.every = every
         self.members = members
         self.cut_s = cut_s[members]
-        self._sent = sent
+        self._sent, self._unpaid = sent, unpaid
 
     def total(self, per_kind: Floats) -> Floats:
         """[member] Sum of `per_kind` [kind] over the layers of each ideal."""
@@ -77,6 +78,8 @@ class StepBounds:
     def fixed_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
         """[step] Seconds of a stage besides its layers: exposed, and what it sends and receives."""
         exposed_s = float(self.knapsacks.exposed_s[stage])
+        if stage in self._unpaid:
+            return np.full(len(smaller), exposed_s)
         if self._sent is not None:
             return exposed_s + self._sent(smaller, larger)
         fixed_s: Floats = exposed_s + self.cut_s[smaller] + self.cut_s[larger]

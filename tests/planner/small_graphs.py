@@ -243,6 +243,8 @@ def _total_s(problem: GraphInstance, stage_of: tuple[int, ...], parts: Sequence[
 def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float:
     """Seconds that stage s spends on outputs from before it or for after it, with any relays."""
     total = 0.0
+    if s in problem.unpaid:
+        return total
     for layer, at in enumerate(stage_of):
         if not problem.relayed:
             reading = {stage_of[b] for a, b in problem.edges if a == layer} - {at}

@@ -72,6 +72,7 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
         ("encoder_decoder", {"pipeline": 2, "recompute": "selective"}),
         ("two_towers", {"pipeline": 2, "data_shard": 2, "zero": 3}),
         ("resnet", {"pipeline": 2, "data_replicate": 2}),
+        ("unet", {"pipeline": 2, "data_shard": 2, "zero": 1, "offload": "optimizer"}),
         ("unet", {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"}),
         ("two_towers", {"pipeline": 2, "schedule": "zb-h1"}),
         ("encoder_decoder", {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}),

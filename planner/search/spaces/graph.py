@@ -165,7 +165,12 @@ class GraphSpace(AlikeSpace):
 
         No split takes less than one that ignores hosts.
         """
-        if not any(option.host_bytes for table in problem.kinds for option in table):
+        on_host = any(
+            option.host_bytes or option.host_resident_bytes
+            for table in problem.kinds
+            for option in table
+        )
+        if not on_host:
             return found
         chain = replace(
             problem.chain_along(found.order), hosts=hosts(self.candidates.cluster, layout)

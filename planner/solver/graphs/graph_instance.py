@@ -72,6 +72,8 @@ class GraphInstance:
     """Groups of layers that stay on one stage; a layer is in one group at most."""
     relayed: bool = True
     """Stages pass on the outputs that only later ones read."""
+    unpaid: tuple[int, ...] = ()
+    """Stages that pay nothing for what they send and receive, where outputs are not relayed."""
 
     def __post_init__(self) -> None:
         count = len(self.layers)
@@ -85,6 +87,8 @@ class GraphInstance:
         grouped = [layer for group in self.colocated for layer in group]
         if len(grouped) > len(set(grouped)) or not set(grouped) <= set(range(count)):
             raise ValueError(f"colocated: groups of some of {count} layers have none in common")
+        if self.unpaid and self.relayed:
+            raise ValueError("unpaid: of outputs that are relayed both ends of a cut pay")
         self.blocks()
         self.chain_along(range(count))  # checks the rest
 
@@ -105,7 +109,7 @@ class GraphInstance:
         if self.relayed:
             return chain
         held = [order[a:b] for a, b in pairwise(cuts)]
-        sends_s = straight_s(self.readers(), self.output_s, held)
+        sends_s = straight_s(self.readers(), self.output_s, held, self.unpaid)
         stages = tuple(
             replace(stage, exposed_s=stage.exposed_s + seconds)
             for stage, seconds in zip(self.stages, sends_s, strict=True)
@@ -172,13 +176,17 @@ def straight_s(
     readers: Sequence[Sequence[int]],
     output_s: Sequence[float],
     stages: Sequence[Sequence[int]],
+    unpaid: Sequence[int] = (),
 ) -> list[float]:
-    """[stage] Seconds that stages holding these layers pay for outputs that are not relayed."""
+    """[stage] Seconds that stages holding these layers pay for outputs that are not relayed.
+
+    Those of `unpaid` pay nothing.
+    """
     stage_of = {layer: s for s, held in enumerate(stages) for layer in held}
     found = [0.0] * len(stages)
     for layer, outside in enumerate(readers):
         ends = {stage_of[layer], *(stage_of[reader] for reader in outside)}
-        for s in ends if len(ends) > 1 else ():
+        for s in ends - set(unpaid) if len(ends) > 1 else ():
             found[s] += output_s[layer]
     return found
 
@@ -194,6 +202,7 @@ def graph_instance(
     fill: float = 1.0,
     colocated: Sequence[Sequence[str]] = (),
     relayed: bool = True,
+    unpaid: Sequence[int] = (),
 ) -> GraphInstance:
     """State the problem for a networkx graph whose nodes are layer names.
 
@@ -220,6 +229,7 @@ def graph_instance(
         fill=fill,
         colocated=tuple(tuple(sorted(number[name] for name in group)) for group in colocated),
         relayed=relayed,
+        unpaid=tuple(unpaid),
     )
 
 

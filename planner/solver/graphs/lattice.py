@@ -240,7 +240,9 @@ class Lattice:
         members = np.flatnonzero(member)
         places = [np.searchsorted(members, band) for band in bands]
         sent = None if self._sent is None else self._sent.between(self._every, members)
-        bounds = StepBounds(self._knapsacks, self._every, members, self._cut_s, sent)
+        bounds = StepBounds(
+            self._knapsacks, self._every, members, self._cut_s, sent, self._problem.unpaid
+        )
         aim = Aim(ceiling_s=ceiling_s, cutoff_s=target_s, sync_s=fluid.sync_s)
         hops = Sweep(bounds, self._every, places, aim).hops(most_pairs)
         if hops is None:

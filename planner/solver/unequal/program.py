@@ -67,6 +67,7 @@ def solve_by_program(
         output_s=((problem.output_s,),),
         colocated=problem.colocated,
         relayed=problem.relayed,
+        unpaid=problem.unpaid,
     )
     found = solve(graph, ties=ties, time_limit_s=time_limit_s)
     if not isinstance(found, UnequalSolution):
@@ -95,7 +96,7 @@ def _placement(
         instance = laid.in_order(taken.types, taken.cuts)
         if graph is not None and not graph.relayed:
             held = [taken.runs[a:b] for a, b in pairwise(taken.cuts)]
-            sends_s = straight_s(graph.readers(), graph.output_s[0][0], held)
+            sends_s = straight_s(graph.readers(), graph.output_s[0][0], held, graph.unpaid)
             sending = tuple(
                 replace(stage, exposed_s=stage.exposed_s + seconds)
                 for stage, seconds in zip(instance.stages, sends_s, strict=True)
@@ -116,6 +117,7 @@ def _placement(
         credits_s=[chain.credits_of(g) for g in range(len(chain.types))],
         output_s=output_s,
         relayed=graph is None or graph.relayed,
+        unpaid=() if graph is None else graph.unpaid,
         hosts=[(host, g) for g, instance in enumerate(instances) for host in instance.hosts],
         ties=tuple(ties),
         more_than_sums=any(one.used_bytes is not None for one in chain.types),

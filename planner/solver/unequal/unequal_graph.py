@@ -70,6 +70,8 @@ class UnequalGraph:
     relayed: bool = True
     """False on devices of one type alone: elsewhere what a stage pays for an output that is not
     relayed depends on the types of stages that are no neighbours of its own."""
+    unpaid: tuple[int, ...] = ()
+    """Stages that pay nothing for what they send and receive, where outputs are not relayed."""
 
     def __post_init__(self) -> None:
         if self.chain.cut_s:

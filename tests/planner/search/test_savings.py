@@ -130,24 +130,24 @@ def test_where_all_fits_nothing_leaves_the_device(gpt2: ModelGraph) -> None:
     assert answer.prediction.stages[0].host_bytes == 0
 
 
-def test_what_loses_something_must_be_allowed(gpt2: ModelGraph) -> None:
+def test_what_loses_something_must_be_allowed() -> None:
     cluster = small(8e9)
 
     host, lossy = Pins(allowed=HOST), Pins(allowed=frozenset({"compress"}))
 
-    assert savings(gpt2, cluster, Pins(), lambda _: True) == (Saving(),)
-    free = savings(gpt2, cluster, host, lambda _: True)
-    allowed = savings(gpt2, cluster, lossy, lambda _: True)
+    assert savings(cluster, Pins(), lambda _: True) == (Saving(),)
+    free = savings(cluster, host, lambda _: True)
+    allowed = savings(cluster, lossy, lambda _: True)
     assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
     assert {saving.wire for saving in free} == {"full"}
     assert {saving.wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
     assert activations(cluster, Pins()) == ("keep",)
     assert activations(cluster, host) == ("keep", "offload")
     assert activations(cluster, lossy) == ("keep", "compress")
-    assert savings(gpt2, cluster, host, lambda saving: saving.offload == "none") == (Saving(),)
+    assert savings(cluster, host, lambda saving: saving.offload == "none") == (Saving(),)
 
 
-def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
+def test_a_cpu_is_its_own_host() -> None:
     cluster = small(8e9)
     group = cluster.groups[0]
     accelerator = group.accelerator.model_copy(update={"kind": "cpu"})
@@ -155,8 +155,8 @@ def test_a_cpu_is_its_own_host(gpt2: ModelGraph) -> None:
         update={"groups": (group.model_copy(update={"accelerator": accelerator}),)}
     )
 
-    assert reaches_host(gpt2, cluster)
-    assert not reaches_host(gpt2, local)
+    assert reaches_host(cluster)
+    assert not reaches_host(local)
     assert activations(local, Pins(allowed=HOST)) == ("keep",)
 
 

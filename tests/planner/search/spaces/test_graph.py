@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,8 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
         schedule=schedule,
         micro_batch=random.Random(seed).choice([4, 6]),
         data=1,
+        offload="none",
+        gradient_wire="full",
         allowed=frozenset({"offload", "compress"}),
     )
     every = candidates(model, TWO, pins)
@@ -147,6 +150,29 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
     again = predict(answer.plan, model, resolve_cluster(TWO))
     assert again.step_time_s == answer.prediction.step_time_s
     assert again.stages == answer.prediction.stages
+
+
+@pytest.mark.parametrize("saving", [{"offload": "optimizer"}, {"gradient_wire": "bf16"}])
+def test_states_on_the_host_and_narrow_gradients_are_planned_on_graphs(
+    saving: dict[str, Any],
+) -> None:
+    model, cluster = random_model(1), "4xa100-sxm-40gb"
+    pins = Pins(pipeline=2, schedule="1f1b", micro_batch=2, data=2, zero=1, **saving)
+    every = candidates(model, cluster, pins)
+    space = GraphSpace(every)
+    (layout,) = layouts_of(space)
+    best_s = least_objective_s(space.instance(layout)) + every.costs(layout).step_s
+
+    answer = searched(model, cluster, pins)
+
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    again = predict(answer.plan, model, resolve_cluster(cluster))
+    assert again.step_time_s == answer.prediction.step_time_s
+    assert again.stages == answer.prediction.stages
+    allowed = Pins(pipeline=2, allowed=frozenset({"offload", "compress"}))
+    layouts = list(candidates(model, cluster, allowed).layouts())
+    assert {one.offload for one in layouts} == {"none", "optimizer", "parameters"}
+    assert {one.gradient_wire for one in layouts} > {"full", "bf16"}
 
 
 def test_a_profile_of_a_graph_is_planned_with() -> None:

@@ -96,7 +96,12 @@ def test_layers_of_a_group_stay_on_one_stage(start: int, relayed: bool) -> None:
 def test_outputs_may_go_straight_to_their_readers(start: int) -> None:
     problems = [random_graph(seed) for seed in range(start, start + 60)]
 
-    feasible = [agrees_with_enumeration(replace(one, relayed=False)) for one in problems]
+    feasible = [
+        agrees_with_enumeration(
+            replace(one, relayed=False, unpaid=(seed % len(one.stages),) if seed % 2 else ())
+        )
+        for seed, one in enumerate(problems)
+    ]
 
     assert 30 < sum(feasible) < 60
 
