@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.library import (
         compare,
         export,
+        import_plan,
         load,
         plan,
         predict,
@@ -75,6 +76,7 @@ __all__ = [
     "batch_sum",
     "compare",
     "export",
+    "import_plan",
     "load",
     "plan",
     "predict",

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from meshwright.commands import Improved
     from meshwright.jobs import Submission
     from meshwright.launches import Run
+    from planner.formats.imported import Imported
+    from planner.prediction import Prediction
     from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
     from planner.search.answer import Alternative, Answer
     from profiler.agenda import Wish
@@ -157,6 +160,89 @@ def choices_table(choices: Sequence[Alternative]) -> Table:
             choice.why,
         )
     return table
+
+
+def improved_json(told: Improved) -> dict[str, Any]:
+    """Return what `compare --best --json` prints; seconds, bytes."""
+    sides = {"mine": (told.mine, told.prediction), "best": (told.best.plan, told.best.prediction)}
+    return {
+        **{
+            name: {
+                "layout": plan.layout.text(),
+                "step_time_s": prediction.step_time_s,
+                "step_time_low_s": prediction.step_time_low_s,
+                "step_time_high_s": prediction.step_time_high_s,
+                "step_parts": prediction.step_parts,
+                "peak_memory_bytes": _peak(prediction),
+                "fits": prediction.fits,
+            }
+            for name, (plan, prediction) in sides.items()
+        },
+        "changes": [
+            {
+                "what": change.what,
+                "saved_s": change.saved_s,
+                "step_time_s": change.prediction.step_time_s,
+                "peak_memory_bytes": _peak(change.prediction),
+                "fits": change.prediction.fits,
+            }
+            for change in told.changes
+        ],
+        "warnings": list(told.warnings),
+    }
+
+
+def improved_parts(told: Improved) -> Iterator[RenderableType]:
+    """Yield a plan beside the best: both, the causes of their time, each change and its worth."""
+    mine, best = told.prediction, told.best.prediction
+    gain = mine.step_time_s / best.step_time_s - 1
+    yield f"yours  {told.mine.layout.text()}"
+    yield f"best   {told.best.plan.layout.text()}"
+    if not told.changes:
+        yield "yours is the best plan that was found"
+    else:
+        yield f"the best is {100 * gain:.1f} % faster by {len(told.changes)} changes"
+    table = Table("", "yours", "best")
+    table.add_row("step", seconds_text(mine.step_time_s), seconds_text(best.step_time_s))
+    causes = sorted(
+        {*mine.step_parts, *best.step_parts},
+        key=lambda name: -max(one.step_parts.get(name, 0.0) for one in (mine, best)),
+    )
+    for name in causes:
+        seconds = [one.step_parts.get(name, 0.0) for one in (mine, best)]
+        if max(seconds) > 0.002 * best.step_time_s:
+            table.add_row(f"  {name}", *map(seconds_text, seconds))
+    table.add_row("memory", *(bytes_text(_peak(one)) for one in (mine, best)))
+    yield table
+    if told.changes:
+        steps = Table("change, one after the other", "step", "worth", "memory")
+        for change in told.changes:
+            worth = 100 * change.saved_s / mine.step_time_s
+            memory = bytes_text(_peak(change.prediction))
+            steps.add_row(
+                change.what,
+                seconds_text(change.prediction.step_time_s),
+                f"{worth:+.1f} %",
+                memory if change.prediction.fits else f"{memory}, does not fit",
+            )
+        yield steps
+    for warning in told.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+
+
+def _peak(prediction: Prediction) -> float:
+    """Return memory of the fullest device."""
+    return max(stage.peak_memory_bytes for stage in prediction.stages)
+
+
+def imported_json(found: Imported) -> dict[str, Any]:
+    """Return what `import --json` prints."""
+    return {
+        "plan": found.plan.model_dump(mode="json", exclude_none=True),
+        "layout": found.plan.layout.text(),
+        "assumed": list(found.assumed),
+        "unknown": list(found.unknown),
+    }
 
 
 def top_table(answer: Answer) -> Table:

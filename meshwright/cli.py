@@ -12,6 +12,7 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,9 @@ from meshwright.answers import (
     choices_table,
     comparison_table,
     export_json,
+    imported_json,
+    improved_json,
+    improved_parts,
     job_json,
     profile_parts,
     run_json,
@@ -59,6 +63,24 @@ app = typer.Typer(
 )
 out = Terminal(width=None if sys.stdout.isatty() else 140)
 talk = Terminal(stderr=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"meshwright {metadata.version('meshwright')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end"
+        ),
+    ] = False,
+) -> None:
+    """Find the fastest way to train your model on your machines, prove it, and run it."""
 
 
 class Precision(StrEnum):
@@ -226,18 +248,84 @@ def plan(
 
 @app.command()
 def compare(
-    plans: Annotated[list[str], typer.Argument(help="Two or more plan.yaml")],
+    plans: Annotated[
+        list[str], typer.Argument(help="Two or more plan.yaml; with --best your own alone")
+    ],
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="On this one (default: each on its own)")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Beside the best plan: what to change, and its worth")
+    ] = False,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="With --best: write that plan here")
     ] = None,
     json: Json = False,
 ) -> None:
     """Say what plans take beside the fastest of them: time, cost, memory and why."""
+    if best:
+        if len(plans) != 1:
+            raise DocumentError("plans", f"are {len(plans)}; --best compares one plan")
+        with _bar("searching layouts", quiet=json) as progress:
+            told = commands.compare_best(plans[0], cluster, output=output, progress=progress)
+        if json:
+            print(as_json(improved_json(told)))
+            return
+        for part in improved_parts(told):
+            out.print(part)
+        if output:
+            out.print(f"best plan written to {output}")
+        return
     found = commands.compare(plans, cluster)
     if json:
         print(as_json({"plans": choices_json(found)}))
         return
     out.print(choices_table(found))
+
+
+@app.command(name="import")
+def import_(
+    file: Annotated[str, typer.Argument(help="A framework's configuration, or a script")],
+    of: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, "
+            "nanotron, fsdp; slurm: a script that runs one of them",
+        ),
+    ],
+    cluster: ClusterOption,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="As for 'plan', where the configuration does not say it"),
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Write the plan here")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Read another framework's configuration as a plan; nothing in it is executed."""
+    found = commands.import_plan(
+        file,
+        of=of,
+        cluster=cluster,
+        model=model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        output=output,
+    )
+    if json:
+        print(as_json(imported_json(found)))
+        return
+    out.print(f"{found.plan.model.name} on {found.plan.cluster}: {found.plan.layout.text()}")
+    for what in found.assumed:
+        out.print(f"assumed: {what}")
+    if found.unknown:
+        out.print(f"not read: {', '.join(found.unknown)}")
+    if output:
+        out.print(f"plan written to {output}; improve it with: meshwright compare {output} --best")
 
 
 @app.command()
@@ -511,7 +599,8 @@ def export(
         typer.Option(
             "--to",
             help="huggingface, or peft for LoRA adapters; of a plan megatron, torchtitan, "
-            "deepspeed, nanotron, fsdp, accelerate (default: its backend)",
+            "torchtitan@0.2, megatron-bridge, deepspeed, accelerate, transformers, nanotron, fsdp, "
+            "megatron-deepspeed (default: its backend)",
         ),
     ] = None,
     output: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -48,14 +48,16 @@ from planner.search.preferred import (
     with_preference,
 )
 from planner.search.simulated_proof import EFFORTS, Prove, Told
+from planner.search.waterfall import Change, waterfall
 from planner.solver.instance import Fathomed, Infeasible, Solution
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
 from planner.solver.sided import solve as solve_exactly
 from planner.stack import base_of
-from planner.units import bytes_text, count_text, duration_s
+from planner.units import bytes_text, count_text, duration_s, seconds_text
 
 if TYPE_CHECKING:
+    from planner.formats.imported import Imported
     from planner.scores.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
@@ -170,6 +172,97 @@ def compare(
     fitting = [one for one in predictions if one.fits] or predictions
     fastest = min(fitting, key=lambda one: one.step_time_s)
     return tuple(compared(*one, fastest) for one in named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improved:
+    """A plan beside the best one of its job, and what lies between them."""
+
+    mine: Plan
+    prediction: Prediction
+    best: Answer
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
+
+
+def compare_best(
+    plan: Plan | str | Path,
+    cluster: str | None = None,
+    *,
+    output: str | None = None,
+    progress: Progress | None = None,
+) -> Improved:
+    """Search for the best plan of a plan's job, cluster and backend, and say what is different.
+
+    Both are priced by the backend's stack; what each difference is worth is told one at a time.
+    """
+    path = None if isinstance(plan, Plan) else str(plan)
+    wanted = plan if isinstance(plan, Plan) else document.read(Plan, plan)
+    graph = plan_model(wanted, path)
+    machine = machine_of(cluster or wanted.cluster, None)
+    check_devices(wanted, machine)
+    mine = predict_plan(wanted, graph, machine)
+    request = replace(Request.of_plan(wanted, graph, machine), called=cluster or wanted.cluster)
+    answer = answer_to(request, "fastest", progress=progress)
+    best = answer.plan.model_copy(update={"training": wanted.training})
+    answer = replace(answer, plan=best)
+    if output is not None:
+        document.write(best, output)
+    return Improved(
+        mine=wanted,
+        prediction=mine,
+        best=answer,
+        changes=waterfall(wanted, best, graph, machine),
+        warnings=tuple(_warnings(mine, answer.prediction)),
+    )
+
+
+def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
+    """Yield what to know before the figures are believed."""
+    if not mine.fits:
+        yield "yours does not fit in memory: its time is that of larger devices"
+    if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
+        spans = [
+            f"{seconds_text(one.step_time_low_s)} to {seconds_text(one.step_time_high_s)}"
+            for one in (mine, best)
+        ]
+        yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
+    if mine.step_time_s < best.step_time_s and mine.fits:
+        yield "yours is faster: it has something that is not searched"
+
+
+def import_plan(
+    source: str,
+    *,
+    of: str,
+    cluster: str,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    output: str | None = None,
+) -> Imported:
+    """Read another framework's configuration as a plan; nothing of it is executed.
+
+    `of` is the framework (`megatron`, `torchtitan`, `deepspeed`, ...) or `slurm`, a script that
+    runs one of them.
+    """
+    from planner.formats.imported import imported  # noqa: PLC0415 - one of many
+
+    try:
+        found = imported(
+            document.read_text(source),
+            of,
+            machine_of(cluster, None),
+            model=None if model is None else model_of(model, seq_len=seq_len),
+            called=cluster,
+            seq_len=seq_len,
+            global_batch=global_batch,
+        )
+    except DocumentError as error:
+        raise (error if error.file else error.in_file(source)) from error
+    if output is not None:
+        document.write(found.plan, output)
+    return found
 
 
 def of_plan(

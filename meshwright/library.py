@@ -37,6 +37,7 @@ from planner.whatif.study import Study
 if TYPE_CHECKING:
     from torch import nn
 
+    from planner.formats.imported import Imported
     from runtime.derived_styles import TensorStyles
     from runtime.export import Exported
 
@@ -349,6 +350,35 @@ def export(
     True
     """
     return commands.export(str(source), to=to, output=output)
+
+
+def import_plan(
+    path: str | Path,
+    *,
+    of: str,
+    cluster: str,
+    model: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Imported:
+    """Read another framework's configuration as a plan; nothing in it is executed.
+
+    `of` is megatron, megatron-bridge, torchtitan, deepspeed, accelerate, transformers, nanotron,
+    fsdp, or slurm: a script that runs one of them.
+
+    >>> import meshwright, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp(), "run.sh")
+    >>> _ = file.write_text("python pretrain_gpt.py --micro-batch-size 2 --bf16 --seq-length 1024")
+    >>> cluster = "2xa100-sxm-80gb"
+    >>> found = meshwright.import_plan(file, of="megatron", cluster=cluster, model="gpt2-small")
+    >>> found.plan.micro_batch, found.unknown
+    (2, ())
+
+    Raises DocumentError where a configuration is none, or none that can run there.
+    """
+    return commands.import_plan(
+        str(path), of=of, cluster=cluster, model=model, seq_len=seq_len, global_batch=global_batch
+    )
 
 
 def load(path: str | Path) -> Document:

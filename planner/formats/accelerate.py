@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.formats.wanted import (
     Wanted,
+    compile_text,
     degrees_above,
     of_fsdp,
     of_one_kind,
@@ -22,6 +23,8 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from of_fsdp(wanted)
     if plan.zero == 0 and plan.mesh.tensor * plan.mesh.context > 1:
         yield "replicas with tensor or context parallelism"
+    if plan.mesh.tensor > 1 and plan.mesh.sequence_parallel:
+        yield "tensor parallelism that divides the sequence"
     counts = wanted.ranks_of_nodes
     if len(set(counts)) > 1:
         yield (
@@ -65,6 +68,8 @@ def outside(wanted: Wanted) -> Iterator[str]:
     plan, t = wanted.plan, wanted.plan.training
     if len(wanted.ranks_of_nodes) > 1:
         yield "each node is started with --machine_rank, --main_process_ip and --main_process_port"
+    if not plan.zero and recompute_of(wanted) == "full":
+        yield "every block is recomputed: model.gradient_checkpointing_enable()"
     yield (f"micro-batches of {plan.micro_batch}, gradient_accumulation_steps={plan.micro_batches}")
     yield (
         f"AdamW(lr={t.learning_rate:g}, betas=({t.beta1:g}, {t.beta2:g}), eps={t.epsilon:g}, "
@@ -75,3 +80,4 @@ def outside(wanted: Wanted) -> Iterator[str]:
     if wanted.changes_rate:
         yield rate_text(wanted)
     yield from script_text(wanted)
+    yield from compile_text(wanted)

@@ -3,8 +3,8 @@
 What is written asks for the plan's parallel degrees, batches, schedule, recomputation, sharding,
 precision, optimizer and learning rates; model, data and number of steps are the other's own.  A
 plan that uses what a framework has no words for is refused, and what a framework sets in its
-training script is named: nothing is left out silently.  Written for Megatron-LM of 2026, torchtitan
-0.2, DeepSpeed 0.19, accelerate 1.15, nanotron 0.4 and FSDP2 of torch 2.6.
+training script is named: nothing is left out silently.  Which releases read what is written, and
+what they make of it, is measured in `docs/exports.md`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from typing import NamedTuple
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
-from planner.formats import accelerate, deepspeed, fsdp, megatron, nanotron, torchtitan
-from planner.formats.wanted import Wanted, for_all
+from planner.formats import (
+    accelerate,
+    deepspeed,
+    fsdp,
+    megatron,
+    megatron_bridge,
+    nanotron,
+    torchtitan,
+    torchtitan_toml,
+    transformers,
+)
+from planner.formats.wanted import Wanted, for_all, own_text
 from planner.model import ModelGraph
 from planner.plan import Plan
 
@@ -53,12 +63,19 @@ def in_the_script(
 ) -> list[str]:
     """Return what of a plan is set elsewhere: in the training script, or where it is started."""
     wanted = Wanted(plan=plan, model=model, cluster=cluster)
-    return list(FRAMEWORKS[to].outside(wanted))
+    return [*FRAMEWORKS[to].outside(wanted), *own_text(wanted)]
 
 
 FRAMEWORKS = {
     "megatron": Written(megatron.obstacles, megatron.text, megatron.outside),
     "torchtitan": Written(torchtitan.obstacles, torchtitan.text, torchtitan.outside),
+    "torchtitan@0.2": Written(
+        torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside
+    ),
+    "megatron-bridge": Written(
+        megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside
+    ),
+    "transformers": Written(transformers.obstacles, transformers.text, transformers.outside),
     "deepspeed": Written(deepspeed.obstacles, deepspeed.text, deepspeed.outside),
     "accelerate": Written(accelerate.obstacles, accelerate.text, accelerate.outside),
     "nanotron": Written(nanotron.obstacles, nanotron.text, nanotron.outside),
@@ -67,7 +84,7 @@ FRAMEWORKS = {
         megatron.deepspeed_obstacles, megatron.deepspeed_text, megatron.outside
     ),
 }
-"""By the name of their stack."""
+"""By the name of their stack; torchtitan@0.2 is its last release that reads TOML."""
 
 NEED_NODES = ("accelerate",)
 """Frameworks whose configuration counts nodes."""

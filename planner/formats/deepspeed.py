@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from planner.formats.wanted import (
     Wanted,
+    compile_text,
     degrees_above,
     of_one_kind,
     rate_text,
@@ -66,3 +67,4 @@ def outside(wanted: Wanted) -> Iterator[str]:
         # Its own schedulers begin two steps later, and none has a floor with each fall.
         yield f"{rate_text(wanted)}; as lr_scheduler of deepspeed.initialize"
     yield from script_text(wanted)
+    yield from compile_text(wanted)

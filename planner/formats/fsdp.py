@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from planner.formats.wanted import (
     Wanted,
+    compile_text,
     degrees_above,
     of_fsdp,
     rate_text,
@@ -105,3 +106,4 @@ def outside(wanted: Wanted) -> Iterator[str]:
         yield "torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)"
     if wanted.changes_rate:
         yield rate_text(wanted)
+    yield from compile_text(wanted)

@@ -49,7 +49,7 @@ def text(wanted: Wanted) -> str:
         f"--micro-batch-size {plan.micro_batch}",
         f"--global-batch-size {plan.global_batch}",
         f"--seq-length {plan.seq_len}",
-        *_megatron_recompute(wanted),
+        *recompute_flags(wanted),
         *_megatron_options(wanted),
     ]
     if plan.precision == "fp8":
@@ -100,7 +100,8 @@ def _megatron_sharding(wanted: Wanted) -> Iterator[str]:
         yield "--ckpt-format fsdp_dtensor"
 
 
-def _megatron_recompute(wanted: Wanted) -> Iterator[str]:
+def recompute_flags(wanted: Wanted) -> Iterator[str]:
+    """Yield which blocks are recomputed."""
     if len(wanted.recomputes) > 1:
         yield "--recompute-granularity full"
         yield "--recompute-method block"
@@ -188,3 +189,10 @@ def outside(wanted: Wanted) -> Iterator[str]:
         yield "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment, before Blackwell"
     if steps > 1:
         yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"
+    yield from fused_instead(wanted)
+
+
+def fused_instead(wanted: Wanted) -> Iterator[str]:
+    """Yield that blocks which are compiled in the plan have kernels of its own instead."""
+    if wanted.plan.compile == "block":
+        yield "blocks are not compiled there: its own fused kernels take the place"

@@ -105,3 +105,5 @@ def outside(wanted: Wanted) -> Iterator[str]:
     yield "model.model_config, data_stages and tokens.train_steps"
     if steps:
         yield f"rates of the first {steps} steps lie 1/{steps} of the highest below the plan's"
+    if wanted.plan.compile == "block":
+        yield "blocks are not compiled there"

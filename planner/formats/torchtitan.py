@@ -1,8 +1,7 @@
-"""torchtitan 0.2, as its job configuration (TOML)."""
+"""torchtitan 0.3, as a Python module of its configurations."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
@@ -17,120 +16,173 @@ from planner.formats.wanted import (
 from planner.schedules import schedule_of
 from planner.stack import base_of
 
+REGISTERED = {
+    "llama-3-8b": ("llama3", "llama3_8b"),
+    "llama-3-70b": ("llama3", "llama3_70b"),
+    "llama-3.1-8b": ("llama3", "llama3_8b"),
+    "llama-3.1-70b": ("llama3", "llama3_70b"),
+    "llama-3.1-405b": ("llama3", "llama3_405b"),
+    "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
+    "qwen3-32b": ("qwen3", "qwen3_32b"),
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+    "deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b"),
+    "gpt-oss-20b": ("gpt_oss", "gpt_oss_20b"),
+    "gpt-oss-120b": ("gpt_oss", "gpt_oss_120b"),
+}
+"""Modules and functions of torchtitan.models that configure models of the catalogue."""
+
 
 def obstacles(wanted: Wanted) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan it does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
-    if plan.mesh.tensor > 1 and not plan.mesh.sequence_parallel:
-        yield "tensor parallelism that does not divide the sequence"
+    yield from sharded_by_context(wanted)
     yield from other_schedule(wanted, "torchtitan")
     yield from of_fsdp(wanted)
-    others = plan.mesh.tensor * plan.mesh.pipeline
-    if others > 1 and plan.mesh.data_shard * plan.mesh.context == 1:
-        if plan.mesh.data_replicate > 1:
-            yield "replicas (ZeRO-0) with tensor or pipeline parallelism"
-        if plan.precision in ("bf16", "fp8"):
-            yield (
-                f"{plan.precision} with tensor or pipeline parallelism and no sharding: it would "
-                "train in fp32"
-            )
-    if plan.precision not in ("bf16", "fp32") and not (_own(wanted) and plan.precision == "fp8"):
+    float8 = plan.precision == "fp8" and own_operators(wanted)
+    if plan.precision not in ("bf16", "fp32") and not float8:
         yield f"precision {plan.precision}"
-    if "selective" in wanted.recomputes and not _own(wanted):
-        yield "selective recompute, which are other operators there"
+    if float8 and plan.model.name not in REGISTERED:
+        yield "fp8 of a model that it does not configure: its converters are part of the model"
+    yield from other_selective(wanted)
     yield from mixed_recompute(wanted)
 
 
-def _own(wanted: Wanted) -> bool:
+def sharded_by_context(wanted: Wanted) -> Iterator[str]:
+    """Yield states that context ranks would divide, where the plan divides none."""
+    if wanted.plan.zero == 0 and wanted.plan.mesh.context > 1:
+        yield "ZeRO-0 with context parallelism: its context ranks shard"
+
+
+def own_operators(wanted: Wanted) -> bool:
     """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
     return base_of(wanted.plan.backend) == "torchtitan"
 
 
+def other_selective(wanted: Wanted) -> Iterator[str]:
+    """Yield selective recompute of another stack."""
+    if "selective" in wanted.recomputes and not own_operators(wanted):
+        yield "selective recompute, which are other operators there"
+
+
+_POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+
+
 def text(wanted: Wanted) -> str:
-    """Return the configuration."""
-    plan, mesh = wanted.plan, wanted.plan.mesh
-    replicas, shards = mesh.data_replicate, mesh.data_shard
-    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
-    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
-    at_once = plan.micro_batch * (plan.micro_batches if mesh.pipeline > 1 else 1)
-    converters = ["[model]", 'converters = ["quantize.linear.float8"]', ""]
+    """Return the module: what it changes of a model's configuration, and that of the model."""
+    plan = wanted.plan
+    module, name = REGISTERED.get(plan.model.name, (None, None))
+    policy = recompute_of(wanted)
+    imports = ["from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig"]
+    if plan.precision == "fp8":
+        imports.append("from torchtitan.components.quantization import Float8LinearConverter")
+    if policy != "none":
+        kind = _POLICIES[policy].partition(".")[0]
+        imports.append(f"from torchtitan.distributed.activation_checkpoint import {kind}")
+    if module is not None:
+        registry = "config_registry, model_registry" if plan.precision == "fp8" else _REGISTRY
+        imports.append(f"from torchtitan.models.{module} import {registry}")
     lines = [
-        *(converters if plan.precision == "fp8" else ()),
-        "[training]",
-        f"local_batch_size = {at_once}",
-        f"global_batch_size = {plan.global_batch}",
-        f"seq_len = {plan.seq_len}",
-        f'mixed_precision_param = "{"float32" if plan.precision == "fp32" else "bfloat16"}"',
-        f"enable_cpu_offload = {str(plan.offload == 'parameters').lower()}",
-        *_titan_training(wanted),
+        f'"""How {plan.model.name} is trained by {plan.mesh.devices} ranks with torchtitan 0.3."""',
         "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {replicas}",
-        f"data_parallel_shard_degree = {shards}",
-        f"tensor_parallel_degree = {mesh.tensor}",
-        f"context_parallel_degree = {mesh.context}",
-        f"pipeline_parallel_degree = {mesh.pipeline}",
+        *imports,
+        "",
+        "",
+        "def planned(config):",
+        '    """Return the configuration of a model as planned."""',
+        *(f"    config.{line}" for line in _settings(wanted)),
+        *_groups(wanted),
+        "    return config",
     ]
-    if mesh.expert > 1:
-        lines.append(f"expert_parallel_degree = {mesh.expert}")
-    if shards > 1:
-        lines.append(f'fsdp_reshard_after_forward = "{"always" if plan.zero == 3 else "never"}"')
-    if mesh.pipeline > 1:
-        schedule = schedule_of(plan.schedule)
-        lines.append(f'pipeline_parallel_schedule = "{schedule.names["torchtitan"]}"')
-        lines.append(f"pipeline_parallel_microbatch_size = {plan.micro_batch}")
-        lines.append(f"module_fqns_per_model_part = {json.dumps(_titan_parts(wanted))}")
-        lines += schedule.settings.get("torchtitan", ())
-    if plan.compile == "block":
-        lines += ["", "[compile]", "enable = true", 'components = ["model"]']
-    lines += ["", "[activation_checkpoint]", f'mode = "{recompute_of(wanted)}"']
-    if recompute_of(wanted) == "selective":
-        lines.append('selective_ac_option = "op"')
+    if module is not None:
+        lines += ["", "", f"def {name}():", f"    return planned(config_registry.{name}())"]
     return "\n".join(lines) + "\n"
 
 
-def _titan_training(wanted: Wanted) -> Iterator[str]:
-    """Yield the end of `training`, optimizer and learning rates."""
-    t = wanted.plan.training
+_REGISTRY = "config_registry"
+
+
+def _settings(wanted: Wanted) -> Iterator[str]:
+    """Yield what is assigned to fields of a Trainer.Config."""
+    plan, mesh, t = wanted.plan, wanted.plan.mesh, wanted.plan.training
+    # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
+    # schedule, which cuts them into micro-batches.  The rest of a step is accumulated.
+    pipelined = mesh.pipeline > 1
+    forwards = plan.micro_batches if pipelined else 1
+    yield f"training.local_batch_size = {plan.micro_batch * forwards}"
+    yield f"training.global_batch_size = {plan.global_batch}"
+    yield f"training.seq_len = {plan.seq_len}"
+    working = "float32" if plan.precision == "fp32" else "bfloat16"
+    yield f'training.mixed_precision_param = "{working}"'
+    yield f"training.enable_cpu_offload = {plan.offload == 'parameters'}"
+    # The plan's host time and memory are those of eager launches.
+    yield "training.disable_cuda_graphs = True"
     # A bound of 0 would make every gradient 0.
-    yield f"max_norm = {t.clip_norm or math.inf}"
+    yield f"training.max_norm = {t.clip_norm or 'float(' + repr(str(math.inf)) + ')'}"
     if wanted.falls:
-        yield f"steps = {t.rate_steps}"  # behind it the rate would go on falling
-    yield from ("", "[optimizer]", 'name = "AdamW"')
-    yield f"lr = {t.learning_rate!r}"
-    yield f"beta1 = {t.beta1!r}"
-    yield f"beta2 = {t.beta2!r}"
-    yield f"eps = {t.epsilon!r}"
-    yield f"weight_decay = {t.weight_decay!r}"
-    yield from ("", "[lr_scheduler]", f"warmup_steps = {t.warmup_steps}")
-    if not wanted.falls:
-        yield "decay_ratio = 0.0"
-        return
-    yield f"total_steps = {t.rate_steps}"
-    if t.rate_schedule == "wsd":
-        yield f"decay_ratio = {t.decay_steps / t.rate_steps!r}"
-    yield f'decay_type = "{"cosine" if t.rate_schedule == "cosine" else "linear"}"'
-    yield f"min_lr_factor = {t.floor!r}"
+        yield f"training.steps = {t.rate_steps}"  # behind it the rate would go on falling
+    yield f"parallelism.data_parallel_replicate_degree = {mesh.data_replicate}"
+    yield f"parallelism.data_parallel_shard_degree = {mesh.data_shard}"
+    yield f"parallelism.tensor_parallel_degree = {mesh.tensor}"
+    yield f"parallelism.enable_sequence_parallel = {mesh.sequence_parallel}"
+    yield f"parallelism.context_parallel_degree = {mesh.context}"
+    yield f"parallelism.pipeline_parallel_degree = {mesh.pipeline}"
+    yield f"parallelism.expert_parallel_degree = {mesh.expert}"
+    again = "always" if plan.zero == 3 else "never"
+    yield f'parallelism.fsdp_reshard_after_forward = "{again}"'
+    if pipelined:
+        name = schedule_of(plan.schedule).names["torchtitan"]
+        yield f'parallelism.pipeline_parallel_schedule = "{name}"'
+        yield f"parallelism.pipeline_parallel_microbatch_size = {plan.micro_batch}"
+        yield f"parallelism.module_fqns_per_model_part = {parts_of(wanted, 'lm_head')!r}"
+    yield f"compile.enable = {plan.compile == 'block'}"
+    yield 'compile.components = ["model"]'
+    yield f"activation_checkpoint = {_POLICIES[recompute_of(wanted)]}"
+    if plan.loss is None:  # from all logits, not in chunks of them
+        yield 'loss = getattr(config.loss, "loss_fn", config.loss)'
+    if plan.precision == "fp8":
+        made = f"Float8LinearConverter.Config(model_compile_enabled={plan.compile == 'block'})"
+        yield f"model_spec = model_registry(config.model_spec.flavor, converters=[{made}])"
+    yield f"lr_scheduler.warmup_steps = {t.warmup_steps}"
+    yield f"lr_scheduler.total_steps = {t.rate_steps if wanted.falls else None}"
+    ratio = t.decay_steps / t.rate_steps if t.rate_schedule == "wsd" else None
+    yield f"lr_scheduler.decay_ratio = {ratio if wanted.falls else 0.0}"
+    kind = "cosine" if t.rate_schedule == "cosine" else "linear"
+    yield f'lr_scheduler.decay_type = "{kind}"'
+    yield f"lr_scheduler.min_lr_factor = {t.floor!r}"
+
+
+def _groups(wanted: Wanted) -> Iterator[str]:
+    """Yield the optimizer, which leaves norms and biases without weight decay."""
+    t = wanted.plan.training
+    same = f'"lr": {t.learning_rate!r}, "betas": ({t.beta1!r}, {t.beta2!r}), "eps": {t.epsilon!r}'
+    yield f"    adam = {{{same}}}"
+    yield "    config.optimizer = OptimizersContainer.Config("
+    yield "        param_groups=["
+    for pattern, decay in ((r"norm\w*\.weight$|bias$", 0.0), (".*", t.weight_decay)):
+        yield "            ParamGroupConfig("
+        yield f'                pattern=r"{pattern}",'
+        yield '                optimizer_name="AdamW",'
+        yield f'                optimizer_kwargs={{**adam, "weight_decay": {decay!r}}},'
+        yield "            ),"
+    yield "        ]"
+    yield "    )"
 
 
 def outside(wanted: Wanted) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
-    pipelined = plan.micro_batches if plan.mesh.pipeline > 1 else 1
-    yield (
-        "torchtitan above 0.2 reads no TOML: in its Python configuration "
-        f"num_tokens_per_microbatch_per_dp_rank={plan.micro_batch * plan.seq_len}, "
-        f"num_pp_microbatches={pipelined}, "
-        f"num_tokens_per_train_step={plan.global_batch * plan.seq_len}"
-    )
-    if plan.training.weight_decay:
-        yield "weight decay acts on norms too, which the plan leaves out"
+    _, name = REGISTERED.get(plan.model.name, (None, None))
+    if name is None:
+        yield "planned(config) takes the configuration of your model, as those of torchtitan.models"
+    else:
+        yield f"as plan.py it is started by torchtitan.train --module plan --config {name}"
     if wanted.falls:
         yield f"training ends at step {plan.training.rate_steps}, where its learning rate does"
 
 
-def _titan_parts(wanted: Wanted) -> list[list[str]]:
+def parts_of(wanted: Wanted, head: str) -> list[list[str]]:
     """Return the modules of each stage by the names of torchtitan's decoders."""
     kinds = {name: layer.kind for name, layer in wanted.model.chain}
     parts, block = [], 0
@@ -140,7 +192,7 @@ def _titan_parts(wanted: Wanted) -> list[list[str]]:
             if kinds[item.layer] == "embedding":
                 names.append("tok_embeddings")
             elif kinds[item.layer] == "head":
-                names += ["norm", "output"]
+                names += ["norm", head]
             else:
                 names.append(f"layers.{block}")
                 block += 1

@@ -83,12 +83,42 @@ def rate_text(wanted: Wanted) -> str:
 
 
 def script_text(wanted: Wanted) -> Iterator[str]:
-    """Yield which parameters weight decay leaves out, and how few logits memory was counted for."""
-    loss = wanted.plan.loss
-    if loss is not None:
-        yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
+    """Yield which parameters weight decay leaves out."""
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
+
+
+def own_text(wanted: Wanted) -> Iterator[str]:
+    """Yield what memory and time were counted for that no configuration says."""
+    loss, prefetch = wanted.plan.loss, wanted.plan.prefetch
+    if loss is not None:
+        yield f"loss: computed from {loss.rows} rows of logits at a time, or it takes more memory"
+    if prefetch:
+        yield f"parameters of {prefetch} layers are gathered ahead, where that can be set"
+
+
+def compile_text(wanted: Wanted) -> Iterator[str]:
+    """Yield that blocks are compiled, which the training script does."""
+    if wanted.plan.compile == "block":
+        yield "each block is compiled: block.compile()"
+
+
+_WRITTEN = {
+    *("format", "model", "cluster", "backend", "seq_len", "global_batch", "precision", "mesh"),
+    *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload", "compile"),
+    *("training", "timeout_s", "groups", "shares", "stages", "loss", "prefetch"),
+}
+"""Fields of a plan that configurations say, or that are refused by name."""
+_UNSUPPORTED = {
+    "gradient_wire": "gradients travel as {}",
+    "weight_wire": "weights travel as {}",
+    "scales": "scales of 8-bit operands are {}",
+    "dispatch": "tokens come to experts by {}",
+    "document_len": "attention stays within documents of {} tokens, which the data says there",
+    "reshard": "parameters stay divided over {} ranks from forward to backward",
+    "batch": "its batches are a script's own",
+}
+"""How the others are refused, where a plan uses them."""
 
 
 def for_all(wanted: Wanted) -> Iterator[str]:
@@ -97,16 +127,10 @@ def for_all(wanted: Wanted) -> Iterator[str]:
     treated = {item.activations for stage in plan.stages for item in stage.layers}
     if plan.groups is not None or plan.shares is not None:
         yield "its devices differ"
-    if plan.gradient_wire != "full":
-        yield f"gradients travel as {plan.gradient_wire}"
-    if plan.reshard is not None:
-        yield f"parameters stay divided over {plan.reshard} ranks from forward to backward"
-    if plan.scales != "tensorwise":
-        yield f"scales of 8-bit operands are {plan.scales}"
-    if plan.weight_wire != "full":
-        yield f"weights travel as {plan.weight_wire}"
-    if plan.dispatch != "alltoall":
-        yield f"tokens come to experts by {plan.dispatch}"
+    for name, field in Plan.model_fields.items():
+        value = getattr(plan, name)
+        if name not in _WRITTEN and value != field.get_default(call_default_factory=True):
+            yield _UNSUPPORTED.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:

@@ -268,6 +268,11 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("folder", "--to", "huggingface", "-o", "out"),
         ("folder", "--to", "peft", "-o", "out"),
     ),
+    "import": (
+        ("config.json", "--from", "deepspeed", "--cluster", "@cluster", "--model", "@model"),
+        ("study.yaml", "--from", "accelerate", "--cluster", "@cluster", "--model", "@model"),
+        ("runs.csv", "--from", "megatron", "--cluster", "@cluster", "--model", "@model"),
+    ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),
     "compare": (("plan.yaml", "large.yaml"), ("sharded.yaml", "plan.yaml")),
@@ -324,7 +329,9 @@ def commands() -> dict[str, list[Option]]:
         assert command.callback is not None
         hints = get_type_hints(command.callback, include_extras=True)
         hints.pop("return")
-        every[command.callback.__name__] = [_of(name, hint) for name, hint in hints.items()]
+        every[command.name or command.callback.__name__] = [
+            _of(name, hint) for name, hint in hints.items()
+        ]
     return every
 
 

@@ -274,3 +274,36 @@ def test_plans_are_compared_with_the_fastest_of_them(
     assert "tensor communication +" in divided["why"]
     assert cli.main(["compare", paths[0]]) == 1
     assert "fewer than two" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert cli.main(["--version"]) == 0
+
+    assert capsys.readouterr().out == f"meshwright {version('meshwright')}\n"
+
+
+def test_a_configuration_is_imported_and_improved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, plan = tmp_path / "run.sh", tmp_path / "plan.yaml"
+    script.write_text(
+        "python pretrain_gpt.py --micro-batch-size 1 --global-batch-size 16 --seq-length 1024 "
+        "--bf16 --tensor-model-parallel-size 2 --log-interval 5\n"
+    )
+    where = ["--from", "slurm", "--cluster", "2xa100-sxm-80gb", "--model", "gpt2", "--json"]
+
+    assert cli.main(["import", str(script), *where, "-o", str(plan)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["unknown"] == ["--log-interval"]
+    assert cli.main(["compare", str(plan), "--best", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    saved = sum(change["saved_s"] for change in found["changes"])
+    assert saved == pytest.approx(found["mine"]["step_time_s"] - found["best"]["step_time_s"])
+    assert any(change["what"].startswith("tp 2 -> 1") for change in found["changes"])
+    assert cli.main(["compare", str(plan), "--best"]) == 0
+    assert "change, one after the other" in capsys.readouterr().out
+    assert cli.main(["compare", str(plan), str(plan), "--best"]) == 1
+    assert "compares one plan" in capsys.readouterr().err

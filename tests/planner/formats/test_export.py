@@ -79,7 +79,7 @@ def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -
 def test_torchtitan_is_told_every_module_of_every_stage_once() -> None:
     plan = planned("pp=4", "dp=2", "zero=2", "schedule=1f1b", "recompute=none")
 
-    told = tomllib.loads(configuration(plan, MODEL, "torchtitan"))
+    told = tomllib.loads(configuration(plan, MODEL, "torchtitan@0.2"))
 
     axes = told["parallelism"]
     degrees = [
@@ -147,8 +147,10 @@ def test_accelerate_is_told_how_data_parallelism_shards(zero: int) -> None:
     [
         ("megatron", ("pp=2", "schedule=zb-h1"), "schedule zb-h1"),
         ("torchtitan", ("dp=8", "zero=1"), "ZeRO-1"),
-        ("torchtitan", ("tp=2", "dp=4", "zero=0"), "replicas"),
-        ("torchtitan", ("tp=8",), "would train in fp32"),
+        ("torchtitan@0.2", ("tp=2", "dp=4", "zero=0"), "replicas"),
+        ("torchtitan@0.2", ("tp=8",), "would train in fp32"),
+        ("torchtitan", ("cp=2", "dp=4", "zero=0"), "its context ranks shard"),
+        ("accelerate", ("tp=2", "zero=3", "recompute=none"), "that divides the sequence"),
         ("torchtitan", ("dp=8", "zero=3", "recompute=selective"), "selective recompute"),
         ("deepspeed", ("pp=2",), "pipeline degree 2"),
         ("deepspeed", ("tp=1", "pp=1", "recompute=selective"), "selective recompute"),

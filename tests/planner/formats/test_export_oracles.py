@@ -158,7 +158,7 @@ def test_megatron_trains_the_plans_batch_at_the_plans_rates() -> None:
 
 
 def test_torchtitan_trains_the_plans_batch_at_the_plans_rates() -> None:
-    for plan, text in written("torchtitan"):
+    for plan, text in written("torchtitan@0.2"):
         job = frameworks.torchtitan(text, layers=BLOCKS)
         check_step(frameworks.titan_step(job), plan)
         ends = plan.training.rate_schedule != "constant"

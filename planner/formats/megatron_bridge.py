@@ -1,0 +1,119 @@
+"""Megatron-Bridge 0.6, as overrides of a recipe (YAML)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from planner.formats import megatron
+from planner.formats.wanted import Wanted, recompute_of
+
+
+def obstacles(wanted: Wanted) -> Iterator[str]:
+    """Yield what of a plan it does not support: what Megatron-LM does not, and FSDP."""
+    yield from megatron.obstacles(wanted)
+    if wanted.plan.zero in (2, 3):
+        yield f"ZeRO-{wanted.plan.zero}"
+
+
+def text(wanted: Wanted) -> str:
+    """Return the overrides."""
+    plan, t = wanted.plan, wanted.plan.training
+    copies = wanted.data * plan.mesh.context > 1
+    told: dict[str, Any] = {
+        "model": _model(wanted),
+        "train": {
+            "micro_batch_size": plan.micro_batch,
+            "global_batch_size": plan.global_batch,
+        },
+        "dataset": {"seq_length": plan.seq_len},
+        "ddp": {
+            "use_distributed_optimizer": plan.zero > 0,
+            "overlap_grad_reduce": copies,
+            "overlap_param_gather": copies and plan.zero > 0,
+        },
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": t.learning_rate,
+            "min_lr": t.floor * t.learning_rate if wanted.falls else t.learning_rate,
+            "adam_beta1": t.beta1,
+            "adam_beta2": t.beta2,
+            "adam_eps": t.epsilon,
+            "weight_decay": t.weight_decay,
+            "clip_grad": t.clip_norm,
+            "use_distributed_optimizer": plan.zero > 0,
+        },
+        "scheduler": _rates(wanted),
+        "mixed_precision": _PRECISIONS[plan.precision],
+    }
+    found: str = yaml.safe_dump(told, sort_keys=False)
+    return found
+
+
+_PRECISIONS = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp8": "bf16_with_fp8_delayed_scaling_mixed",
+    "fp32": None,
+}
+
+
+def _model(wanted: Wanted) -> dict[str, Any]:
+    """Return degrees, stages and recomputation."""
+    plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
+    told: dict[str, Any] = {
+        "seq_length": plan.seq_len,
+        "tensor_model_parallel_size": mesh.tensor,
+        "pipeline_model_parallel_size": mesh.pipeline,
+        "context_parallel_size": mesh.context,
+        "expert_model_parallel_size": mesh.expert,
+        "sequence_parallel": mesh.tensor > 1 and mesh.sequence_parallel,
+    }
+    if mesh.expert > 1:
+        told["expert_tensor_parallel_size"] = mesh.expert_tensor
+    if plan.virtual_stages > 1:
+        told["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+        told["account_for_embedding_in_pipeline_split"] = blocks[0] < blocks[1]
+        told["account_for_loss_in_pipeline_split"] = blocks[-1] < blocks[1]
+    elif mesh.pipeline > 1 and len(set(blocks)) > 1:
+        told["num_layers_in_first_pipeline_stage"] = blocks[0]
+        told["num_layers_in_last_pipeline_stage"] = blocks[-1]
+    flags = dict(line.removeprefix("--").split() for line in megatron.recompute_flags(wanted))
+    names = {"granularity": None, "method": None, "num-layers": None} | {
+        name.removeprefix("recompute-"): value for name, value in flags.items()
+    }
+    if recompute_of(wanted) != "none" or len(wanted.recomputes) > 1:
+        count = names["num-layers"]
+        told["recompute_granularity"] = names["granularity"]
+        told["recompute_method"] = names["method"]
+        told["recompute_num_layers"] = None if count is None else int(count)
+    else:
+        told["recompute_granularity"] = None
+    return told
+
+
+def _rates(wanted: Wanted) -> dict[str, Any]:
+    """Return the learning rates."""
+    t = wanted.plan.training
+    told: dict[str, Any] = {
+        "lr_decay_style": {"wsd": "WSD"}.get(t.rate_schedule, t.rate_schedule),
+        "lr_warmup_iters": t.warmup_steps,
+        "lr_warmup_init": t.learning_rate / t.warmup_steps if t.warmup_steps else 0.0,
+    }
+    if wanted.falls:
+        told["lr_decay_iters"] = t.rate_steps
+    if t.rate_schedule == "wsd":
+        told |= {"lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": t.decay_steps}
+    return told
+
+
+def outside(wanted: Wanted) -> Iterator[str]:
+    """Yield what of a plan is set elsewhere."""
+    plan = wanted.plan
+    yield "the recipe of the model, whose overrides these are (--config_file)"
+    steps = plan.training.warmup_steps
+    if steps > 1:
+        yield f"rates of the first {steps} steps lie below the plan's, by less than 1/{steps}"
+    yield from megatron.fused_instead(wanted)

@@ -1,0 +1,1 @@
+"""Configurations of other frameworks, read as plans; nothing in them is executed."""

@@ -1,0 +1,51 @@
+"""Megatron-Bridge's overrides of a recipe (YAML), by the names of Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner import document
+from planner.errors import DocumentError
+from planner.formats.readers import megatron
+from planner.formats.readers.told import Told
+
+_OTHER_NAMES = {
+    "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "num_moe_experts": "num-experts",
+}
+_SECTIONS = ("model", "train", "dataset", "ddp", "optimizer", "scheduler")
+
+
+def read(text: str) -> Told:
+    """Return what the overrides say."""
+    data = document.plain(text)
+    if not isinstance(data, dict):
+        raise DocumentError("megatron-bridge", "is no document of overrides")
+    flags: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for section in _SECTIONS:
+        values = data.get(section) or {}
+        if not isinstance(values, dict):
+            raise DocumentError(section, f"is {values!r:.40}; it is a section of settings")
+        for key, value in values.items():
+            if value is None or value is False:
+                continue
+            name = _OTHER_NAMES.get(key, key.replace("_", "-"))
+            flags[name] = value
+            places[f"--{name}"] = f"{section}.{key}"
+    if flags.get("num-query-groups"):
+        flags["group-query-attention"] = True
+    mixed = data.get("mixed_precision")
+    if isinstance(mixed, str):
+        plain = mixed.replace("-", "_")
+        flags["fp16" if plain.startswith("fp16") else "bf16"] = True
+        if "fp8" in plain:
+            flags["fp8"] = "hybrid"
+    told = megatron.of_flags(flags)
+    told.framework = "megatron-bridge"
+    told.unknown = [
+        *(key for key in data if key not in (*_SECTIONS, "mixed_precision")),
+        *(places.get(key, key) for key in told.unknown),
+    ]
+    return told

@@ -1,0 +1,139 @@
+"""Hugging Face TrainingArguments: YAML or JSON, or the flags of a training script."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner import document
+from planner.errors import DocumentError
+from planner.formats.readers import deepspeed
+from planner.formats.readers.told import Settings, Told, under
+
+_RATES = {
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "linear_with_min_lr": "linear",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def read(text: str) -> Told:
+    """Return what the arguments say."""
+    data = document.plain(text)
+    if not isinstance(data, dict):
+        raise DocumentError("transformers", "is no document of arguments")
+    return of_settings(data)
+
+
+def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
+    """Return what flags of a script say."""
+    data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
+    nested = data.get("fsdp_config")
+    if isinstance(nested, str) and nested.startswith("{"):
+        data["fsdp_config"] = json.loads(nested)
+    return of_settings(data)
+
+
+def of_settings(data: dict[str, Any]) -> Told:
+    """Return what arguments say."""
+    known = Settings(data)
+    told = Told(framework="transformers")
+    own = known.take("deepspeed")
+    if isinstance(own, dict):
+        told = deepspeed.of_settings(own)
+    elif own is not None:
+        told.framework = "deepspeed"
+        told.assumed.append(f"deepspeed {own!r:.60}: another file, of which nothing is known here")
+    told.micro_batch = known.number("per_device_train_batch_size") or 8
+    told.micro_batches = known.number("gradient_accumulation_steps") or 1
+    told.precision = "fp32"
+    for name in ("fp16", "bf16"):
+        if known.flag(name):
+            told.precision = name
+    if own is None:
+        _of_fsdp(known, told)
+    if known.flag("gradient_checkpointing"):
+        told.recompute = "full"
+    known.take("gradient_checkpointing_kwargs")
+    if known.flag("torch_compile"):
+        told.compile = "block"
+    told.seq_len = known.number(
+        "max_length", "max_seq_length", "model_max_length", "block_size", "cutoff_len"
+    )
+    name = known.take("model_name_or_path")
+    if name:
+        told.model["registered"] = str(name)
+    optimizer = known.take("optim")
+    if optimizer is not None and not str(optimizer).startswith("adamw_torch"):
+        told.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
+    _rates(known, told)
+    told.unknown += known.left
+    return told
+
+
+def _of_fsdp(known: Settings, told: Told) -> None:
+    value, nested = known.take("fsdp"), known.take("fsdp_config")
+    if isinstance(nested, str):
+        told.assumed.append(f"fsdp_config {nested!r:.60}: another file, of which nothing is known")
+        nested = {}
+    fsdp = Settings(
+        {key.removeprefix("fsdp_"): one for key, one in (nested or {}).items()}
+        if isinstance(nested, dict)
+        else {}
+    )
+    words = value if isinstance(value, list) else str(value or "").split()
+    if not value or value == "no_shard":
+        return
+    again = fsdp.flag("reshard_after_forward")
+    told.zero = 2 if "shard_grad_op" in words or again is False else 3
+    if any(str(word).startswith("hybrid_shard") for word in words):
+        told.assumed.append("hybrid_shard: shards within a node")
+        told.data_shard = 0
+    if "offload" in words or fsdp.flag("cpu_offload", "offload_params"):
+        told.offload = "parameters"
+    if fsdp.flag("activation_checkpointing"):
+        told.recompute = "full"
+    for key in ("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap"):
+        fsdp.take(key)
+    known.take("fsdp_transformer_layer_cls_to_wrap")
+    told.unknown += under("fsdp_config", fsdp)
+
+
+def _rates(known: Settings, told: Told) -> None:
+    told.trains(
+        learning_rate=known.amount("learning_rate"),
+        beta1=known.amount("adam_beta1"),
+        beta2=known.amount("adam_beta2"),
+        epsilon=known.amount("adam_epsilon"),
+        weight_decay=known.amount("weight_decay") or 0.0,
+        clip_norm=known.amount("max_grad_norm"),
+        seed=known.number("seed"),
+    )
+    steps = known.number("max_steps")
+    steps = steps if steps and steps > 0 else None
+    warmup, ratio = known.amount("warmup_steps"), known.amount("warmup_ratio")
+    if warmup is not None and 0 < warmup < 1:
+        warmup, ratio = None, warmup
+    if warmup is None and ratio and steps:
+        warmup = round(ratio * steps)
+    elif ratio and warmup is None:
+        told.assumed.append("warmup: a share of the steps, whose number is not said; no warm-up")
+    told.trains(warmup_steps=None if warmup is None else int(warmup))
+    kind, values = known.take("lr_scheduler_type") or "linear", known.take("lr_scheduler_kwargs")
+    if isinstance(values, str):
+        values = json.loads(values)
+    kwargs = Settings(values or {})
+    found = _RATES.get(str(kind))
+    if found is None or steps is None:
+        if not str(kind).startswith("constant"):
+            told.assumed.append(f"lr_scheduler_type {kind!r:.40}: the rate stays constant")
+    else:
+        told.trains(rate_schedule=found, rate_steps=steps)
+        told.trains(floor=kwargs.amount("min_lr_rate", "min_lr_ratio"))
+        if found == "wsd":
+            told.trains(decay_steps=kwargs.number("num_decay_steps"))
+            if kwargs.take("decay_type") not in (None, "linear"):
+                told.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
+    told.unknown += under("lr_scheduler_kwargs", kwargs)

@@ -1,0 +1,250 @@
+"""Configurations read as plans: what was written is read back, and what others published is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright import commands
+from planner.document import write
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import configuration
+from planner.formats.imported import READERS, Imported, imported
+from planner.formats.readers import shell
+from planner.plan import Plan
+from planner.predict import predict
+from tests.planner.formats import public_configurations as public
+from tests.planner.formats.test_export_oracles import MODEL, written
+
+FRAMEWORKS = [name for name in READERS if name != "slurm"]
+OWN = {"timeout_s", "backend"}
+"""What a configuration of another framework does not say."""
+UNSAID = {
+    "deepspeed": {"recompute", "rates", "seed"},
+    "accelerate": {"micro_batch", "training"},
+    "fsdp": {"rates"},
+}
+"""What the training script says instead (`in_the_script`)."""
+RATES = {"warmup_steps", "rate_schedule", "rate_steps", "decay_steps", "floor"}
+
+
+def said(plan: Plan, of: str) -> dict[str, object]:
+    """Return what a framework's configuration can say of a plan."""
+    unsaid = UNSAID.get(of, set())
+    if of == "accelerate" and not plan.zero:
+        unsaid = unsaid | {"recompute"}
+    told = plan.model_dump(exclude={"stages", *OWN})
+    if "rates" in unsaid:
+        told["training"] = {k: v for k, v in told["training"].items() if k not in RATES}
+    rates = told["training"]
+    if rates.get("decay_steps") == rates.get("rate_steps", 0) - rates.get("warmup_steps", 0):
+        # One that begins to fall behind its warm-up is a line.
+        rates |= {"rate_schedule": "linear"}
+        del rates["decay_steps"]
+    if "training" in unsaid:
+        del told["training"]
+    if "micro_batch" in unsaid:
+        del told["micro_batch"], told["micro_batches"]
+    blocks = [
+        [
+            (item.layer, "" if "recompute" in unsaid else item.recompute)
+            for item in stage.layers
+            if item.layer.startswith("block")
+        ]
+        for stage in plan.stages
+    ]
+    return {**told, "blocks": blocks}
+
+
+def read(text: str, of: str, plan: Plan) -> Imported:
+    return imported(
+        text,
+        of,
+        resolve_cluster(plan.cluster),
+        model=MODEL,
+        called=plan.cluster,
+        seq_len=plan.seq_len,
+        global_batch=plan.global_batch,
+    )
+
+
+@pytest.mark.parametrize("of", FRAMEWORKS)
+def test_what_was_written_of_a_plan_is_read_back(of: str) -> None:
+    for wide, _ in written(of)[:60]:
+        # Ranks are counted by the cluster where a configuration does not say them.
+        devices = wide.mesh.devices
+        cluster = f"{devices}xh100-sxm-80gb" if devices <= 8 else f"{devices // 8}x8xh100-sxm-80gb"
+        machine = resolve_cluster(cluster)
+        if machine.devices != devices:
+            continue
+        plan = wide.model_copy(update={"cluster": cluster})
+        text = configuration(plan, MODEL, of, machine)
+        found = read(text, of, plan)
+        assert said(found.plan, of) == said(plan, of), plan.layout.text()
+        assert not found.unknown
+        assert [one for one in found.assumed if "micro-batch" not in one] == []
+
+
+def asks_of(plan: Plan) -> tuple[int, ...]:
+    layout = plan.layout
+    return (
+        *(layout.tensor, layout.pipeline, layout.context, layout.expert, layout.data),
+        *(plan.zero, plan.micro_batch, plan.micro_batches),
+    )
+
+
+PUBLISHED = [
+    *(("slurm", row) for row in public.MEGATRON),
+    *(("torchtitan", row) for row in public.TORCHTITAN),
+    *(("torchtitan", row) for row in public.TORCHTITAN_PYTHON),
+    *(("deepspeed", row) for row in public.DEEPSPEED),
+    *(("accelerate", row) for row in public.ACCELERATE),
+    *(("transformers", row) for row in public.TRANSFORMERS),
+]
+
+
+@pytest.mark.parametrize("of", ["slurm", "torchtitan", "deepspeed", "accelerate", "transformers"])
+def test_published_configurations_are_read_and_priced(of: str) -> None:
+    rows = [row for kind, row in PUBLISHED if kind == of]
+    for number, row in enumerate(rows):
+        machine = resolve_cluster(row.cluster)
+        found = imported(
+            row.text,
+            of,
+            machine,
+            model=resolve_model(row.model) if row.model else None,
+            called=row.cluster,
+            global_batch=1024 if of == "accelerate" else None,
+        )
+        plan = found.plan
+        if of == "accelerate":  # which says nothing of micro-batches but what it accumulates
+            assert asks_of(plan)[:6] == row.asks[:6], row.source
+            assert plan.global_batch == 1024
+        else:
+            assert asks_of(plan) == row.asks, row.source
+        if number % 7 == 0:
+            told = predict(plan, resolve_model(plan.model.source), machine)
+            assert told.step_time_s > 0, row.source
+
+
+def test_twenty_of_each_kind_were_published() -> None:
+    for kind in ("deepspeed", "accelerate", "transformers"):
+        assert len({row.source for of, row in PUBLISHED if of == kind}) >= 20
+    assert len(public.TORCHTITAN) == len(public.TORCHTITAN_PYTHON) == 20
+    assert len(public.MEGATRON) >= 18
+
+
+def test_a_script_s_variables_arrays_defaults_and_sums_are_put_in() -> None:
+    text = """
+    GPUS=8; # a comment
+    NODES=${NNODES:-2}
+    WORLD=$(( $GPUS * NODES ))
+    ARGS=(
+      --micro-batch-size 1   # one
+      --global-batch-size $((WORLD * 4))
+    )
+    EXTRA="--bf16 \\
+       --seq-length 2048"
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node $GPUS pretrain_gpt.py "${ARGS[@]}" $EXTRA
+    """.replace("GPUS=8;", "GPUS=8")
+
+    told = shell.flags(shell.words(text))
+
+    assert told["micro-batch-size"] == "1"
+    assert told["global-batch-size"] == "64"
+    assert told["bf16"] is True
+    assert told["seq-length"] == "2048"
+
+
+def test_nothing_of_a_python_configuration_is_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    text = (
+        f"import pathlib\npathlib.Path({str(mark)!r}).write_text('ran')\n"
+        "def planned(config):\n    config.parallelism.tensor_parallel_degree = 2\n"
+        f"    config.training.seq_len = pathlib.Path({str(mark)!r}).write_text('x')\n"
+    )
+    for of in ("torchtitan", "fsdp"):
+        try:
+            found = imported(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+        except DocumentError:
+            continue
+        assert found.plan.mesh.tensor == 2
+        assert "computed" in found.unknown
+    assert not mark.exists()
+
+
+def test_a_model_is_known_by_its_figures_experts_among_them() -> None:
+    dense = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    dense += "--group-query-attention --num-query-groups 8 --micro-batch-size 1 --bf16 "
+    machine = resolve_cluster("8xh100-sxm-80gb")
+
+    llama = imported(dense, "megatron", machine)
+    mixtral = imported(dense + "--num-experts 8 --moe-router-topk 2", "megatron", machine)
+
+    assert llama.plan.model.name == "llama-3-8b"
+    assert "mistral-7b" in " ".join(llama.assumed)
+    assert mixtral.plan.model.name == "mixtral-8x7b"
+    with pytest.raises(DocumentError, match="name it with --model"):
+        imported(dense.replace("4096", "4095"), "megatron", machine)
+    with pytest.raises(DocumentError, match=r"hidden_size 4096, and llama-3\.2-1b has"):
+        imported(dense, "megatron", machine, model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("of", "text", "message"),
+    [
+        ("megatron", "--tensor-model-parallel-size many", "is 'many'; it is a whole number"),
+        ("megatron", "--tensor-model-parallel-size 3", "does not divide 8 ranks"),
+        ("megatron", "--micro-batch-size 1 --global-batch-size 12", "global_batch: is 12"),
+        ("megatron", "--pipeline-model-parallel-size 0 --micro-batch-size 1", "pipeline"),
+        ("deepspeed", "{", "is no JSON"),
+        ("deepspeed", '{"zero_optimization": {"stage": 7}}', "is 7; it is 0, 1, 2 or 3"),
+        ("torchtitan", "[training", "is neither TOML"),
+        ("nanotron", "parallelism: {pp_engine: other}", "is 'other'; it is 1f1b or afab"),
+        ("fsdp", "x = 1", "has no REPLICAS"),
+        ("accelerate", "distributed_type: TPU", "is 'TPU', which is not read"),
+        ("slurm", "echo hello", "runs no command that is known"),
+        ("megatrn", "", "megatron"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_in_words(of: str, text: str, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        imported(text, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(READERS)), st.text(max_size=200), st.integers(0, 40))
+def test_any_text_is_read_or_refused(of: str, text: str, at: int) -> None:
+    rows = {kind: row.text for kind, row in PUBLISHED}
+    base = rows.get(of, "")
+    for one in (text, base[: at * 10] + text + base[at * 10 :]):
+        try:
+            imported(one, of, resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+        except DocumentError as error:
+            assert str(error)
+
+
+def test_compare_says_what_each_change_is_worth(tmp_path: Path) -> None:
+    row = public.MEGATRON[10]
+    file = tmp_path / "plan.yaml"
+    machine, model = resolve_cluster(row.cluster), resolve_model(row.model or "")
+    own = imported(row.text, "slurm", machine, model=model, called=row.cluster)
+    write(own.plan, file)
+
+    told = commands.compare_best(str(file))
+
+    steps = [told.prediction.step_time_s, *(one.prediction.step_time_s for one in told.changes)]
+    saved = [one.saved_s for one in told.changes]
+    assert saved == pytest.approx([a - b for a, b in pairwise(steps)])
+    assert sum(saved) == pytest.approx(
+        told.prediction.step_time_s - told.best.prediction.step_time_s
+    )
+    for change in told.changes:  # each is a plan of the same job, priced as any other
+        assert change.plan.job == told.mine.job
+        again = predict(change.plan, model, machine)
+        assert again.step_time_s == pytest.approx(change.prediction.step_time_s)
