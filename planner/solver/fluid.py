@@ -154,6 +154,8 @@ class Fluid:
 
     def beyond_s(self, ceiling_s: float, steady: float) -> float:
         """Least objective of any split with a stage above `ceiling_s`."""
+        if ceiling_s == np.inf:  # whatever `steady` is
+            return np.inf
         return steady * ceiling_s + self.fill_s + self.sync_s
 
     def _largest_s(self) -> float:

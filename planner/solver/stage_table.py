@@ -58,9 +58,8 @@ class StageTable(Table):
         inside = self._end <= np.maximum(reach, 0)[:, None]
         self._end = np.minimum(self._end, layers)
         self._each = self._end.size
-        self._cut_s: Floats | None = None
-        if knapsacks.instance.cut_s:
-            self._cut_s = (bounds.cut_s[self._first] + bounds.cut_s[self._end]).reshape(-1)
+        cut_s = bounds.cut_s[self._first] + bounds.cut_s[self._end]
+        self._besides_s = np.add.outer(knapsacks.exposed_s, cut_s).reshape(-1)
         self.ways = Chain(len(stages), layers, self._width)
 
         at = np.flatnonzero(inside.reshape(-1))
@@ -80,20 +79,17 @@ class StageTable(Table):
             barred = [n for n in range(1, self._width + 1) if not stage.may_hold(n)]
             if barred:
                 seconds[s].reshape(layers, -1)[:, [n - 1 for n in barred]] = np.inf
-        if self._cut_s is not None:
-            seconds += self._cut_s
-        stage_s = self._rounded(seconds).reshape(-1)
+        stage_s = self._rounded(seconds.reshape(-1) + self._besides_s)
         self._begin(stage_s, ~np.isfinite(stage_s))
 
     def _bounds_s(self, runs: Indices) -> Floats:
-        """[stage, run] Lagrangian bounds on the seconds, cuts left out."""
+        """[stage, run] Lagrangian bounds on the seconds of the layers."""
         first, end = runs // self._width, self._end.reshape(-1)[runs]
         knapsacks = self._knapsacks
         found = np.empty((len(knapsacks.time_scale), len(runs)))
         for family, own in enumerate(knapsacks.families):
             found[own.stages] = self._bounds.layers_s(family, first, end)
         found *= knapsacks.time_scale[:, None]
-        found += knapsacks.exposed_s[:, None]
         return found
 
     def entries(self, way: tuple[int, ...]) -> list[int]:
@@ -132,17 +128,6 @@ class StageTable(Table):
         found: Indices = stage * self._each + same
         return found
 
-    def _fixed_s(self, stage: int, entries: Indices) -> Floats:
-        fixed_s = np.full(len(entries), self._knapsacks.exposed_s[stage])
-        return fixed_s if self._cut_s is None else fixed_s + self._cut_s[entries % self._each]
-
-    def _half_fixed_s(self) -> Floats:
-        fixed_s = self._knapsacks.exposed_s[:, None]
-        if self._cut_s is not None:
-            fixed_s = fixed_s + self._cut_s
-        half_s: Floats = np.broadcast_to(fixed_s / 2, (len(fixed_s), self._each)).reshape(-1)
-        return half_s
-
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         until = self._bounds.total(per_kind)
         own = (until[self._end] - until[self._first]).reshape(-1)
@@ -155,6 +140,6 @@ class StageTable(Table):
 
     def _enough_s(self, entry: int) -> float:
         stage = self._stage_of(entry)
-        staged_s = float(self.stage_s[entry] - self._fixed_s(stage, np.array([entry]))[0])
+        staged_s = float(self.stage_s[entry] - self._besides_s[entry])
         # A hair more than exactly.
         return (staged_s + 2.0**-46 * self._whole_s) / float(self._knapsacks.time_scale[stage])

@@ -64,6 +64,8 @@ class Table(ABC):
         self.sync_limit_s = np.inf
         self.loose: dict[int, float] = {}
         """Of entries that are not known exactly, seconds that are no more than theirs."""
+        self._besides_s = np.empty(0)
+        """Seconds of stages besides their layers: exposed, and the cuts at both ends."""
         self._knapsacks = knapsacks
         self._known = known
         self._limit_s = limit_s
@@ -105,16 +107,8 @@ class Table(ABC):
         """Entries of a stage with as many layers of the same kinds as this one, if it may."""
 
     @abstractmethod
-    def _fixed_s(self, stage: int, entries: Indices) -> Floats:
-        """[entry] Seconds of a stage besides its layers: exposed, and the cuts at both ends."""
-
-    @abstractmethod
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         """[entry] Sums over the layers of entries, times the scale of their stage."""
-
-    @abstractmethod
-    def _half_fixed_s(self) -> Floats:
-        """[entry] Half of the seconds of stages besides their layers."""
 
     def _rounded(self, values: Floats) -> Floats:
         """Return values as entries have them."""
@@ -168,7 +162,7 @@ class Table(ABC):
         """[entry] The forward share of its seconds, where all options of a kind agree in it."""
         per_kind = np.array([kind[0].forward_s for kind in self._knapsacks.instance.kinds])
         own_s = self._over(per_kind, self._knapsacks.time_scale)
-        return self._rounded(own_s + self._half_fixed_s())
+        return self._rounded(own_s + self._besides_s / 2)
 
     @cached_property
     def sync_s(self) -> Floats | None:
@@ -237,7 +231,7 @@ class Table(ABC):
     def _staged_s(self, stage: int, entries: Indices, layers_s: float) -> Floats:
         """[entry] Seconds of a stage from the unscaled ones of its layers."""
         own_s = layers_s * float(self._knapsacks.time_scale[stage])
-        return self._rounded(own_s + self._fixed_s(stage, entries))
+        return self._rounded(own_s + self._besides_s[entries])
 
     def _exact(self, stage: int, content: Content) -> list[tuple[int, Settled]]:
         """Return the exact value for a stage, and for others where they come for free."""

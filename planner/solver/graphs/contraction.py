@@ -35,10 +35,10 @@ def blocks(readers: Sequence[Sequence[int]], colocated: Sequence[Block] = ()) ->
     while ready:
         block = heapq.heappop(ready)
         found.append(block)
-        for behind in read_by[block]:
-            missing[behind] -= 1
-            if not missing[behind]:
-                heapq.heappush(ready, behind)
+        for reader in read_by[block]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
     if len(found) < len(missing):
         waiting = sorted(block for block, count in missing.items() if count)
         raise ValueError(f"colocated: layers {waiting} wait for each other")

@@ -192,7 +192,7 @@ class CutBounds:
         """Return the cheapest cut of a range by an integer program, or a bound on it."""
         problem, count = self._problem, len(self._problem.layers)
         unit_s = max(problem.output_s) or 1.0
-        program = highspy.Highs()  # type: ignore[no-untyped-call]
+        program = highspy.Highs()  # type: ignore[no-untyped-call]  # as its binding has it
         for option, value in (
             ("output_flag", False),
             ("threads", 1),

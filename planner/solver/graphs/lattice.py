@@ -175,7 +175,7 @@ class Lattice:
         steady, stages = self._problem.steady, len(self._problem.stages)
         most_s = cutoff_s if rival is None else rival.objective_s
         least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
-        if least_s >= most_s or fluid.largest_s == math.inf:
+        if least_s >= most_s:
             return rival, least_s
         size_s = steady * fluid.largest_s + abs(fluid.fill_s) + fluid.sync_s
         rise_s = size_s * (_RISE_LARGE if len(self._every) > _LARGE else _RISE_SMALL)

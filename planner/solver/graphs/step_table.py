@@ -89,12 +89,6 @@ class StepTable(Table):
         found: Indices = steps.start + np.flatnonzero(self.content[steps] == code)
         return found
 
-    def _fixed_s(self, stage: int, entries: Indices) -> Floats:
-        return self._besides_s[entries]
-
-    def _half_fixed_s(self) -> Floats:
-        return self._besides_s / 2
-
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         until = self._bounds.total(per_kind)
         return np.concatenate(
