@@ -98,8 +98,8 @@ class StrategyParts:
 
     @property
     def stored_bytes(self) -> float:
-        """On the device from forward to backward."""
-        return self.treated.stored_bytes
+        """On the device from forward to backward: activations, and parameters kept gathered."""
+        return self.treated.stored_bytes + self.states.between_bytes
 
     @property
     def stores_input(self) -> bool:
@@ -174,7 +174,7 @@ class StrategyParts:
         """What the layer holds."""
         states, offloaded = self.states, self.activations == "offload"
         return LayerBytes(
-            stored=self.stored_bytes + states.between_bytes,
+            stored=self.stored_bytes,
             kept=self.figures.kept_bytes,
             forward=self.forward_transient_bytes,
             backward=self.backward_transient_bytes,
