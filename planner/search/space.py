@@ -14,7 +14,7 @@ out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
@@ -445,10 +445,7 @@ def loss_of(
         tensor=degrees.tensor,
         context=degrees.context,
     )
-    held: dict[ChunkedLoss | None, tuple[float, float]] = {
-        loss: _loss_bytes(model, replace(setting, loss=loss))
-        for loss in (None, PRECOMPUTED, RECOMPUTED)
-    }
+    held = _loss_bytes(model, setting)
     peaks = {loss: waits * alive + works for loss, (waits, works) in held.items()}
     memory = min(one.memory_bytes for one in gpus)
     wins: ChunkedLoss | None = PRECOMPUTED
@@ -461,12 +458,17 @@ PRECOMPUTED, RECOMPUTED = ChunkedLoss(), ChunkedLoss(gradients="recomputed")
 
 
 @lru_cache(maxsize=1 << 12)
-def _loss_bytes(model: ModelGraph, setting: Setting) -> tuple[float, float]:
-    """Return what a micro-batch's head leaves for its backward, and what it works with."""
+def _loss_bytes(
+    model: ModelGraph, setting: Setting
+) -> Mapping[ChunkedLoss | None, tuple[float, float]]:
+    """Return what a micro-batch's head leaves for its backward, and what it works with, by loss."""
     head = next(layer for _, layer in reversed(model.chain))
-    table = arithmetic.table(model, head, setting)
-    working = max(table.forward_transient_bytes("none"), table.backward_transient_bytes("none"))
-    return table.stored_bytes("none"), working
+    found: dict[ChunkedLoss | None, tuple[float, float]] = {}
+    for loss in (None, PRECOMPUTED, RECOMPUTED):
+        table = arithmetic.table(model, head, replace(setting, loss=loss))
+        working = max(table.forward_transient_bytes("none"), table.backward_transient_bytes("none"))
+        found[loss] = table.stored_bytes("none"), working
+    return found
 
 
 def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
