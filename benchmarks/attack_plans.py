@@ -134,6 +134,8 @@ class Drafts:
             "offload": layout.offload,
             "gradient_wire": layout.gradient_wire,
             "compile": layout.compile,
+            "prefetch": layout.prefetch,
+            "reshard": layout.reshard,
             "stages": stages,
             **({"training": {"lora": lora.model_dump(mode="json")}} if lora else {}),
             **({"groups": groups} if draft.groups else {}),
@@ -156,6 +158,8 @@ class Drafts:
             offload=document["offload"],
             gradient_wire=document["gradient_wire"],
             compile=document.get("compile", "none"),
+            prefetch=document.get("prefetch", 0),
+            reshard=document.get("reshard"),
         )
         of_rank = dict(zip(homes(layout), document["stages"], strict=True))
         grouped = document.get("groups") is not None

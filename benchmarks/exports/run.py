@@ -134,7 +134,7 @@ def installed(reader: Reader, folder: Path) -> tuple[Path, dict[str, str]]:
         if wanted:
             pip = [str(python), "-m", "pip", "install", "-q", "--no-deps", *wanted]
             subprocess.run(pip, check=True)
-    paths: list[str] = []
+    paths = [str(Path(__file__).parents[2])]
     variables: dict[str, str] = {}
     if reader.to.startswith("megatron"):
         source = cloned(MEGATRON, folder)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from planner.tolerances import NOTHING
+
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 14, 44
 COLOURS = ("#3b7dd8", "#d9730d", "#2e9e5b", "#b54708", "#8250df", "#c2255c", "#0b8a9f", "#7a7a00")
@@ -95,8 +97,8 @@ def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+    first = math.ceil(low / step - NOTHING)
+    return [k * step for k in range(first, math.floor(high / step + NOTHING) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -14,14 +14,12 @@ out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from planner.cluster import ClusterSpec
-from planner.layers import arithmetic
-from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import (
@@ -40,7 +38,7 @@ from planner.plan import (
 )
 from planner.request import Request
 from planner.schedule import obstacle, too_long
-from planner.schedules import PLAIN, SCHEDULES, Schedule, Shape
+from planner.schedules import PLAIN, SCHEDULES, Schedule
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
@@ -345,13 +343,12 @@ def families(
                 by_place.setdefault(inner, []).append(choice)
     compiled: dict[str, Compile] = {}
     for size, count in micro_batches(job, degrees, pins):
-        every: dict[tuple[Compile, ChunkedLoss | None], list[Timetable]] = {}
+        every: dict[Compile, list[Timetable]] = {}
         for one in timetables(model, degrees.pipeline, count, pins, space=space):
             if one.schedule not in compiled:
                 compiled[one.schedule] = compiles(request, degrees, one.schedule)
-            loss = loss_of(request, degrees, size, count, one)
-            every.setdefault((compiled[one.schedule], loss), []).append(one)
-        for (blocks, loss), alike in every.items():
+            every.setdefault(compiled[one.schedule], []).append(one)
+        for blocks, alike in every.items():
             for place, found in by_place.items():
                 yield Family(
                     degrees=degrees,
@@ -362,7 +359,7 @@ def families(
                     savings=saved,
                     place=place,
                     sequence_parallel=divided,
-                    loss=loss,
+                    loss=pins.chunks,
                     compile=blocks,
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
@@ -403,72 +400,6 @@ def gathers(
         fits = asks and degrees.context == 1 and pins.reshard < shard
         within = [pins.reshard] if fits and shard % pins.reshard == 0 else []
     yield from itertools.product(depths, within)
-
-
-LEAST_SAVED = 0.02
-"""Of a device's memory, what a loss in chunks must save to be worth its chunks."""
-MOST_HELD = 0.1
-"""Of a device's memory, what gradients that wait for backward may take before they are made there,
-from logits made anew: one product more."""
-
-
-def loss_of(
-    request: Request, degrees: Degrees, size: int, count: int, timetable: Timetable
-) -> ChunkedLoss | None:
-    """Return how a layout computes its loss, of `count` micro-batches of this `size`.
-
-    Where the user has not said: in chunks on GPUs, if that saves memory.  Gradients made in forward
-    cost no product more than all logits do, and read and write less; they wait for backward, and
-    where too many micro-batches wait, backward makes them.
-    """
-    model, job = request.model, request.job
-    if request.pins.loss is not None:
-        return request.pins.chunks
-    a, gpus = model.architecture, [one.accelerator for one in request.cluster.groups]
-    known = a is not None and not (a.classes or model.edges) and request.space.chunked_loss
-    if not known or not all(one.kind in ("cuda", "rocm") for one in gpus):
-        return None
-    layout = Layout(
-        pipeline=degrees.pipeline,
-        schedule=timetable.schedule,
-        virtual_stages=timetable.virtual_stages,
-        micro_batches=count,
-    )
-    if layout.executed.stale:
-        return None
-    shape = Shape(layout.pipeline, count)
-    alive = layout.executed.counts(layout.pipeline - 1, shape).whole
-    setting = Setting(
-        micro_batch=size,
-        seq_len=job.seq_len,
-        precision=job.precision,
-        tensor=degrees.tensor,
-        context=degrees.context,
-    )
-    held = _loss_bytes(model, setting)
-    peaks = {loss: waits * alive + works for loss, (waits, works) in held.items()}
-    memory = min(one.memory_bytes for one in gpus)
-    wins: ChunkedLoss | None = PRECOMPUTED
-    if peaks[PRECOMPUTED] - peaks[RECOMPUTED] > MOST_HELD * memory:
-        wins = RECOMPUTED
-    return wins if peaks[None] - peaks[wins] > LEAST_SAVED * memory else None
-
-
-PRECOMPUTED, RECOMPUTED = ChunkedLoss(), ChunkedLoss(gradients="recomputed")
-
-
-@lru_cache(maxsize=1 << 12)
-def _loss_bytes(
-    model: ModelGraph, setting: Setting
-) -> Mapping[ChunkedLoss | None, tuple[float, float]]:
-    """Return what a micro-batch's head leaves for its backward, and what it works with, by loss."""
-    head = next(layer for _, layer in reversed(model.chain))
-    found: dict[ChunkedLoss | None, tuple[float, float]] = {}
-    for loss in (None, PRECOMPUTED, RECOMPUTED):
-        table = arithmetic.table(model, head, replace(setting, loss=loss))
-        working = max(table.forward_transient_bytes("none"), table.backward_transient_bytes("none"))
-        found[loss] = table.stored_bytes("none"), working
-    return found
 
 
 def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:

@@ -10,6 +10,7 @@ from planner.catalog import Rent, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
+from planner.tolerances import ROUNDING
 from planner.units import MOST_DEVICES
 from planner.whatif.changes import changed
 from planner.whatif.economics import (
@@ -210,7 +211,7 @@ def powered(study: Study, offer: Offer) -> int:
     watts = watts_of(one, study.assumptions.but(offer.assumptions), offer.power_limit)
     if watts is None:
         raise DocumentError("solve", f"the power of {one.name} is not known")
-    most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + 1e-12)))
+    most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + ROUNDING)))
     if most < 1:
         raise DocumentError("solve", f"{cap / 1e3:g} kW feed none; one takes {watts.value:,.0f} W")
     return most

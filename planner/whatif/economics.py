@@ -28,6 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.tolerances import NOTHING
 from planner.whatif.span import Span, exact, product, total
 
 HOURS_PER_YEAR = 8760.0
@@ -137,7 +138,7 @@ class Horizon:
         >>> Horizon(years=2.5, interest=0.1).parts
         ((0.0, 1.0), (1.0, 1.0), (2.0, 0.5))
         """
-        whole = math.ceil(self.years - 1e-9)
+        whole = math.ceil(self.years - NOTHING)
         return tuple((float(k), min(1.0, self.years - k)) for k in range(whole))
 
     @property
@@ -162,7 +163,7 @@ class Horizon:
             middle = start + length / 2
             when = middle
             if fixed_years:
-                when = fixed_years * math.floor(start / fixed_years + 1e-9)
+                when = fixed_years * math.floor(start / fixed_years + NOTHING)
             price = usd_per_hour * math.exp(when * math.log1p(change_a_year))
             paid += price * HOURS_PER_YEAR * length * self.discount(middle)
         return paid / self.hours
@@ -270,10 +271,10 @@ def rent_cash_usd(
     for start, length in horizon.parts:
         when, share = start + length / 2, utilisation
         if term_years:
-            when, share = term_years * math.floor(start / term_years + 1e-9), 1 - prepaid
+            when, share = term_years * math.floor(start / term_years + NOTHING), 1 - prepaid
         paid.append(price_at(when) * HOURS_PER_YEAR * length * share)
     begins = 0.0
-    while term_years and prepaid and begins < horizon.years - 1e-9:
+    while term_years and prepaid and begins < horizon.years - NOTHING:
         hours = HOURS_PER_YEAR * min(term_years, horizon.years - begins)
         paid[math.ceil(begins)] += prepaid * price_at(begins) * hours
         begins += term_years

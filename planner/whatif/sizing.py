@@ -12,6 +12,7 @@ from typing import assert_never
 
 from planner.catalog import Rent
 from planner.errors import DocumentError
+from planner.tolerances import ROUNDING
 from planner.units import MOST_DEVICES
 from planner.whatif.candidates import Candidate, candidates_of, powered
 from planner.whatif.evaluate import Outcome, evaluate
@@ -97,7 +98,7 @@ def afforded(study: Study, offer: Offer, model: str, known: Sequence[Rent] | Non
         hours = max(24 * days, one.priced.minimum_hours)
         each = hours * one.priced.hourly.at(one.assumed.utilisation).value
     if each is not None:
-        most = math.floor(budget / (each * one.devices) * (1 + 1e-12))
+        most = math.floor(budget / (each * one.devices) * (1 + ROUNDING))
         if most < 1:
             raise DocumentError(
                 "solve", f"{budget:,.0f} USD pay for none; one is {each * one.devices:,.0f} USD"

@@ -8,14 +8,15 @@ from typing import Any
 import stand_ins
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from runtime.torch_internals import fake_store
 
 torch.Tensor.pin_memory = lambda self, *a: self  # pages are pinned for an accelerator
 
 
 def read(case: dict[str, Any]) -> dict[str, Any]:
     told = runpy.run_path(case["file"])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case["world"])
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=case["world"])
     try:
         model = torch.nn.Module()
         model.embedding = torch.nn.Embedding(64, 64)

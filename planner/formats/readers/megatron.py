@@ -6,7 +6,8 @@ import re
 
 from planner.errors import DocumentError
 from planner.formats.readers import shell
-from planner.formats.readers.told import Settings, Told
+from planner.formats.readers.told import Settings, Told, scheduled
+from planner.schedules import PLAIN
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -78,11 +79,11 @@ def _degrees(known: Settings, told: Told) -> None:
         told.virtual_stages = virtual
     if layers is not None:
         told.model["layers"] = layers
-    told.schedule = "interleaved" if told.virtual_stages > 1 else "1f1b"
+    told.schedule = _schedule(told.virtual_stages)
     layout = known.take("pipeline-model-parallel-layout")
     if isinstance(layout, str):
         told.blocks, told.virtual_stages = _of_layout(layout, told.pipeline)
-        told.schedule = "interleaved" if told.virtual_stages > 1 else "1f1b"
+        told.schedule = _schedule(told.virtual_stages)
     for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
         known.take(also)
     known.take("no-gradient-accumulation-fusion")
@@ -98,6 +99,12 @@ def _degrees(known: Settings, told: Told) -> None:
         told.zero = _STRATEGIES[strategy or "no_shard"]
     if known.flag("use-torch-fsdp2"):
         told.zero = 3
+
+
+def _schedule(virtual_stages: int) -> str:
+    """Return what Megatron runs: Megatron Core, pipeline_parallel/schedules.py."""
+    looped = scheduled("megatron", "forward_backward_pipelining_with_interleaving")
+    return looped if virtual_stages > 1 and looped is not None else PLAIN
 
 
 def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from planner import document
 from planner.errors import DocumentError
 from planner.formats.readers.told import Settings, Told, under
+from planner.schedules import PLAIN, schedule_of
+from planner.schedules.single import GPIPE
 
-_ENGINES = {"1f1b": "1f1b", "afab": "gpipe"}
+_PLAIN = schedule_of(PLAIN).names["nanotron"]
+_ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
 
 
 def read(text: str) -> Told:
@@ -25,7 +28,7 @@ def read(text: str) -> Told:
     told.sequence_parallel = (
         str(axes.take("tp_mode") or "ALL_REDUCE").upper() == "REDUCE_SCATTER" or told.tensor == 1
     )
-    engine = str(axes.take("pp_engine") or "1f1b")
+    engine = str(axes.take("pp_engine") or _PLAIN)
     if engine not in _ENGINES:
         raise DocumentError("parallelism.pp_engine", f"is '{engine:.40}'; it is 1f1b or afab")
     told.schedule = _ENGINES[engine]

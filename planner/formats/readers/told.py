@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import DocumentError
+from planner.schedules import SCHEDULES
 
 WORDS_OF_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -128,6 +129,11 @@ class Told:
     def trains(self, **values: Any) -> None:
         """Note settings of the optimizer, as far as they are said."""
         self.training |= {name: value for name, value in values.items() if value is not None}
+
+
+def scheduled(framework: str, word: str) -> str | None:
+    """Return the schedule that a framework calls so."""
+    return next((s.name for s in SCHEDULES.values() if s.names.get(framework) == word), None)
 
 
 def under(section: str, settings: Settings) -> Iterator[str]:

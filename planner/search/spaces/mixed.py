@@ -55,7 +55,6 @@ from planner.search.space import (
     Timetable,
     compiles,
     every_degrees,
-    loss_of,
     micro_batches,
     sharings,
     timetables,
@@ -178,7 +177,7 @@ class MixedSpace(GroupSpace):
                 virtual_stages=timetable.virtual_stages,
                 micro_batch=size,
                 micro_batches=count,
-                loss=loss_of(self.request, degrees, size, count, timetable),
+                loss=self.request.pins.chunks,
                 compile=compiles(self.request, degrees, timetable.schedule),
             )
 

@@ -16,7 +16,7 @@ from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
 from planner.search.savings import Saving
-from planner.search.space import PRECOMPUTED, RECOMPUTED, Degrees, Timetable, gathers, loss_of
+from planner.search.space import Degrees, gathers
 
 WIDE_VOCABULARY = resolve_model("llama-3.1-8b")
 ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
@@ -35,32 +35,13 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
 # --- the loss -----------------------------------------------------------------------------------
 
 
-def test_a_loss_is_in_chunks_where_that_saves_memory() -> None:
-    plain = Timetable("1f1b", 1)
-    gpus, cpus = request("8xh100-sxm-80gb"), request("local")
-    short = replace(gpus, job=Job(seq_len=128, global_batch=64))
+def test_a_loss_in_chunks_is_searched_where_it_is_asked_for() -> None:
+    asked = search(request("8xa100-sxm-40gb", "loss=precomputed/1024"))
+    plain = search(request("8xa100-sxm-40gb"))
 
-    assert loss_of(gpus, ALONE, 2, 4, plain) == PRECOMPUTED
-    assert loss_of(cpus, ALONE, 2, 4, plain) is None
-    assert loss_of(short, ALONE, 1, 8, plain) is None
-
-
-def test_where_many_micro_batches_wait_backward_makes_what_they_would_hold() -> None:
-    piped = replace(ALONE, pipeline=4, data=2)
-    all_wait, few_wait = (Timetable(name, 1) for name in ("gpipe", "1f1b"))
-
-    assert loss_of(request("8xh100-sxm-80gb"), piped, 1, 32, all_wait) == RECOMPUTED
-    assert loss_of(request("8xh100-sxm-80gb"), piped, 1, 32, few_wait) == PRECOMPUTED
-
-
-def test_a_loss_in_chunks_makes_no_plan_slower() -> None:
-    for cluster in ("8xh100-sxm-80gb", "8xa100-sxm-40gb"):
-        own = search(request(cluster))
-        plain = search(request(cluster, "loss=plain"))
-
-        assert own.plan.loss == PRECOMPUTED
-        assert plain.plan.loss is None
-        assert own.prediction.step_time_s <= plain.prediction.step_time_s
+    assert asked.plan.loss == ChunkedLoss(rows=1024)
+    assert plain.plan.loss is None
+    assert asked.prediction.step_time_s <= plain.prediction.step_time_s
 
 
 @pytest.mark.parametrize(
