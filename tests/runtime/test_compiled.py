@@ -192,6 +192,7 @@ def rehearsed(rows: list[tuple[Plan, ModelGraph]]) -> list[int]:
     return [rehearse(plan, graph, rank=0).peak_bytes for plan, graph in rows]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("backend")
 def test_a_rehearsed_rank_with_compiled_blocks_peaks_where_predicted(
     monkeypatch: pytest.MonkeyPatch,

@@ -210,7 +210,7 @@ def both_gathered(ranks: int) -> list[tuple[tuple[list[float], float, int], ...]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", GATHERED)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_weights_gathered_in_eight_bits_change_no_value(ranks: int) -> None:
     """Against gathers in 16 bits, behind which each product rounds the same weights."""
     for wide, narrow in on_ranks(ranks, both_gathered, ranks)[0]:

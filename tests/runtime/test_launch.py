@@ -368,7 +368,9 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)]
+)
 def test_an_interrupted_launch_ends_all_and_says_how_far_it_came(
     room: Room, number: signal.Signals
 ) -> None:
