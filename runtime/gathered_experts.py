@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.experts import count_of, outputs
+from runtime.tensor import gather, scatter
 
 
 def mixed(
@@ -40,8 +41,8 @@ def mixed(
     each, own = index.shape[1], count_of(module)
     coming = _Gathered.apply(hidden, group)
     meanwhile()
-    tokens, every = _Awaited.apply(coming), _Awaited.apply(_Gathered.apply(weights, group))
-    expert = _ended(_begun(index, group)).flatten() - group.rank() * own
+    tokens, every = _Awaited.apply(coming), _at_once(gather, weights, group)
+    expert = _at_once(gather, index, group).flatten() - group.rank() * own
     expert = torch.where((expert >= 0) & (expert < own), expert, own)
     slots = len(tokens) * min(each, own)
     order = expert.argsort(stable=True)[:slots]
@@ -52,8 +53,14 @@ def mixed(
     made = outputs(module, chosen, rows).where(filled, 0)
     weighted = made * every.flatten()[order].unsqueeze(1)
     whole = weighted.new_zeros(tokens.shape).index_add(0, order // each, weighted)
-    result: Tensor = _Scattered.apply(whole, group)
-    return result.to(hidden.dtype)
+    return _at_once(scatter, whole, group).to(hidden.dtype)
+
+
+def _at_once(
+    exchange: Callable[[Tensor, dist.ProcessGroup], Tensor], x: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Exchange the rows of x [token, ...], as those of one sample, and wait for them."""
+    return exchange(x.unsqueeze(0), group).squeeze(0)
 
 
 class _Gathered(torch.autograd.Function):
@@ -77,19 +84,6 @@ class _Awaited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-class _Scattered(torch.autograd.Function):
-    """Sum over ranks and keep this rank's rows; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ended(_begun(grad, ctx.group)), None
 
 
 def _begun(x: Tensor, group: dist.ProcessGroup) -> Tensor:

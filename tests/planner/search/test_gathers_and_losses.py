@@ -18,7 +18,6 @@ from planner.search.best_first import search
 from planner.search.savings import Saving
 from planner.search.space import Degrees, gathers
 
-WIDE_VOCABULARY = resolve_model("llama-3.1-8b")
 ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
 
 
