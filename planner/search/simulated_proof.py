@@ -54,7 +54,7 @@ class Effort:
     """Layouts whose memory is looked at."""
     cut: int = 4
     """Layouts whose cuts are gone through."""
-    solved: int = 6
+    solved: int = 12
     """Layouts whose partition problems are solved."""
     programs: int = 1
     """Layouts whose programs are."""
