@@ -124,7 +124,9 @@ class Rooms:
         self._host_bytes: float | None = None
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
-            self._host_bytes = host_room_bytes(tables.cluster.groups[0])
+            self._host_bytes = host_room_bytes(
+                tables.cluster.groups[0], tables.request.stack.offload.host_share
+            )
 
     def of(self, chain: ChainFigures) -> Rooms:
         """Return the same with other credits."""

@@ -39,7 +39,10 @@ def stages_problem(
     some = next(iter(chains.values()))
     crossings_s = _crossings_s(costs, layout)
     widest_s = max(map(max, crossings_s))
-    rooms = {group.name: host_room_bytes(group) for group in costs.cluster.groups}
+    shares = {name: own.host_share for name, own in costs.costs(layout).items()}
+    rooms = {
+        group.name: host_room_bytes(group, shares[group.name]) for group in costs.cluster.groups
+    }
     return UnequalInstance(
         layers=some.layers,
         types=tuple(
