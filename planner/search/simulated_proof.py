@@ -206,8 +206,8 @@ class _Search:
         for place, one in enumerate(self._every):
             for _, bounded in (*one.opened.values(), (None, self._rescheduled(one))):
                 for layout, bound_s in bounded:
-                    key = place, layout.schedule, layout.virtual_stages, kind(layout)
-                    key = *key, layout.micro_batch, layout.zero > 2
+                    timetable = layout.schedule, layout.virtual_stages
+                    key = place, timetable, kind(layout), layout.micro_batch, layout.zero > 2
                     worse = key in alike and alike[key][0] <= bound_s
                     if layout.pipeline == 1 or worse or bound_s >= self._limit_s:
                         continue
