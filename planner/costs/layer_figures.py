@@ -247,12 +247,16 @@ class LayerFigures:
         if setting.compiled:
             on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)
+        if setting.overlaps_tensors:
+            found = layer_seconds.in_pieces(table, again, setting.tensor, found)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]
         if setting.compiled:  # a graph waits for what an exchange brings as soon as it has begun it
             rule = replace(rule, shared=0.0)
+        if setting.overlaps_tensors:
+            rule = replace(rule, beside=self._rates.stack.tensor.async_overlap)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
-            layer_seconds.collectives(table, again, link_s, rule), found, rule
+            layer_seconds.collectives(table, again, link_s, rule, on), found, rule
         )
         window = self._rates.stack.host.window
         counted = self._rates.stack.experts.counts == "host" and routes(layer.kind)

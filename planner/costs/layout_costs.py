@@ -299,6 +299,7 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            overlaps_tensors=layout.tensor_overlap == "async",
             scales=layout.scales,
             dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",

@@ -614,6 +614,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
     """Return a layout of these degrees that shares nothing."""
     whole = (1, job.global_batch // degrees.data)
     size, count = (micro_batches(job, degrees, pins) or [whole])[-1]
+    overlap = (pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
     return Layout(
         tensor=degrees.tensor,
         context=degrees.context,
@@ -624,7 +625,8 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         micro_batches=count,
         loss=pins.chunks,
         scales=pins.scales or "tensorwise",
-        compile=pins.compile or "none",
+        compile=pins.compile or ("none" if overlap == "none" else "block"),
+        tensor_overlap=overlap,
     )
 
 
