@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from meshwright import commands, launches
-from meshwright.answers import comparison_table
+from meshwright.answer_texts import comparison_table
 from planner import document
 from planner.errors import MeshwrightError
 from planner.report.terminal import Terminal
-from planner.report.text import answer_text, prediction_lines
+from planner.report.text import answer_text, time_text
 from planner.search.answer import Answer
 from planner.shown import lines
 from planner.units import seconds_text
@@ -72,8 +72,7 @@ def _demonstrate() -> None:
 
     out.rule("4. prediction beside measurement")
     out.print(comparison_table(run.rows))
-    for line in prediction_lines(run.prediction)[:2]:
-        out.print(line)
+    out.print(f"predicted {time_text(run.prediction)}")
     page = commands.show(
         plan,
         profile=profile,
