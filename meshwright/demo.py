@@ -58,7 +58,15 @@ def _demonstrate() -> None:
     assert isinstance(answer, Answer)
     document.write(answer.certificate, FOLDER / "certificate.yaml")
     document.write(answer.prediction, FOLDER / "prediction.yaml")
-    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=False))
+    out.print(
+        answer_text(
+            answer.plan,
+            answer.prediction,
+            answer.certificate,
+            choices=answer.choices,
+            explain=False,
+        )
+    )
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")
