@@ -310,11 +310,6 @@ class PipelineRule(Part):
     """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
-    stalled_transfer_s: Amount = 0.0
-    """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
-    each collective of all replicas."""
-    stalling_nodes: Positive = 32
-    """Those jobs have more nodes than this."""
 
 
 class PerPass(Part):

@@ -210,7 +210,6 @@ def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -
 
     assert unexplained == {
         ("deepspeed@0.3", "sharding.network_rate"),
-        ("nanotron", "pipeline.stalled_transfer_s"),
         ("nanotron", "host.pipelined_s"),
         ("nanotron", "host.ring_step_s"),
     }
@@ -227,7 +226,7 @@ def test_figures_of_one_source_are_left_out_and_others_stay() -> None:
 
     # Fitted to it, unexplained, derived from its code.
     assert without.host.tensor_s == stacks()["unknown"].host.tensor_s != found.host.tensor_s
-    assert without.pipeline.stalled_transfer_s == 0.0 != found.pipeline.stalled_transfer_s
+    assert without.host.ring_step_s == 0.0 != found.host.ring_step_s
     assert without.loss.peak_bytes == found.loss.peak_bytes
     assert without.accuracy.seen is None
     megatron = stacks()["megatron"]
