@@ -193,6 +193,12 @@ def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() 
     assert tuned.recompute.selective == "cheap"
 
 
+def test_megatron_gathers_weights_in_8_bits_where_it_is_told_to() -> None:
+    # --fp8-param-gather, which Megatron-Bridge's recipes give and the export writes.
+    assert stack("megatron").eight_bit.gathered == ("activations", "parameters")
+    assert stack("megatron+16-bit-gathers").eight_bit.gathered == ("activations",)
+
+
 def test_megatron_hides_collectives_of_tensor_parallelism_where_it_is_told_to() -> None:
     # megatron/training/arguments.py: --tp-comm-overlap is a flag, off where it is not given.
     assert stack("megatron").tensor.overlap == 0.0 < stack("megatron+tp-overlap").tensor.overlap
