@@ -189,7 +189,7 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
-            step_s=self._step_s + self._rates.stalled_s(layout, self.cluster.groups[0].nodes),
+            step_s=self._step_s,
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
@@ -206,7 +206,7 @@ class CostTables:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no layer causes, of any layout; jobs that stall have more."""
+        """Seconds of a step that no layer causes, of any layout."""
         return self._step_s
 
     @property
