@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from planner.cluster import AcceleratorKind, DeviceGroup, Precision
+from planner.collector import uncollected
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
@@ -62,6 +63,7 @@ class Planned:
         return ANY_S if self.prediction is None else self.prediction.step_time_s
 
 
+@uncollected()
 def planned(
     study: Study,
     model_name: str,
