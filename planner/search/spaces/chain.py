@@ -143,9 +143,7 @@ class ChainSpace:
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:
-    return sided.solve(
-        instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S
-    )
+    return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
 
 
 def _by_program(instance: Instance, _: float) -> Any:
