@@ -39,7 +39,9 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the processes."""
+        """End the processes, and wait for that if nothing went wrong."""
+        if self._pool is not None and error is None:
+            self._pool.shutdown()
         self.stop()
 
     def each(
