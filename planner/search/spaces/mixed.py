@@ -13,6 +13,13 @@ where no split has a slowest stage below τ: with P_g stages of group g, seconds
 it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
 
     τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+
+The slowest stage takes no less than a mean of stages either.  With weights y_g >= 0 that are the
+same for all stages of a group, Σ_g P_g y_g = 1,
+
+    T >= Σ_l min_g ((steady y_g + fill) t_gl - credit_gl) + fill · least exposed + least sync + step
+
+which is best where (steady y_g + fill) T_g is the same for every group whose y_g is above 0.
 """
 
 from __future__ import annotations
@@ -67,6 +74,7 @@ from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.sides import Tie
 from planner.solver.unequal import program
+from planner.solver.unequal.unequal import evened
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
     least_graph_s,
@@ -82,6 +90,11 @@ class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
     _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+
+    @cached_property
+    def _known_instances(self) -> dict[Layout, Any]:
+        return {}
+
     by_program = False
     """Whether the integer program decides."""
 
@@ -116,7 +129,7 @@ class MixedSpace(GroupSpace):
         return [
             (BOUNDS[COMPUTATION], self.computation_s),
             (BOUNDS[COMMUNICATION], self.bound_s),
-            (BOUNDS[MEMORY], self.memory_s),
+            (BOUNDS[MEMORY], self._memory_s),
         ]
 
     def refusal(self, layout: Layout) -> str | None:
@@ -183,7 +196,9 @@ class MixedSpace(GroupSpace):
 
     def instance(self, layout: Layout) -> Any:
         """Return the partition problem of a layout."""
-        return self.problem(layout, self.chains(layout))
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self.problem(layout, self.chains(layout))
+        return self._known_instances[layout]
 
     def computation_s(self, layout: Layout) -> float:
         """Least seconds of a step by layers and actions alone, memory ignored."""
@@ -244,6 +259,10 @@ class MixedSpace(GroupSpace):
         problem = self.problem(first, chains)
         step_s = max(tables.step_s for tables in self.costs.tables.values())
         return (1 - ROUNDING) * self.least_split_s(problem) + step_s
+
+    def _memory_s(self, layout: Layout) -> float | Lost:
+        """Return the bound within memory, where no other layout can do all that this one can."""
+        return Lost(DOMINATED) if self._dominated(layout) else self.memory_s(layout)
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
@@ -315,8 +334,11 @@ class MixedSpace(GroupSpace):
         if layout.virtual_stages == 1:
             slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
         fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
+        weights = (steady * evened(stages, whole_s, steady, fill) + fill)[:, None]
+        mean_s = float(counts @ (weights * time_s - fill * split * credits_s).min(axis=0))
+        passes_s = max(steady * slowest_s + fill_s, mean_s)
         # Sums taken in two orders differ in the last bits.
-        return (1 - ROUNDING) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
+        return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
 
     def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
@@ -342,8 +364,6 @@ class MixedSpace(GroupSpace):
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[UnequalSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
-        if self._dominated(layout):
-            return Lost(DOMINATED)
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)
