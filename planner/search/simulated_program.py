@@ -37,7 +37,7 @@ from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, least_s
-from planner.solver.instance import Instance, Solution, priced
+from planner.solver.instance import Instance, Option, Solution, priced
 from planner.tolerances import ROUNDING
 
 MOST_COLUMNS = 6_000
@@ -102,7 +102,7 @@ class Choices:
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
             return limit_s
-        program = _Program(
+        program = Program(
             self._candidates, self._layout, self._instance, self._columns, self._placed
         )
         return max(low_s, program.solve(limit_s, tried, nodes, until))
@@ -120,11 +120,11 @@ def choices_of(
     instance = candidates.instance(layout)
     if instance.sides or instance.hosts or instance.sizes or instance.used_bytes is None:
         return None
-    found = _Columns(candidates, layout, instance, limit_s, ways).every()
+    found = Columns(candidates, layout, instance, limit_s, ways).every()
     return None if found is None else Choices(candidates, layout, instance, *found)
 
 
-class _Columns:
+class Columns:
     """The columns of a layout that are not as slow as the limit by themselves."""
 
     def __init__(
@@ -177,15 +177,15 @@ class _Columns:
                 least = self._instance.stages[rank].least_layers
                 for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
                     following.add(end)
-                    own = self._of(rank, first, layers[first:end])
+                    own = self.of(rank, first, layers[first:end])
                     if own is None or len(columns) + len(own) > MOST_COLUMNS:
                         return None
                     columns += own
                     places += [(rank, first, end)] * len(own)
             starts = following
-        return columns, _placed(columns, places, self._layout.stages)
+        return columns, placed(columns, places, self._layout.stages)
 
-    def _of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
+    def of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
         """Return the columns of a rank with these entries; None where there are too many."""
         key = rank, kinds
         if key not in self._known:
@@ -206,11 +206,33 @@ class _Columns:
             for kind in others
         )
         found = []
-        for beside in itertools.product(*each):
+        known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
+        """Options of the others that were gone through, and how many of the main kind are slower
+        beside them at least."""
+        for beside in sorted(itertools.product(*each), key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
-            for options in self._minimal(rank, first, kinds, (main, counts[main]), given):
+            own = [tables[kind][at] for kind in others for at in given[kind]]
+            slower = [
+                one for faster, falling in known if _no_slower(faster, own) for one in falling
+            ]
+            before = len(slower)
+            for options in self._minimal(rank, first, kinds, (main, counts[main]), given, slower):
                 found.append(self._column(rank, first, options))
+            known.append((own, slower[before:]))
         return found
+
+    def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
+        """Return what tells the seconds of options [kind][layer]."""
+        tables = self._instance.kinds
+
+        def seconds(beside: Sequence[Sequence[int]]) -> float:
+            return sum(
+                tables[kind][at].time_s
+                for kind, own in zip(kinds, beside, strict=True)
+                for at in own
+            )
+
+        return seconds
 
     def _minimal(
         self,
@@ -219,10 +241,13 @@ class _Columns:
         kinds: tuple[int, ...],
         most: tuple[int, int],
         given: dict[int, tuple[int, ...]],
+        found: list[tuple[int, ...]],
     ) -> Iterator[tuple[int, ...]]:
         """Yield the options of entries that fit, where no layer's can be a faster one.
 
         `most` is the kind that most of them have and how many; the others' options are `given`.
+        How many layers have at least the n-th slower option is added to `found`, which has those
+        that fit with others' options no slower than these.
         Of several stages those with layers that store less come first: their seconds compare layer
         by layer if what stores less takes longer.
         """
@@ -232,9 +257,13 @@ class _Columns:
         stored = [table[at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
         besides_s = sum(tables[kind][at].time_s for kind, own in given.items() for at in own)
-        found: list[tuple[int, ...]] = []
+        stage = self._instance.stages[rank]
+        held_bytes = [stage.held_bytes(table[at]) for at in order]
+        others = [tables[kind][at] for kind, own in given.items() for at in own]
+        free_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes)
+        free_bytes -= sum(map(stage.held_bytes, others))
+        transient_bytes = max((one.transient_bytes for one in others), default=0.0)
         for slower in _falling(number, len(order) - 1):
-            # How many layers have at least the n-th slower option.
             if compares and any(
                 all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
             ):
@@ -244,6 +273,11 @@ class _Columns:
                 n * table[at].time_s for n, at in zip(numbers, order, strict=True)
             )
             if self._layout.micro_batches * passes_s > self._room_s * (1 + ROUNDING):
+                continue
+            # Sums of bytes are no more than what ranks hold, and quicker.
+            least = sum(n * size for n, size in zip(numbers, held_bytes, strict=True))
+            widest = (table[at].transient_bytes for n, at in zip(numbers, order, strict=True) if n)
+            if least + max(transient_bytes, *widest) > free_bytes + ROUNDING * abs(least):
                 continue
             picked = tuple(at for at, n in zip(order, numbers, strict=True) for _ in range(n))
             options = _along(kinds, {**given, main: picked})
@@ -295,7 +329,14 @@ class _Columns:
         return self._layer_s[key]
 
 
-def _placed(
+def _no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
+    return all(
+        a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
+        for a, b in zip(faster, slower, strict=True)
+    )
+
+
+def placed(
     columns: Sequence[Column], places: Sequence[tuple[int, int, int]], stages: int
 ) -> Placed:
     rank, first, end = np.array(places, dtype=np.intp).reshape(-1, 3).T
@@ -325,7 +366,7 @@ def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-class _Program:
+class Program:
     """The program in HiGHS: columns, then ω and θ."""
 
     def __init__(
@@ -373,14 +414,14 @@ class _Program:
         self._links()
         for rank in range(layout.pipeline):
             own = np.flatnonzero(self._rank == rank)
-            self._row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
+            self.row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
             self._add(self._alone(rank))
 
     def _links(self) -> None:
         """Each rank has one column, and begins where the one before it ends."""
         ranks = self._layout.pipeline
         firsts, ends = self._placed.first.tolist(), self._placed.end.tolist()
-        self._row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
+        self.row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
         for rank in range(1, ranks):
             before = np.flatnonzero(self._rank == rank - 1).tolist()
             own = np.flatnonzero(self._rank == rank).tolist()
@@ -388,9 +429,9 @@ class _Program:
                 ending = [at for at in before if ends[at] == place]
                 starting = [at for at in own if firsts[at] == place]
                 signs = [1.0] * len(ending) + [-1.0] * len(starting)
-                self._row(0.0, 0.0, [*ending, *starting], signs)
+                self.row(0.0, 0.0, [*ending, *starting], signs)
 
-    def _row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
+    def row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
         places = np.array(at, dtype=np.int32)
         self._highs.addRow(lower, upper, len(places), places, np.array(values, dtype=float))
 
@@ -411,7 +452,7 @@ class _Program:
         waiting_s = float(path.hops @ np.array(self._transfer_s)) if len(path.hops) else 0.0
         at = np.flatnonzero(worth)
         number = len(self._columns)
-        self._row(
+        self.row(
             waiting_s / self._unit_s,
             self._infinite,
             [*at, number + 1],
@@ -453,7 +494,7 @@ class _Program:
                 values = np.array(self._highs.getSolution().col_value)
                 if whole:
                     values[:-2] = values[:-2].round()
-                    limit_s = min(limit_s, tried(self._solution(values)))
+                    limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):
                     break
         return low_s
@@ -478,7 +519,7 @@ class _Program:
                 found = True
         return found
 
-    def _solution(self, values: Floats) -> Solution:
+    def solution(self, values: Floats) -> Solution:
         chosen = np.flatnonzero(values[:-2] > 0.5)
         chosen = chosen[np.argsort(self._rank[chosen])]
         cuts = (0, *self._placed.end[chosen].tolist())

@@ -202,7 +202,7 @@ class MixedSpace(GroupSpace):
 
     def computation_s(self, layout: Layout) -> float:
         """Least seconds of a step by layers and actions alone, memory ignored."""
-        fastest_s, credits_s = self._passes_s(layout)
+        fastest_s, credits_s = self.passes_s(layout)
         action_s = min(tables.action_s for tables in self.costs.tables.values())
         actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
         action_s *= next(iter(self.costs.tables.values())).action_share(layout.virtual_stages)
@@ -214,12 +214,12 @@ class MixedSpace(GroupSpace):
         Of memory it is only asked whether the commonest layers alone find room.
         """
         each = list(self.costs.costs(layout).values())
-        if not self._has_room(layout, each):
+        if not self.has_room(layout, each):
             return math.inf
-        fastest_s = self._each(each, "time_s")
-        _, credits_s = self._passes_s(layout)
-        counts = np.array(self._counts)
-        sync_s = self._each(each, "sync_s").min(axis=0)
+        fastest_s = self.least_of_kinds(each, "time_s")
+        _, credits_s = self.passes_s(layout)
+        counts = np.array(self.counts)
+        sync_s = self.least_of_kinds(each, "sync_s").min(axis=0)
         once_s = max(float(sync_s.max()), float(counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
@@ -244,7 +244,7 @@ class MixedSpace(GroupSpace):
             leanest([tables.unlinked(corner) for corner in corners.values()])
             for tables in self.costs.tables.values()
         ]
-        if not self._has_room(first, lean):
+        if not self.has_room(first, lean):
             return math.inf
         chains = {
             group.name: instance_of(
@@ -269,14 +269,14 @@ class MixedSpace(GroupSpace):
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         return self.least_split_s(self.instance(layout)) + step_s
 
-    def _has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
+    def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
 
         A rank holds no more of them than its leanest option allows, at the moment by which
         planner.search.least_bytes bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)
-        kind = list(each[0].parts)[int(np.argmax(self._counts))]
+        kind = list(each[0].parts)[int(np.argmax(self.counts))]
         most = np.zeros(layout.pipeline)
         for group, costs in zip(self.cluster.groups, each, strict=True):
             room = room_bytes(group.accelerator.memory_bytes, costs)
@@ -290,17 +290,17 @@ class MixedSpace(GroupSpace):
                 )
                 each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
                 most = np.maximum(most, np.floor(free / each_bytes))
-        return bool(most.sum() >= max(self._counts))
+        return bool(most.sum() >= max(self.counts))
 
     @cached_property
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
         """[kind] Layers of the model."""
         counts: dict[str, int] = {}
         for layer in self.model.layers:
             counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
         return list(counts.values())
 
-    def _each(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+    def least_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
         """[group, kind] Least of a figure that the choices of a kind have."""
         pinned = self.pins.recompute
         return np.array(
@@ -321,9 +321,9 @@ class MixedSpace(GroupSpace):
         self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""
-        counts = np.array(self._counts)
+        counts = np.array(self.counts)
         stages = np.array(list(self.costs.stages_of(layout).values()))
-        steady, fill = layout_pace(self.model, layout)
+        steady, fill = self.pace_of(layout)
         split = layout.executed.splits_backward
         whole_s = time_s @ counts
         step_s = max(tables.step_s for tables in self.costs.tables.values())
@@ -340,14 +340,18 @@ class MixedSpace(GroupSpace):
         # Sums taken in two orders differ in the last bits.
         return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
 
-    def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
+    def pace_of(self, layout: Layout) -> tuple[float, float]:
+        """Return how often the slowest rank's seconds count, and those of all."""
+        return layout_pace(self.model, layout)
+
+    def passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
         if self._known_s is None:
             self._known_s = self._all_passes_s()
         return self._known_s[_divided(layout)]
 
     def _all_passes_s(self) -> dict[tuple[int, ...], tuple[Floats, Floats]]:
-        """All that layouts of this space want of `_passes_s`, worked out together."""
+        """All that layouts of this space want of `passes_s`, worked out together."""
         some: dict[tuple[int, ...], Layout] = {}
         for degrees in every_degrees(self.request):
             if self._refusal_of(degrees) is not None:
