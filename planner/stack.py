@@ -586,6 +586,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "deepep": {"experts.sends": "once", "experts.links_rate": 1.25},
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
+    "tp-overlap": {"tensor.overlap": 0.4},
     "cheap-recompute": {"recompute.selective": "cheap"},
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},

@@ -120,12 +120,14 @@ _OPTIONS = {
     "shared-expert-overlap": ("--moe-shared-expert-overlap",),
     "ulysses": ("--cp-comm-type a2a",),
     "gathered-context": ("--cp-comm-type all_gather",),
+    "tp-overlap": ("--tp-comm-overlap",),
     "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
 """Flags of what a plan's backend says of kernels and exchanges, where the plan has those."""
 _OPTIONS_OF: dict[str, Axis | None] = {
     "ulysses": "context",
     "gathered-context": "context",
+    "tp-overlap": "tensor",
     "narrow-gradients": None,
 }
 """The axis that an option speaks of, by default the experts'."""

@@ -193,6 +193,11 @@ def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() 
     assert tuned.recompute.selective == "cheap"
 
 
+def test_megatron_hides_collectives_of_tensor_parallelism_where_it_is_told_to() -> None:
+    # megatron/training/arguments.py: --tp-comm-overlap is a flag, off where it is not given.
+    assert stack("megatron").tensor.overlap == 0.0 < stack("megatron+tp-overlap").tensor.overlap
+
+
 def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:
     plain = dict(figures(Stack(name="plain", summary="the defaults")))
     unexplained = {

@@ -163,6 +163,7 @@ def _kernels(known: Settings, told: Told) -> None:
     for flag, option in (
         ("overlap-moe-expert-parallel-comm", "expert-overlap"),
         ("moe-shared-expert-overlap", "shared-expert-overlap"),
+        ("tp-comm-overlap", "tp-overlap"),
     ):
         if known.flag(flag):
             told.options.append(option)
