@@ -127,7 +127,7 @@ def _rescheduled(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
         space.model, layout.pipeline, layout.micro_batches, space.pins, space=space.request.space
     ):
         other = replace(layout, schedule=name, virtual_stages=virtual)
-        if space.refusal(other) is not None or count >= effort.schedules:
+        if space.refusal(other) is not None or count >= effort.tried:
             continue
         count += 1
         plan = space.quick(other, best.prediction.step_time_s)

@@ -71,7 +71,7 @@ class SimulatedMixed(MixedSpace):
         """`own` has the same layouts by the closed form."""
         self.__dict__.update(own.__dict__)
         self.__dict__.pop("_known_instances", None)
-        self._own = own
+        self.own = own
         self._effort = effort
         self._spent = dict.fromkeys(("bounded", "cut", "solved", "programs"), 0)
         self._started = time.process_time()
@@ -130,9 +130,9 @@ class SimulatedMixed(MixedSpace):
         for share, seconds in ((0.0, time_s + once_s / m), (None, time_s)):
             weights = self._weights(layout, stages, seconds @ counts, share)
             found_s = max(found_s, float(counts @ (weights[:, None] * seconds).min(axis=0)))
-        return (1 - ROUNDING) * found_s + self._step_s(layout)
+        return (1 - ROUNDING) * found_s + self.step_s(layout)
 
-    def _step_s(self, layout: Layout) -> float:
+    def step_s(self, layout: Layout) -> float:
         """What every plan of a layout takes once, besides what ranks do."""
         return min(tables.of(layout).step_s for tables in self.costs.tables.values())
 
@@ -181,7 +181,7 @@ class SimulatedMixed(MixedSpace):
         if self._dominated(layout):
             return Lost(DOMINATED)
         each = (least_s(one, frontiers=self.frontiers) for one in self.problems(layout))
-        return max(each) + self._step_s(layout)
+        return max(each) + self.step_s(layout)
 
     def problems(self, layout: Layout) -> tuple[UnequalInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
@@ -259,20 +259,30 @@ class SimulatedMixed(MixedSpace):
         closed_s = split.split.objective_s + max(
             costs.step_s for costs in self.costs.costs(layout).values()
         )
-        plan = self._own.ranked(Found(closed_s, closed_s, layout, split))
+        plan = self.own.ranked(Found(closed_s, closed_s, layout, split))
         if plan.prediction.fits:
             self.found.append(plan)
         return plan
 
-    def choices(self, layout: Layout, limit_s: float) -> Choices | None:
-        """Return what ranks may hold in plans below a limit; None where that cannot be told."""
+    def columns(self, layout: Layout, limit_s: float) -> list[OnGroup] | None:
+        """Return what finds columns on every group; None where ranks cannot be told by themselves.
+
+        They are for plans below a limit.
+        """
         chains = self._own_chains(layout)
         if layout.pipeline == 1 or any(
             chain.sides or chain.hosts or chain.sizes or chain.used_bytes is None
             for chain in chains.values()
         ):
             return None
-        return choices_of(self, layout, chains, limit_s, self._effort.ways)
+        sent_s, step_s = _least_sent_s(self, layout), self.step_s(layout)
+        found = []
+        for name, chain in chains.items():
+            costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
+            group = Group(self.model, self.pins.recompute, costs)
+            columns = Columns(group, layout, chain, limit_s, self._effort.ways)
+            found.append(OnGroup(group, chain, columns))
+        return found
 
     def ranked(self, found: Found[Any]) -> Ranked:
         """Return the plan of a split and its prediction."""
@@ -336,7 +346,7 @@ class _Layout:
         So is the closed form's.
         """
         space, layout = self._space, self._layout
-        step_s = space._step_s(layout)
+        step_s = space.step_s(layout)
         low_s = 0.0
         for problem in space.problems(layout):
             answer = solve_unequal(
@@ -351,7 +361,7 @@ class _Layout:
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        closed_form = solve_unequal(space._own.instance(layout), frontiers=space.frontiers)
+        closed_form = solve_unequal(space.own.instance(layout), frontiers=space.frontiers)
         if isinstance(closed_form, UnequalSolution):
             self._try(closed_form)
         return low_s
@@ -359,13 +369,20 @@ class _Layout:
     def bounded_s(self) -> float:
         """Return seconds that no split simulates below, or the limit; splits are tried."""
         space, layout = self._space, self._layout
-        low_s = self.near_s()
+        each = space.columns(layout, self._limit_s)
+        if each is None:
+            return self.near_s()
+        loose = choices_of(space, layout, each, self._limit_s, least=True)
+        low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
-        choices = space.choices(layout, self._limit_s)
+        choices = choices_of(space, layout, each, self._limit_s, least=False)
         if choices is None:
-            return low_s
+            return max(low_s, self.near_s())
         low_s = max(low_s, choices.cut_s(self._limit_s))
+        if low_s >= self._limit_s:
+            return low_s
+        low_s = max(low_s, self.near_s())
         if low_s >= self._limit_s or not space.may_program():
             return low_s
         effort = space.effort
@@ -393,7 +410,7 @@ def closed(
     options: Sequence[int],
 ) -> UnequalSolution:
     """Return a split of a chain with what it takes in the closed form."""
-    problem: UnequalInstance = space._own.instance(layout)
+    problem: UnequalInstance = space.own.instance(layout)
     split = priced(problem.in_order(order, cuts), tuple(cuts), tuple(options))
     return UnequalSolution(
         names=tuple(one.name for one in problem.types),
@@ -404,7 +421,7 @@ def closed(
 
 
 @dataclass(frozen=True)
-class OnGroup:
+class Group:
     """A model on one group, as `Columns` asks for it."""
 
     model: ModelGraph
@@ -417,6 +434,23 @@ class OnGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class OnGroup:
+    """A layout's ranks on one group: the problem that they would have alone, and their columns."""
+
+    group: Group
+    chain: Instance
+    columns: Columns
+
+    def of(self, rank: int, first: int, end: int, *, least: bool) -> list[Column] | None:
+        """Return the columns of a rank with these entries; None where there are too many."""
+        kinds = self.chain.layers[first:end]
+        if not least:
+            return self.columns.of(rank, first, kinds)
+        column = self.columns.least(rank, first, kinds)
+        return [] if column is None else [column]
+
+
+@dataclass(frozen=True, slots=True)
 class Typed(Placed):
     """[column] The same with the device type that it is for."""
 
@@ -426,22 +460,17 @@ class Typed(Placed):
 def choices_of(
     space: SimulatedMixed,
     layout: Layout,
-    chains: dict[str, Instance],
+    each: Sequence[OnGroup],
     limit_s: float,
-    ways: int,
+    *,
+    least: bool,
 ) -> Choices | None:
-    """Return what ranks may hold on every type; None where that is too much."""
-    sent_s = _least_sent_s(space, layout)
-    step_s = space._step_s(layout)
-    each = []
-    for name, chain in chains.items():
-        costs = replace(space.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
-        group = OnGroup(space.model, space.pins.recompute, costs)
-        each.append((group, chain, Columns(group, layout, chain, limit_s, ways)))
-    found = _every(layout, [(chain, columns) for _, chain, columns in each], limit_s - step_s)
-    if found is None:
-        return None
-    return Choices(space, layout, [(group, chain) for group, chain, _ in each], *found)
+    """Return what ranks may hold on every type; None where that is too much.
+
+    With `least` there is one column for all that begin and end alike, no slower than any.
+    """
+    found = _every(layout, each, limit_s - space.step_s(layout), least=least)
+    return None if found is None else Choices(space, layout, each, *found)
 
 
 def _least_sent_s(space: SimulatedMixed, layout: Layout) -> float:
@@ -455,25 +484,25 @@ def _least_sent_s(space: SimulatedMixed, layout: Layout) -> float:
 
 
 def _every(
-    layout: Layout, each: Sequence[tuple[Instance, Columns]], room_s: float
+    layout: Layout, each: Sequence[OnGroup], room_s: float, *, least: bool
 ) -> tuple[list[Column], Typed] | None:
     """Return all columns and where they may begin; None where there are too many.
 
     On its type a rank's entries take at most as long as the limit leaves, at their fastest; those
     behind it do on whichever is the fastest.
     """
-    layers, stages = each[0][0].layers, each[0][0].stages
+    layers, stages = each[0].chain.layers, each[0].chain.stages
     count, ranks = len(layers), layout.pipeline
     most_s = room_s / layout.micro_batches * (1 + ROUNDING)
     own_s = [
-        [min(option.time_s for option in chain.kinds[kind]) for kind in layers] for chain, _ in each
+        [min(option.time_s for option in one.chain.kinds[kind]) for kind in layers] for one in each
     ]
     totals_s = [np.concatenate([[0.0], np.cumsum(one)]) for one in own_s]
     total_s = np.concatenate([[0.0], np.cumsum(np.min(own_s, axis=0))])
     earliest = [count]
     for _ in range(ranks):
-        least = total_s[earliest[-1]] - most_s
-        earliest.append(int(np.searchsorted(total_s, least, "left")))
+        least_s = total_s[earliest[-1]] - most_s
+        earliest.append(int(np.searchsorted(total_s, least_s, "left")))
     earliest.reverse()
     columns: list[Column] = []
     places: list[tuple[int, int, int]] = []
@@ -487,7 +516,7 @@ def _every(
             furthest = int(np.searchsorted(until_s, until_s[first] + most_s, "right")) - 1
             begin = max(first + stages[rank].least_layers, earliest[rank + 1])
             for end in range(begin, min(furthest, count - behind) + 1):
-                own = each[number][1].of(rank, first, layers[first:end])
+                own = each[number].of(rank, first, end, least=least)
                 if own is None or len(columns) + len(own) > MOST_COLUMNS:
                     return None
                 following.add(end)
@@ -514,14 +543,14 @@ class Choices:
         self,
         space: SimulatedMixed,
         layout: Layout,
-        each: Sequence[tuple[OnGroup, Instance]],
+        each: Sequence[OnGroup],
         columns: Sequence[Column],
         typed: Typed,
     ) -> None:
         self._space, self._layout, self._each = space, layout, each
         self._columns, self._typed = columns, typed
         self._numbers = list(space.costs.stages_of(layout).values())
-        costs = each[0][0].own
+        costs = each[0].group.own
         self._step_s = costs.step_s
         self._transfer_s = (1 - costs.waits) * costs.transfer_s
 
@@ -550,8 +579,8 @@ class Choices:
         """Return seconds that no split simulates below, or `limit_s` if that is less."""
         if 2 * self._layout.micro_batches * self._layout.stages > actions:
             return 0.0
-        (group, chain), *_ = self._each
-        program = TypedProgram(group, self._layout, chain, self._columns, self._typed)
+        some = self._each[0]
+        program = TypedProgram(some.group, self._layout, some.chain, self._columns, self._typed)
         program.count(self._numbers)
         program.closed = partial(closed, self._space, self._layout)
         return program.solve(limit_s, tried, nodes, until)
