@@ -33,6 +33,7 @@ from planner.search.finalists import (
     MOST_SOLVED,
     fastest_first,
     finalists,
+    finalists_mixed,
     simulated,
     told,
 )
@@ -45,6 +46,7 @@ from planner.search.simulated_proof import USUAL, Effort, Told, prove
 from planner.search.space import kind
 from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
+from planner.search.spaces.mixed_proof import prove_mixed
 from planner.search.spaces.rounds import RoundSpace, bounded_too
 
 SOLVERS = ("exact", "ilp")
@@ -106,6 +108,9 @@ def search(
         order, said = _proven_finalists(queue, plain, (start, closed_form), effort, told)
     else:
         order, said = _near_finalists(queue, winner, closed_form)
+        if request.cluster.mixed and not (request.model.edges or request.pins.require):
+            proof = prove_mixed(queue.spaces, order[0], effort)
+            order, said = finalists_mixed(order, closed_form, proof)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     certificate = account.certificate(
