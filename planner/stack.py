@@ -313,11 +313,6 @@ class PipelineRule(Part):
     """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
-    stalled_transfer_s: Amount = 0.0
-    """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
-    each collective of all replicas."""
-    stalling_nodes: Positive = 32
-    """Those jobs have more nodes than this."""
 
 
 class PerPass(Part):
@@ -593,6 +588,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "tp-overlap": {"tensor.overlap": 0.4},
+    "16-bit-gathers": {"eight_bit.gathered": ("activations",)},
     "cheap-recompute": {"recompute.selective": "cheap"},
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},

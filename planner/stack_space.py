@@ -120,6 +120,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
     "compile": attrgetter("layout.compile"),
     "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
+    "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
     "devices_per_node": _devices_per_node,
 }
 """By name: of a layout, a job, a language model, a cluster."""
@@ -424,7 +425,7 @@ def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
     return any(
-        name in (*_OF_LAYOUTS, "loss", "compile", "backward")
+        name in (*_OF_LAYOUTS, "loss", "compile", "backward", "idle_ranks")
         for product in each
         for name in product.names
     )
