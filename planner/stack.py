@@ -238,6 +238,9 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    async_overlap: Amount = Field(default=0.0, le=1)
+    """Where a layout asks for asynchronous tensor parallelism, the share of a collective beside a
+    product that hides behind this product, which then runs in as many pieces as there are ranks."""
     recorded: Amount = 0.0
     """Undivided activations of each block that wait for their collective to end on the device
     before the allocator gives their memory away again (c10d's record_stream), since the host runs a

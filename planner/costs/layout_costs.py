@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
+from planner.costs.figure_store import FigureStore, KindFigures
 from planner.costs.held import Held, HeldStates
-from planner.costs.layer_figures import KindFigures, LayerFigures
+from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
@@ -110,10 +111,12 @@ class CostTables:
         request: Request,
         activations: tuple[Activations, ...] = ("keep",),
         recomputes: tuple[Recompute, ...] = RECOMPUTES,
+        store: FigureStore | None = None,
     ) -> None:
         """`activations` and `recomputes` are what layers may choose among, `none` first.
 
-        What the request pins is left to the search, which needs all ways to recompute.
+        What the request pins is left to the search, which needs all ways to recompute.  `store`
+        has figures of requests on other clusters, and gets those of this one.
         """
         self.request = request
         self.model = model = request.model
@@ -138,7 +141,7 @@ class CostTables:
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
+        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes, store)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -297,6 +300,7 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            overlaps_tensors=layout.tensor_overlap == "async",
             scales=layout.scales,
             dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",

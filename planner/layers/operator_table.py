@@ -79,6 +79,8 @@ class Setting:
     and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    overlaps_tensors: bool = False
+    """Collectives between tensor-parallel ranks run in pieces beside the products around them."""
     document_len: int | None = None
     """Of the document that a token is in, on average; None: samples are not divided."""
     scales: Scales = "tensorwise"
@@ -121,6 +123,7 @@ class Setting:
             self.loss is not None,
             self.loss is not None and self.loss.gradients == "recomputed",
             self.compiled,
+            self.overlaps_tensors,
             self.gathers_heads,
             self.scales == "rowwise",
             self.narrow_weights,
@@ -184,6 +187,7 @@ class ManySettings(Setting):
             sequence_parallel=some.sequence_parallel,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
+            overlaps_tensors=some.overlaps_tensors,
             loss=some.loss,
             document_len=some.document_len,
             scales=some.scales,
