@@ -74,8 +74,6 @@ class Setting:
     """Tensor parallelism divides the residual stream along the sequence."""
     loss: ChunkedLoss | None = None
     """How the head's loss is computed; None: from all logits."""
-    pipelined: bool = False
-    """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
     gathers_heads: bool = False
     """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
     and each rank takes its own."""
@@ -124,7 +122,6 @@ class Setting:
             self.sequence_parallel,
             self.loss is not None,
             self.loss is not None and self.loss.gradients == "recomputed",
-            self.pipelined,
             self.compiled,
             self.overlaps_tensors,
             self.gathers_heads,
@@ -188,7 +185,6 @@ class ManySettings(Setting):
             expert=column("expert"),
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
-            pipelined=some.pipelined,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
             overlaps_tensors=some.overlaps_tensors,
