@@ -34,6 +34,7 @@ from planner.plan import (
     Offload,
     Prefetch,
     Scales,
+    TensorOverlap,
     WeightWire,
 )
 from planner.request import Request
@@ -96,6 +97,7 @@ class Family:
     sequence_parallel: bool = True
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
+    tensor_overlap: TensorOverlap = "none"
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     """Of layouts that gather weights in each pass."""
@@ -113,6 +115,7 @@ class Family:
             self.place,
             self.loss,
             self.compile,
+            self.tensor_overlap,
             self.scales,
             self.weight_wire,
             self.dispatch,
@@ -162,6 +165,7 @@ class Family:
             sequence_parallel=self.sequence_parallel,
             loss=self.loss,
             compile=self.compile,
+            tensor_overlap=self.tensor_overlap,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -363,6 +367,7 @@ def families(
                     sequence_parallel=divided,
                     loss=loss,
                     compile=blocks,
+                    tensor_overlap=tensor_overlap(request, degrees),
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
@@ -444,6 +449,11 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
 def gpus(request: Request) -> bool:
     """Whether all devices are GPUs."""
     return all(one.accelerator.kind in ("cuda", "rocm") for one in request.cluster.groups)
+
+
+def tensor_overlap(request: Request, degrees: Degrees) -> TensorOverlap:
+    """Return how collectives of tensor parallelism run: as one at a time, if nobody asks."""
+    return (request.pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
 
 
 def weight_wire(request: Request) -> WeightWire:
