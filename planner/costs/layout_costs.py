@@ -268,6 +268,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
+            layout.loss is None,
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)
