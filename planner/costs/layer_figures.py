@@ -284,6 +284,7 @@ class LayerFigures:
             forward_transient_bytes=table.forward_transient_bytes(recompute),
             backward_transient_bytes=table.backward_transient_bytes(recompute),
             returned_bytes=table.returned_bytes,
+            returned_anew_bytes=table.returned_anew_bytes(recompute),
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,

@@ -175,7 +175,10 @@ class LayerParts:
                 activations=activations,
                 states=held.states,
                 treated=treated(
-                    activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
+                    activations,
+                    choice,
+                    self._rates,
+                    passed=choice.passed_bytes(activations) if last else 0.0,
                 ),
                 sync_s=sync_s + once.shard_s,
                 stream_s=stream_s + once.host_s,

@@ -324,6 +324,14 @@ class Table:
             return self.output_bytes
         return sum(self._inside[-1].outputs.values())
 
+    def returned_anew_bytes(self, recompute: Recompute) -> float:
+        """Bytes of what the layer's own operators return that backward does not keep anyway."""
+        if self.backward_peak is not None:
+            return self.output_bytes
+        stored = self.stored(recompute)
+        returned = self._inside[-1].outputs.items()
+        return sum((size for name, size in returned if name not in stored), 0.0)
+
     @property
     def forward_flops(self) -> float:
         """FLOPs of one forward pass."""
