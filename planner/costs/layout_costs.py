@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
-from planner.costs.held import Held, HeldStates
+from planner.costs.held import Held, HeldStates, loss_gradients
 from planner.costs.layer_figures import KindFigures, LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import Sharing, States
@@ -263,6 +263,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
+            loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)

@@ -152,21 +152,15 @@ class StrategyParts:
     @property
     def forward_transient_bytes(self) -> float:
         """Working memory of forward: gathered parameters, tensors about to leave or be packed."""
-        working, gathered = (
-            self.figures.forward_transient_bytes,
-            self.states.forward_transient_bytes,
-        )
-        # The copies are gone when the loss begins.
-        loss = larger(working, self.figures.returned_bytes + gathered)
-        working = either(self.states.after_loss_bytes > 0, loss, working + gathered)
+        working = self.figures.forward_transient_bytes + self.states.forward_transient_bytes
         return working + self.treated.moving_bytes
 
     @property
     def backward_transient_bytes(self) -> float:
         """Working memory of backward: gathered parameters, reduce buffers, tensors come back."""
-        sharing = self.states.backward_transient_bytes
-        beside = sharing - self.states.after_loss_bytes
-        working = larger(self.figures.backward_transient_bytes + beside, sharing)
+        beside = self.states.backward_transient_bytes
+        working = self.figures.backward_transient_bytes + beside
+        working = larger(working, self.states.after_backward_bytes)
         return working + self.treated.moving_bytes
 
     @property
