@@ -61,16 +61,18 @@ def ready() -> None:
         TokenEngine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
 
 
-Alone = tuple[tuple[str, bool, int], str, int]
-"""(model, precision, global batch): what one process trains for comparison."""
+Alone = tuple[tuple[str, bool, int], str, str, int | None, int]
+"""(model, precision, scales, document_len, global batch): what one process trains to compare."""
 
 
 @functools.cache
 def alone(wanted: Alone, steps: int) -> Run:
     """Train in one process, in one micro-batch, with nothing else that plans can say."""
-    model, precision, global_batch = wanted
+    model, precision, scales, document_len, global_batch = wanted
     graph = combinations.graph_of(model)
-    plan = cases.plan(graph, precision=precision, global_batch=global_batch, micro_batches=1)
+    plan = cases.plan(
+        graph, precision=precision, scales=scales, global_batch=global_batch, micro_batches=1
+    ).model_copy(update={"document_len": document_len})
     # In a process of its own: 16 bits need a process group.
     ((run, _),) = on_ranks(1, train_all, [(graph.name, plan, graph)], steps)[0]
     return run
@@ -90,7 +92,9 @@ def results_of(rows: Sequence[Row], ranks: int, steps: int = STEPS) -> Iterator[
 
 def result_of(row: Row, crew: Crew, steps: int) -> Result:
     runs = crew.do(train_all, [(row.text, row.plan(), row.graph())], steps)
-    expected = alone((row.model, row.precision, row.global_batch), steps)
+    expected = alone(
+        (row.model, row.precision, row.scales, row.document_len, row.global_batch), steps
+    )
     found = errors([run for ((run, _),) in runs], expected)
     return Result(row, found, max(seconds for ((_, seconds),) in runs))
 
@@ -113,13 +117,7 @@ def test_every_pair_trains_like_one_process(ranks: int, part: int, parts: int) -
 
 @functools.cache
 def compiled_rows() -> tuple[Row, ...]:
-    """Rows of the small cover that can be compiled, with every second loss in chunks."""
-    found = []
-    for place, row in enumerate(small()):
-        loss = row.loss if row.loss != "plain" or place % 2 else "precomputed"
-        wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
-        found += [one for one in wished if reason(one) is None][:1]
-    return tuple(found)
+    return combinations.dear_rows(small())
 
 
 @pytest.mark.ranks
@@ -258,7 +256,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
         "micro_batches": "several",
         "virtual_stages": "schedule",
     }
-    set_by_rows |= {"order": "outside_in", "stages": "uneven"}
+    set_by_rows |= {"order": "outside_in", "stages": "uneven", "document_len": "documents"}
     layout = {set_by_rows.get(field.name, field.name) for field in fields(Layout)}
     mesh = {set_by_rows.get(name, name) for name in Mesh.model_fields}
     placed = set(PlacedLayer.model_fields) - {"layer"}
@@ -267,12 +265,6 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
-    # What precision fp8 alone has: tests/runtime/test_eight_bits.py.
-    no_choice |= {"scales", "weight_wire"}
-    # Of the data alone: tests/runtime/test_documents.py.
-    no_choice |= {"document_len"}
-    # Of experts on ranks of their own: tests/runtime/test_experts.py.
-    no_choice |= {"dispatch"}
 
     assert (layout | mesh | placed | of_plan) - no_choice <= rows
 
