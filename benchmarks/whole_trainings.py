@@ -80,10 +80,15 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "megatron",
         {"options": "deepep expert-overlap cheap-recompute"},
     ),
+    # NVIDIA/NeMo-Framework-Launcher, conf/training/llama/llama2_7b.yaml: ub_tp_comm_overlap: False.
     (r"nemo.* 24\.", "megatron", {"options": "fa2"}),
     # NVIDIA/dgxc-benchmarking v25.04.02, llama3.1/pretrain_llama31.py: nothing is recomputed, and
-    # gradients are summed in fp32 but in fp8.
+    # gradients are summed in fp32 but in fp8.  Its models of 70B and 405B have collectives of
+    # tensor parallelism beside their products (MegatronCommOverlapCallback with userbuffers_*), as
+    # have those of NeMo's and Megatron-Bridge's recipes; that of 8B has none.
+    (r"(70b|405b).*nemo.*dgxc", "megatron", {"recompute": "none", "options": "tp-overlap"}),
     (r"nemo.*dgxc", "megatron", {"recompute": "none"}),
+    (r"(70b|405b).*(megatron[- ]bridge|nemo)", "megatron", {"options": "tp-overlap"}),
     (r"megatron|nemo", "megatron", {}),
     (r"deepseek", "hai-llm", {}),
     # arXiv:2407.21783, section 3.3.2: 8 thousand tokens without activation checkpointing.

@@ -54,6 +54,8 @@ def text(wanted: Wanted) -> str:
     ]
     if plan.precision == "fp8":
         lines += ["--bf16", "--fp8-format hybrid"]
+        if plan.zero and "16-bit-gathers" not in plan.backend.split("+"):
+            lines.append("--fp8-param-gather")
     elif plan.precision in ("bf16", "fp16"):
         lines.append(f"--{plan.precision}")
     return "\n".join([*lines, *_megatron_training(wanted)]) + "\n"
@@ -120,12 +122,14 @@ _OPTIONS = {
     "shared-expert-overlap": ("--moe-shared-expert-overlap",),
     "ulysses": ("--cp-comm-type a2a",),
     "gathered-context": ("--cp-comm-type all_gather",),
+    "tp-overlap": ("--tp-comm-overlap",),
     "narrow-gradients": ("--grad-reduce-in-bf16",),
 }
 """Flags of what a plan's backend says of kernels and exchanges, where the plan has those."""
 _OPTIONS_OF: dict[str, Axis | None] = {
     "ulysses": "context",
     "gathered-context": "context",
+    "tp-overlap": "tensor",
     "narrow-gradients": None,
 }
 """The axis that an option speaks of, by default the experts'."""

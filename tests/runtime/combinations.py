@@ -432,9 +432,9 @@ def dear(row: Row) -> tuple[Property, ...]:
 
 
 def dear_rows(rows: Iterable[Row], *, seed: int = 0) -> tuple[Row, ...]:
-    """Return those of some rows that can be compiled, with every dear choice that goes with them.
+    """Return those of some rows that can be compiled, with the dear choices that go with them.
 
-    Every second loss is in chunks.
+    Every second loss is in chunks, and of documents every second row that can has some.
     """
     rng, table, found = random.Random(seed), choices(), []
     for place, row in enumerate(rows):
@@ -444,10 +444,12 @@ def dear_rows(rows: Iterable[Row], *, seed: int = 0) -> tuple[Row, ...]:
         if one is None:
             continue
         for name in rng.sample(DEAR, len(DEAR)):
-            values = [value for value in table[name] if value != getattr(one, name)]
-            rng.shuffle(values)
-            more = (replace(one, **{name: value}) for value in values if name != "compile")
-            one = next((two for two in more if reason(two) is None), one)
+            plain, *others = table[name]
+            if getattr(one, name) != plain or (name == "documents" and rng.random() < 0.5):
+                continue
+            rng.shuffle(others)
+            changed = (replace(one, **{name: value}) for value in others)
+            one = next((other for other in changed if reason(other) is None), one)
         found.append(one)
     return tuple(found)
 

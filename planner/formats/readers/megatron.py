@@ -132,6 +132,8 @@ def _batches(known: Settings, told: Told) -> None:
             told.precision = name
     if known.take("fp8-format", "fp8"):
         told.precision = "fp8"
+        if not known.flag("fp8-param-gather"):
+            told.options.append("16-bit-gathers")
 
 
 def _recompute(known: Settings, told: Told) -> None:
@@ -163,6 +165,7 @@ def _kernels(known: Settings, told: Told) -> None:
     for flag, option in (
         ("overlap-moe-expert-parallel-comm", "expert-overlap"),
         ("moe-shared-expert-overlap", "shared-expert-overlap"),
+        ("tp-comm-overlap", "tp-overlap"),
     ):
         if known.flag(flag):
             told.options.append(option)
