@@ -66,6 +66,10 @@ class Figures:
     """Of both passes, what the device waits for its host and can copy in."""
     kept_bytes: float = 0.0
     """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
+    fresh_bytes: float = 0.0
+    """Beside backward_transient_bytes at the fullest, gradients of weights made by then."""
+    late_bytes: float = 0.0
+    """The same of I: what W will need of what there is by then."""
 
     def passed_bytes(self, activations: Activations) -> float:
         """Return what stays of a micro-batch where what the layer returns stays as it is."""

@@ -304,6 +304,8 @@ class States:
     """Of moments on the host, the largest that come to the device together."""
     after_backward_bytes: float = 0.0
     """What is there when the layer's own working memory is gone: its gradients on their way."""
+    waiting_gradients: float = 0.0
+    """Whether fresh gradients of weights wait for the end of the layer's backward, as 1 or 0."""
     gradient_buffers_bytes: float = 0.0
     """Of gradients, what is there from the start, whatever has been made of it."""
     between_bytes: float = 0.0
@@ -328,6 +330,7 @@ class States:
             host_bytes=self.host_bytes + other.host_bytes,
             bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
             after_backward_bytes=self.after_backward_bytes + other.after_backward_bytes,
+            waiting_gradients=max(self.waiting_gradients, other.waiting_gradients),
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
             between_bytes=self.between_bytes + other.between_bytes,
         )
@@ -418,11 +421,15 @@ def states(
     ahead = _gathered_ahead(gathered, sharing)
     if end is not None and not sharing.pipelined:
         ahead = _at_an_end(gathered, gathered / whole if whole else 0.0, sharing, end)
-    beside, after = _gradients_moving(n, whole, sharing, end, summed=once and whole_gradients)
-    beside += ahead.backward
+    fresh = 0.0 if _made(end) else e * n
+    behind, after = _reductions(fresh, whole, sharing, end, summed=once and whole_gradients)
+    beside = behind + ahead.backward
     if isinstance(end, End) and end.logits:
-        after = max(after, e * n + (2 * gathered if sharing.pipelined else ahead.backward))
+        after = max(after, fresh + (2 * gathered if sharing.pipelined else ahead.backward))
         beside, ahead = 0.0, ahead._replace(forward=0.0)
+    else:
+        after = max(after, fresh + beside)
+        beside += fresh if isinstance(end, End) else 0.0  # chunks add to it from the first on
     if isinstance(end, Start) and sharing.reduces_each_micro_batch:
         # What the reduction of the micro-batch before reads (runtime/parallelize.py).
         ahead = ahead._replace(forward=ahead.forward + sharing.wire_bytes * whole)
@@ -437,25 +444,25 @@ def states(
         bucket_bytes=bucket,
         between_bytes=ahead.between,
         after_backward_bytes=after + arriving,
+        waiting_gradients=0.0 if isinstance(end, End) else 1.0,
     )
 
 
-def _gradients_moving(
-    parameters: float, whole: float, sharing: Sharing, end: End | Start | None, *, summed: bool
+def _reductions(
+    fresh: float, whole: float, sharing: Sharing, end: End | Start | None, *, summed: bool
 ) -> tuple[float, float]:
-    """Return bytes of gradients beside a layer's backward, and behind it.
+    """Return bytes of the reduction beside a layer's backward, and of its own with fresh gradients.
 
     A reduction reads `whole` elements; while a layer works that of the layer behind it is under
     way, about as large.  With sums over micro-batches fresh gradients are in the sum by then.
     """
-    fresh = 0.0 if _made(end) else sharing.types.working * parameters
     wire = 0.0 if sharing.pipelined else sharing.wire_bytes
     if summed:
-        return fresh, wire * whole
+        return 0.0, wire * whole
     behind = whole
     if end is not None and not sharing.pipelined:
         behind = end.behind if isinstance(end, Start) else 0.0
-    return fresh + wire * behind, fresh + wire * whole
+    return wire * behind, fresh + wire * whole
 
 
 class _Gathered(NamedTuple):

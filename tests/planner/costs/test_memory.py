@@ -103,18 +103,18 @@ CHUNKS = End(before=5e8, logits=False)
     ("zero", "accumulated", "end", "beside", "after"),
     [
         # Fresh gradients, 2 GB, are in the sum of 4 bytes before that is copied for its reduction.
-        (1, True, None, 2e9, 4e9),
+        (1, True, None, 0, 4e9),
         (1, True, LOGITS, 0, 4e9),
-        # Gradients of one micro-batch are copied from fresh ones, a unit behind.
-        (2, True, None, 2e9 + 4e9, 2e9 + 4e9),
+        # Those of one micro-batch are copied themselves, while the layer before works.
+        (2, True, None, 4e9, 2e9 + 4e9),
         (1, False, LOGITS, 0, 2e9 + 4e9),
+        (3, True, None, 4e9 + 2 * 2e9, 2e9 + 4e9 + 2 * 2e9),
         # The head's own copy, and what is asked for of the block before; no reduction is under way.
-        (3, True, None, 2e9 + 4e9 + 2 * 2e9, 2e9 + 4e9),
         (3, True, LOGITS, 0, 2e9 + 4e9),
         (3, True, CHUNKS, 2e9 + 2e9 + 1e9, 2e9 + 4e9),
         (3, True, replace(CHUNKS, made=True), 2e9 + 1e9, 4e9),
         # The first layer's own copy, and the reduction of the block behind it.
-        (3, True, Start(behind=5e8), 2e9 + 2e9 + 2e9, 2e9 + 4e9),
+        (3, True, Start(behind=5e8), 2e9 + 2e9, 2e9 + 2e9 + 2e9),
     ],
 )
 def test_gradients_move_beside_a_layers_backward_or_behind_it(
