@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import Held, HeldStates
+from planner.costs.held import Held, HeldStates, loss_gradients
 from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
@@ -268,7 +268,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
-            layout.loss is None,
+            loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)

@@ -111,6 +111,7 @@ def _leanest_part(corners: Sequence[StrategyParts]) -> StrategyParts:
             backward_transient_bytes=backward_bytes,
             host_bytes=min(one.host_bytes for one in every),
             bucket_bytes=min(one.bucket_bytes for one in every),
-            after_loss_bytes=max(one.after_loss_bytes for one in every),
+            waiting_gradients=min(one.waiting_gradients for one in every),
+            after_backward_bytes=min(one.after_backward_bytes for one in every),
         ),
     )
