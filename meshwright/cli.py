@@ -17,31 +17,63 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from meshwright import commands, launches, scripts
+from meshwright.answer_texts import (
+    agenda_lines,
+    catalog_table,
+    compared_parts,
+    defaults_facts,
+    imported_facts,
+    improved_parts,
+    next_fact,
+    profile_parts,
+    run_parts,
+    script_parts,
+    top_table,
+)
 from meshwright.answers import (
     agenda_json,
-    agenda_lines,
     answer_json,
     as_json,
     choices_json,
-    choices_table,
-    comparison_table,
     export_json,
     imported_json,
     improved_json,
-    improved_parts,
     job_json,
-    profile_parts,
     run_json,
-    top_table,
+)
+from meshwright.defaults import Choices, of_user
+from meshwright.examples import epilog
+from meshwright.inputs import is_plan
+from meshwright.options import (
+    BackendOption,
+    ClusterOption,
+    Explain,
+    GlobalBatch,
+    Html,
+    Json,
+    ModelArgument,
+    Node,
+    Nodes,
+    OfPlan,
+    Output,
+    PrecisionOption,
+    Preferred,
+    ProfileOption,
+    Proven,
+    Rendezvous,
+    SeqLen,
+    Solver,
+    SolverOption,
+    TrustCode,
 )
 from planner.errors import DocumentError, MeshwrightError
 from planner.native import CAVEAT_SOURCE
+from planner.report.facts import Fact, Facts
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.terminal import Terminal
-from planner.report.text import answer_text, assumption_lines, prediction_lines
+from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
 from planner.shown import lines
 from planner.solver.instance import Infeasible, Solution
 from planner.units import bytes_text, count_text
@@ -51,17 +83,27 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from meshwright.jobs import Submission
+    from planner.search.answer import Answer
     from planner.search.answer import Progress as Report
+
+START = """\b
+First plan:
+  meshwright plan llama-3.1-8b --cluster 8xh100-sxm-80gb -o plan.yaml
+
+Options that are not given come from MESHWRIGHT_CLUSTER, MESHWRIGHT_BACKEND, MESHWRIGHT_PRECISION,
+MESHWRIGHT_PRICES, else from ~/.config/meshwright/defaults.yaml; what was taken is said.
+"""
 
 app = typer.Typer(
     help="Finds the fastest way to train your model on your machines that fits in memory, "
     "proves it, and runs it.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=START,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Terminal(width=None if sys.stdout.isatty() else 140)
+out = Terminal()
 talk = Terminal(stderr=True)
 
 
@@ -83,76 +125,10 @@ def options(
     """Find the fastest way to train your model on your machines, prove it, and run it."""
 
 
-class Precision(StrEnum):
-    """Number formats of the arithmetic."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
-
-
-class Solver(StrEnum):
-    """How the partition problem of each layout is solved."""
-
-    EXACT = "exact"
-    ILP = "ilp"
-
-
-class Proven(StrEnum):
-    """How far the proof in simulated time is followed."""
-
-    USUAL = "usual"
-    SIMULATED = "simulated"
-
-
-class Preferred(StrEnum):
-    """Which of the plans near the fastest is taken."""
-
-    SIMPLEST = "simplest"
-    FASTEST = "fastest"
-
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
-]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster", help="8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local, cluster.yaml"
-    ),
-]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample")]
-GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per step")]
-PrecisionOption = Annotated[Precision | None, typer.Option("--precision")]
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
-    ),
-]
-Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
-Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
-Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
-TrustCode = Annotated[
-    bool,
-    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
-]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Each stage, what was assumed, how the others fell")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
-
-
-@app.command()
+@app.command(epilog=epilog("plan"))
 def plan(
     model: ModelArgument,
-    cluster: ClusterOption,
+    cluster: ClusterOption = None,
     seq_len: SeqLen = None,
     document_len: Annotated[
         int | None,
@@ -182,17 +158,11 @@ def plan(
         list[str] | None,
         typer.Option("--require", help="'layers 0-3 on stage 0', 'at most 9 layers on stage 1'"),
     ] = None,
-    solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
+    solver: SolverOption = Solver.EXACT,
     top: Annotated[
-        int, typer.Option("--top", min=1, help="So many plans, each on another mesh")
+        int, typer.Option("--top", min=1, help="The K best plans, each with another mesh")
     ] = 1,
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            help="Who trains: native, megatron, torchtitan, deepspeed, nanotron, fsdp, accelerate",
-        ),
-    ] = "native",
+    backend: BackendOption = None,
     prefer: Annotated[
         Preferred, typer.Option("--prefer", help="Of plans within 1.5 % of the fastest")
     ] = Preferred.SIMPLEST,
@@ -200,21 +170,20 @@ def plan(
         Proven,
         typer.Option("--prove", help="simulated: close the gap in simulated time, up to 2 minutes"),
     ] = Proven.USUAL,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="Write the plan here")
-    ] = None,
+    output: Output = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
+    mine = of_user()
     with _bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
             model,
-            cluster,
+            _needed(mine.take("cluster", cluster)),
             seq_len=seq_len,
             document_len=document_len,
             global_batch=global_batch,
-            precision=precision.value if precision else None,
+            precision=mine.precision(precision.value if precision else None),
             lora=lora or (),
             profile=profile,
             fix=fix or (),
@@ -222,7 +191,7 @@ def plan(
             require=require or (),
             solver=solver.value,
             top=top,
-            backend=backend,
+            backend=mine.take("backend", backend) or "native",
             prefer=prefer.value,
             prove=prove.value,
             output=output,
@@ -231,22 +200,53 @@ def plan(
     if json:
         print(as_json(answer_json(answer)))
         return
-    out.print(answer_text(answer.plan, answer.prediction, answer.certificate, explain=explain))
+    job = answer.plan.job
+    mine.left_open(
+        {
+            "seq-len": (seq_len, job.seq_len),
+            "global-batch": (global_batch, job.global_batch),
+        }
+    )
+    said = [*defaults_facts(mine.said), next_fact(_then(answer, output), explain=explain)]
+    out.print(
+        answer_text(
+            answer.plan,
+            answer.prediction,
+            answer.certificate,
+            choices=answer.choices,
+            said=said,
+            explain=explain,
+        )
+    )
     if top > 1:
         out.print(top_table(answer))
-    out.print(choices_table(answer.choices))
-    out.print(f"searched in {answer.search_s:.2f} s of CPU")
-    if output:
-        studied = any(a.source == CAVEAT_SOURCE for a in answer.prediction.assumptions)
-        then = (
-            "to be studied, not launched" if studied else f"run it with: meshwright launch {output}"
+    if explain:
+        out.print(f"searched in {answer.search_s:.2f} s of CPU")
+
+
+def _then(answer: Answer, output: str | None) -> str:
+    """Return what a user does with a plan."""
+    if output is None:
+        return "add -o plan.yaml to keep the plan"
+    if answer.plan.backend != "native":
+        return f"meshwright export {output}"
+    if any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions):
+        return f"meshwright show {output} --html report.html"
+    return f"meshwright launch {output}"
+
+
+def _needed(cluster: str | None) -> str:
+    """Return the cluster, which somebody must have named."""
+    if cluster is None:
+        raise DocumentError(
+            "cluster",
+            "is missing; say --cluster 8xh100-sxm-80gb or local, set MESHWRIGHT_CLUSTER, or write "
+            "'cluster: ...' into ~/.config/meshwright/defaults.yaml",
         )
-        if answer.plan.backend != "native":
-            then = f"its configuration: meshwright export {output}"
-        out.print(f"plan written to {output}; {then}")
+    return cluster
 
 
-@app.command()
+@app.command(epilog=epilog("compare"))
 def compare(
     plans: Annotated[
         list[str], typer.Argument(help="Two or more plan.yaml; with --best your own alone")
@@ -260,9 +260,13 @@ def compare(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="With --best: write that plan here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Say what plans take beside the fastest of them: time, cost, memory and why."""
+    """Compare plans: time, cost, memory and why.
+
+    With --best: one plan beside the best of its job, and what each change is worth.
+    """
     if best:
         if len(plans) != 1:
             raise DocumentError("plans", f"are {len(plans)}; --best compares one plan")
@@ -271,19 +275,19 @@ def compare(
         if json:
             print(as_json(improved_json(told)))
             return
-        for part in improved_parts(told):
+        then = f"compare {plans[0]} --best -o best.yaml" if output is None else f"show {output}"
+        for part in improved_parts(told, then=f"meshwright {then}", explain=explain):
             out.print(part)
-        if output:
-            out.print(f"best plan written to {output}")
         return
     found = commands.compare(plans, cluster)
     if json:
         print(as_json({"plans": choices_json(found)}))
         return
-    out.print(choices_table(found))
+    for part in compared_parts(found, explain=explain):
+        out.print(part)
 
 
-@app.command(name="import")
+@app.command(name="import", epilog=epilog("import"))
 def import_(
     file: Annotated[str, typer.Argument(help="A framework's configuration, or a script")],
     of: Annotated[
@@ -294,23 +298,26 @@ def import_(
             "nanotron, fsdp; slurm: a script that runs one of them",
         ),
     ],
-    cluster: ClusterOption,
+    cluster: ClusterOption = None,
     model: Annotated[
         str | None,
         typer.Option("--model", help="As for 'plan', where the configuration does not say it"),
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="Write the plan here")
-    ] = None,
+    output: Output = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Read another framework's configuration as a plan; nothing in it is executed."""
+    """Read another framework's configuration as a plan.
+
+    Nothing in it is executed; what was assumed and which keys were not read is said.
+    """
+    mine = of_user()
     found = commands.import_plan(
         file,
         of=of,
-        cluster=cluster,
+        cluster=_needed(mine.take("cluster", cluster)),
         model=model,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -319,75 +326,86 @@ def import_(
     if json:
         print(as_json(imported_json(found)))
         return
-    out.print(f"{found.plan.model.name} on {found.plan.cluster}: {found.plan.layout.text()}")
-    for what in found.assumed:
-        out.print(f"assumed: {what}")
-    if found.unknown:
-        out.print(f"not read: {', '.join(found.unknown)}")
-    if output:
-        out.print(f"plan written to {output}; improve it with: meshwright compare {output} --best")
+    out.print(imported_facts(found, mine.said, output, explain=explain))
 
 
-@app.command()
+@app.command(epilog=epilog("predict"))
 def predict(
     model: Annotated[str, typer.Argument(help="A model as for 'plan', or a plan.yaml")],
-    cluster: Annotated[str | None, typer.Option("--cluster")] = None,
+    cluster: ClusterOption = None,
     layout: Annotated[
-        str | None, typer.Option("--layout", help="tp=8,pp=4,dp=2,recompute=full,idle=0")
+        str | None,
+        typer.Option("--layout", help="Of a model: tp=8,pp=4,dp=2,recompute=full,idle=0"),
     ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     profile: ProfileOption = None,
-    backend: Annotated[
-        str,
-        typer.Option("--backend", help="Whose rules price a layout: native, megatron, torchtitan"),
-    ] = "native",
+    backend: BackendOption = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Say what a plan, or a layout of a model, will take in time and memory."""
-    prediction = commands.predict(
+    """Say what a plan or a layout takes in time and memory."""
+    mine = of_user()
+    if not is_plan(model):  # which has its own
+        cluster, backend = mine.take("cluster", cluster), mine.take("backend", backend)
+    wanted = mine.precision(precision.value if precision else None) if not is_plan(model) else None
+    found = commands.priced(
         model,
         cluster,
         layout=layout,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision.value if precision else None,
+        precision=wanted,
         profile=profile,
-        backend=backend,
+        backend=backend or "native",
     )
+    prediction = found.prediction
     if json:
         print(as_json(prediction.model_dump(mode="json", exclude_none=True)))
         return
-    out.print(prediction.layout)
-    for line in prediction_lines(prediction):
-        out.print(line)
-    for line in assumption_lines(prediction) if explain else ():
-        out.print(line)
+    if not is_plan(model):
+        job = found.job
+        mine.left_open(
+            {
+                "seq-len": (seq_len, job.seq_len),
+                "global-batch": (global_batch, job.global_batch),
+            }
+        )
+    then = (
+        f"compare {model} --best" if is_plan(model) else f"plan {model} --cluster {found.cluster}"
+    )
+    said = [*defaults_facts(mine.said), next_fact(f"meshwright {then}", explain=explain)]
+    facts = [Fact(label="layout", text=prediction.layout)]
+    facts += prediction_facts(prediction, whole=explain)
+    title = f"{found.model} on {found.cluster}: {job_text(found.job)}"
+    out.print(Facts(title, [*facts, *said], whole=explain))
+    if explain:
+        out.print(assumptions_text(prediction))
 
 
-@app.command()
+@app.command(epilog=epilog("solve"))
 def solve(
     problem: Annotated[
         str, typer.Argument(help="A partition problem, YAML or JSON: docs/problem.md")
     ],
-    solver: Annotated[Solver, typer.Option("--solver")] = Solver.EXACT,
+    solver: SolverOption = Solver.EXACT,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Solve a bare partition problem exactly, for comparison with other solvers."""
+    """Solve a bare partition problem, stated in numbers."""
     solved = commands.solve(problem, solver=solver.value)
     if json:
         print(as_json(solution_json(solved.problem, solved.result)))
     elif isinstance(solved.result, Solution):
-        out.print(solution_text(solved.problem, solved.result))
+        out.print(solution_text(solved.problem, solved.result, explain=explain))
     elif isinstance(solved.result, Infeasible):
         raise MeshwrightError(f"{problem}: no split fits: {solved.result.reason}")
     if isinstance(solved.result, Infeasible):
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=epilog("launch"))
 def launch(
     plan: Annotated[str, typer.Argument(help="A plan.yaml")],
     data: Annotated[
@@ -410,7 +428,10 @@ def launch(
         typer.Option("--job", help="Of that job: partition=gpu, time=24:00:00; image=NAME"),
     ] = None,
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Save here")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option("--checkpoint-every")] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", help="Steps; default: after the last only"),
+    ] = None,
     keep_checkpoints: Annotated[
         int, typer.Option("--keep-checkpoints", help="Only the last so many stay")
     ] = 2,
@@ -426,7 +447,9 @@ def launch(
             "--replan", help="Where devices are lost, plan again for those that are left and go on"
         ),
     ] = False,
-    max_seconds: Annotated[float | None, typer.Option("--max-seconds")] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="End with a checkpoint after so long")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option("--weights", help="A Hugging Face folder of safetensors")
     ] = None,
@@ -505,18 +528,11 @@ def launch(
     if json:
         print(as_json(run_json(run)))
         return
-    losses = run.report.losses
-    if losses:
-        out.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
-    for evaluation in run.report.evaluations[-1:]:
-        out.print(f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}")
-    out.print(comparison_table(run.rows))
-    out.print(f"metrics {run.report.metrics}, logs {run.report.logs}")
-    if run.report.checkpoint:
-        out.print(f"checkpoint {run.report.checkpoint}")
+    for part in run_parts(run):
+        out.print(part)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(context_settings={"allow_interspersed_args": False}, epilog=epilog("run"))
 def run(
     script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given")] = None,
@@ -539,7 +555,7 @@ def run(
     node: Node = None,
     rendezvous: Rendezvous = None,
 ) -> None:
-    """Run your own script on the ranks of a plan, and compare with the prediction.
+    """Run your own script on the ranks of a plan.
 
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
@@ -562,15 +578,8 @@ def run(
     if not isinstance(done, scripts.Ran):
         _tell_job(done)
         return
-    steps = done.run.steps
-    if steps:
-        out.print(f"loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f} in {len(steps)} steps")
-    if done.run.restarts:
-        times = "once" if done.run.restarts == 1 else f"{done.run.restarts} times"
-        out.print(f"started again {times}")
-    if done.rows:
-        out.print(comparison_table(done.rows))
-    out.print(f"metrics and logs in {done.run.output}")
+    for part in script_parts(done):
+        out.print(part)
 
 
 def _tell_job(submission: Submission) -> None:
@@ -589,7 +598,7 @@ class DType(StrEnum):
     FP16 = "fp16"
 
 
-@app.command()
+@app.command(epilog=epilog("export"))
 def export(
     source: Annotated[
         str, typer.Argument(help="A checkpoint, a folder of them (the newest), or a plan.yaml")
@@ -609,7 +618,7 @@ def export(
     dtype: Annotated[DType, typer.Option("--dtype", help="Of the weights")] = DType.FP32,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint as a folder that others load, or a plan as another's configuration."""
+    """Write a plan or a checkpoint as other frameworks read it."""
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
     if isinstance(written, commands.Configured):
         if json:
@@ -634,17 +643,21 @@ def export(
     out.print(f"written to {written.folder}; {to} reads it")
 
 
-@app.command()
+@app.command(epilog=epilog("profile"))
 def profile(
     model: ModelArgument,
-    cluster: ClusterOption = "local",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="These machines: local:2, cluster.yaml")
+    ] = "local",
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
     nodes: Nodes = None,
     node: Node = None,
     rendezvous: Rendezvous = None,
-    output: Annotated[str, typer.Option("-o", "--output")] = "profile.yaml",
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Write the profile here")
+    ] = "profile.yaml",
     cluster_output: Annotated[
         str | None, typer.Option("--cluster-output", help="Write the cluster with its links here")
     ] = None,
@@ -658,9 +671,10 @@ def profile(
         bool, typer.Option("--dry-run", help="Print what would be measured, in its order")
     ] = False,
     trust_code: TrustCode = False,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Measure a model's layers and the machines' links, for plans that hold there.
+    """Measure a model's layers and the machines' links.
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
@@ -701,31 +715,37 @@ def profile(
     if json:
         print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
-    for shown in profile_parts(measured):
-        out.print(shown)
-    written = f" on node 0, cluster to {cluster_output}" if cluster_output else ""
-    out.print(f"profile written to {output}{written}; plan with: --profile {output}")
+    said = Choices({})
+    if measured.layers:
+        said.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
+    written = [name for name in (output, cluster_output) if name]
+    for part in profile_parts(measured, said.said, written, explain=explain):
+        out.print(part)
 
 
-@app.command()
+@app.command(epilog=epilog("show"))
 def show(
     plan: Annotated[str, typer.Argument(help="A plan.yaml")],
-    cluster: Annotated[str | None, typer.Option("--cluster")] = None,
+    cluster: OfPlan = None,
     profile: ProfileOption = None,
-    html: Annotated[str | None, typer.Option("--html", help="Write a page here")] = None,
-    trace: Annotated[str | None, typer.Option("--trace", help="Write a Chrome trace here")] = None,
+    html: Html = None,
+    trace: Annotated[
+        str | None, typer.Option("--trace", help="Write a trace for Perfetto or Chrome here")
+    ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Show a plan with its prediction: text, HTML page, pipeline timeline."""
+    """Show a plan: text, HTML page, pipeline timeline."""
     shown = commands.show(plan, cluster=cluster, profile=profile, html=html, trace=trace)
     if json:
         dump = shown.prediction.model_dump(mode="json", exclude_none=True)
         print(as_json({"prediction": dump, "html": html, "trace": trace}))
         return
-    out.print(answer_text(shown.plan, shown.prediction))
-    for path in (shown.html, shown.trace):
-        if path:
-            out.print(f"written: {path}")
+    written = ", ".join(path for path in (shown.html, shown.trace) if path)
+    said = [Fact(label="written", text=written, copied=True)] if written else []
+    then = f"launch {plan}" if shown.plan.backend == "native" else f"export {plan}"
+    said.append(next_fact(f"meshwright {then}", explain=explain))
+    out.print(answer_text(shown.plan, shown.prediction, said=said, explain=explain))
 
 
 class Shelf(StrEnum):
@@ -738,7 +758,7 @@ class Shelf(StrEnum):
     PRICES = "prices"
 
 
-@app.command()
+@app.command(epilog=epilog("validate"))
 def validate(
     table: Annotated[str, typer.Argument(help="CSV of measured runs, one a line")],
     html: Annotated[
@@ -747,9 +767,10 @@ def validate(
     rows: Annotated[
         str | None, typer.Option("--rows", help="Write one line per row with its prediction here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Predict every run of a table of real ones, and say how far off the predictions are."""
+    """Hold predictions against a table of real runs."""
     from planner.report.validation_text import validation_text  # noqa: PLC0415 - rules of all
     from planner.scores.validate import validation_json  # noqa: PLC0415
 
@@ -758,10 +779,11 @@ def validate(
     if json:
         print(as_json(validation_json(result)))
         return
-    out.print(validation_text(result))
+    said = [next_fact("" if html else "--html makes a page of it", explain=explain)]
+    out.print(validation_text(result, said=said, explain=explain))
 
 
-@app.command()
+@app.command(epilog=epilog("calibrate"))
 def calibrate(
     runs: Annotated[
         list[str],
@@ -776,21 +798,21 @@ def calibrate(
     output: Annotated[
         str | None, typer.Option("-o", "--output", help="Write a profile for 'plan --profile' here")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Fit the physical constants of your cluster to runs that were measured on it."""
+    """Fit the constants of your cluster to measured runs."""
     from meshwright import calibration  # noqa: PLC0415 - other commands need none of it
     from planner.calibrate.calibration import calibrated_json  # noqa: PLC0415
-    from planner.report.calibration_text import calibration_lines  # noqa: PLC0415
+    from planner.report.calibration_text import calibration_text  # noqa: PLC0415
 
     result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
     if json:
         print(as_json(calibrated_json(result)))
         return
-    for line in calibration_lines(result):
-        out.print(line)
-    if output:
-        out.print(f"profile written to {output}; use it with: meshwright plan --profile {output}")
+    then = f"meshwright plan MODEL --cluster CLUSTER --profile {output}"
+    said = [next_fact(then if output else "add -o constants.yaml to keep them", explain=explain)]
+    out.print(calibration_text(result, said, explain=explain))
 
 
 class WhatIfOrder(StrEnum):
@@ -818,7 +840,7 @@ class WhatIfTuning(StrEnum):
     QLORA = "qlora"
 
 
-@app.command()
+@app.command(epilog=epilog("whatif"))
 def whatif(
     study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Instead of a study")] = None,
@@ -839,7 +861,9 @@ def whatif(
         WhatIfSizing | None, typer.Option("--solve", help="Find {n} of --clusters: {n}x8xb200")
     ] = None,
     tokens: Annotated[float | None, typer.Option("--tokens", help="To train in all: 1e12")] = None,
-    deadline_days: Annotated[float | None, typer.Option("--deadline-days")] = None,
+    deadline_days: Annotated[
+        float | None, typer.Option("--deadline-days", help="Days until training has to be done")
+    ] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="US dollars")] = None,
     power_cap: Annotated[float | None, typer.Option("--power-cap", help="Watts")] = None,
     confidence: Annotated[
@@ -862,26 +886,35 @@ def whatif(
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16, fp8; auto takes the fastest")
     ] = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len")] = None,
-    global_batch: Annotated[int | None, typer.Option("--global-batch")] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
     prices: Annotated[
         str | None, typer.Option("--prices", help="Rents instead of the catalogue's")
     ] = None,
-    processes: Annotated[int | None, typer.Option("--processes", help="Side by side")] = None,
-    html: Annotated[str | None, typer.Option("--html", help="Write a page here")] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Candidates that are planned side by side")
+    ] = None,
+    html: Html = None,
     table: Annotated[str | None, typer.Option("--csv", help="Write all candidates here")] = None,
     write: Annotated[
         str | None, typer.Option("--write", help="Write the flags as a study to edit")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Compare clusters before they are bought or rented: time, cost, energy of the best plans."""
+    """Compare clusters before they are bought or rented.
+
+    Each is planned on: time, cost and energy of the best plan there.
+    """
     from meshwright import studies  # noqa: PLC0415 - other commands need none of it
-    from planner.report.whatif_text import result_text  # noqa: PLC0415
+    from planner.report.whatif_text import result_facts, result_text  # noqa: PLC0415
     from planner.whatif.answers import answers  # noqa: PLC0415
     from planner.whatif.run import result_json  # noqa: PLC0415
     from planner.whatif.verdicts import verdicts  # noqa: PLC0415
 
+    mine = of_user()
+    if study is None:  # which says everything itself
+        backend, prices = mine.take("backend", backend), mine.take("prices", prices)
     with _bar("planning candidates", quiet=json) as progress:
         found = studies.whatif(
             study,
@@ -916,7 +949,19 @@ def whatif(
         said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
         print(as_json({**said, **result_json(found)}))
         return
-    out.print(result_text(found))
+    if explain:
+        out.print(result_text(found))
+    else:
+        planned = next((one.plan for one in found.outcomes if one.plan), None)
+        if study is None and planned is not None:
+            job = planned.job
+            mine.left_open(
+                {
+                    "seq-len": (seq_len, job.seq_len),
+                    "global-batch": (global_batch, job.global_batch),
+                }
+            )
+        out.print(result_facts(found, [*defaults_facts(mine.said), next_fact("", explain=False)]))
     for path in (html, table, write):
         if path:
             out.print(f"written: {path}")
@@ -927,18 +972,22 @@ def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-@app.command()
+@app.command(epilog=epilog("catalog"))
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
     imported: Annotated[
         str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
     ] = None,
-    provider: Annotated[str, typer.Option("--provider", help="Whose prices")] = "imported",
-    date: Annotated[str | None, typer.Option("--date", help="Of the prices")] = None,
-    output: Annotated[str, typer.Option("-o", "--output")] = "rents.yaml",
+    provider: Annotated[
+        str, typer.Option("--provider", help="Of --import: whose prices")
+    ] = "imported",
+    date: Annotated[str | None, typer.Option("--date", help="Of --import: 2026-11")] = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Of --import: write the prices here")
+    ] = "rents.yaml",
     json: Json = False,
 ) -> None:
-    """List what can be named: accelerators, node types, models, stacks, dated prices."""
+    """List what can be named: models, accelerators, prices."""
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
@@ -956,10 +1005,7 @@ def catalog(
     if json:
         print(as_json(rows))
         return
-    table = Table(*rows[0]) if rows else Table()
-    for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
-    out.print(table)
+    out.print(catalog_table(rows))
 
 
 @contextmanager
@@ -987,7 +1033,7 @@ def main(arguments: list[str] | None = None) -> int:
     # No process that it starts imports modules that lie in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        app(args=arguments, standalone_mode=True)
+        app(args=arguments, standalone_mode=True, prog_name="meshwright")
     except MeshwrightError as error:
         _say(str(error))
         return 1
@@ -1005,6 +1051,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say(message: str) -> None:
+    if talk.is_terminal:
+        talk.print(f"meshwright: {message}")
+        return
     print(f"meshwright: {lines(message)}", file=sys.stderr)
 
 

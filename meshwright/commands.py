@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.answers import comparison_cells
+from meshwright.answer_texts import comparison_cells
 from meshwright.inputs import (
     check_code,
     check_devices,
@@ -276,6 +276,16 @@ def of_plan(
     return predict_plan(wanted, graph, machine, measured)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A prediction, and of what it is."""
+
+    model: str
+    cluster: str
+    job: Job
+    prediction: Prediction
+
+
 def predict(
     model_or_plan: str,
     cluster: str | None = None,
@@ -291,13 +301,43 @@ def predict(
 
     With another backend than ours a layout is priced by that framework's accounting rules.
     """
+    return priced(
+        model_or_plan,
+        cluster,
+        layout=layout,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        backend=backend,
+    ).prediction
+
+
+def priced(
+    model_or_plan: str,
+    cluster: str | None = None,
+    *,
+    layout: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    backend: str = "native",
+) -> Priced:
+    """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
         if layout is not None:
             raise DocumentError("layout", "a plan has its layout already; give a model instead")
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
-        return of_plan(wanted, cluster, profile, path=model_or_plan)
+        found = of_plan(wanted, cluster, profile, path=model_or_plan)
+        return Priced(
+            model=wanted.model.name,
+            cluster=cluster or wanted.cluster,
+            job=wanted.job,
+            prediction=found,
+        )
     if cluster is None:
         raise DocumentError("cluster", "is missing; say on which machine, as in --cluster local")
     graph = model_of(model_or_plan, seq_len=seq_len)
@@ -321,12 +361,14 @@ def predict(
             backend_prediction,
         )
 
-        priced = backend_prediction(request, wanted_layout)
-        return priced.on(machine.devices, used=wanted_layout.devices).noted(*notes)
-    reason = refusal(graph, machine, request.job, wanted_layout)
-    if reason is not None:
-        raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
-    return layout_prediction(request, wanted_layout).noted(*notes)
+        theirs = backend_prediction(request, wanted_layout)
+        said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
+    else:
+        reason = refusal(graph, machine, request.job, wanted_layout)
+        if reason is not None:
+            raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
+        said = layout_prediction(request, wanted_layout).noted(*notes)
+    return Priced(model=graph.name, cluster=cluster, job=request.job, prediction=said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,13 @@ def job_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_SECRET", "nobody guesses this one")
 
 
+@pytest.fixture(autouse=True)
+def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the user's own defaults out, and COLUMNS."""
+    monkeypatch.setenv("MESHWRIGHT_DEFAULTS", "")
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
     """Leave what is there when a module's tests begin out of every later collection of garbage.

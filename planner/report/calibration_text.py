@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
 
 from planner.calibrate.calibration import Calibrated, Fitted, errors
+from planner.report.facts import Fact, Facts
+
+MEASURED = {"step time": "time", "peak memory": "memory"}
+"""What a fit is of, as labels."""
+
+
+def calibration_text(
+    result: Calibrated, said: Sequence[Fact] = (), *, explain: bool = False
+) -> RenderableType:
+    """Return how far predictions were off before and after, and the constants that changed."""
+    facts = []
+    for each in result.fits:
+        before, after = (errors(signed)["median"] for signed in (each.fit.before, each.fit.after))
+        left_out = errors(each.fit.left_out)["median"]
+        text = (
+            f"median error {before:.1%} -> {after:.1%} in {len(each.runs)} runs "
+            f"({left_out:.1%} with each run left out)"
+        )
+        facts.append(Fact(label=MEASURED[each.quantity], text=text))
+        changed = [
+            f"{constant.name} {constant.usual:.4g} -> {each.fit.values[constant.name]:.4g}"
+            for constant in each.constants
+            if constant.name in each.fit.values
+        ]
+        if changed:
+            facts.append(Fact(label="", text=", ".join(changed)))
+        if each.fit.refused:
+            names = ", ".join(refused.name for refused in each.fit.refused)
+            facts.append(Fact(label="stays", text=names, detail=True))
+    title = f"constants of {result.calibration.accelerator}"
+    shown = Facts(title, [*facts, *said], whole=explain)
+    return Group(shown, *calibration_lines(result)) if explain else shown
 
 
 def calibration_lines(result: Calibrated) -> Iterator[str]:

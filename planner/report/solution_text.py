@@ -7,26 +7,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from planner.report.facts import plain_table
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, host_bytes
 from planner.solver.problem import Problem
 from planner.units import bytes_text, seconds_text
 
+FEW = 8
+"""Stages that are shown unless all of them are asked for."""
 
-def solution_text(problem: Problem, solution: Solution) -> RenderableType:
-    """Return the step, and one row per stage: layers, their options, seconds, memory."""
+
+def solution_text(problem: Problem, solution: Solution, *, explain: bool = False) -> RenderableType:
+    """Return the step, and a row for each stage: layers, their options, seconds, memory.
+
+    Of many stages the slowest are shown; with `explain` all are.
+    """
     instance = problem.instance()
     proof = "optimal" if solution.optimal else f"within {100 * solution.gap:.2g} %"
     lines: list[RenderableType] = [
         f"a step takes {seconds_text(solution.objective_s)}, {proof}; none takes less than "
         f"{seconds_text(solution.lower_bound_s)}"
     ]
-    table = Table("stage", "layers", "options")
-    for name in ("seconds", "once a step", "memory", "of"):
-        table.add_column(name, justify="right")
+    columns = ("stage", "layers", "options", "seconds", "once a step", "memory", "of")
+    table = plain_table(*columns, right=(3, 4, 5, 6))
     slowest_s = max(solution.stage_s)
-    for row in stages_of(problem, solution):
+    rows = stages_of(problem, solution)
+    if len(rows) > FEW and not explain:
+        slowest = sorted(rows, key=lambda row: -float(row["seconds"]))[: FEW - 1]
+        rows = [row for row in rows if row in slowest]
+        lines.append(
+            f"the slowest {len(rows)} of {len(solution.stage_s)} stages; --explain has all"
+        )
+    for row in rows:
         marked = "*" if row["seconds"] == slowest_s else ""
         table.add_row(
             str(row["stage"]),

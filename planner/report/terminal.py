@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
 from planner.shown import lines
+from planner.units import whole_number
+
+PIPED, PAGE = 80, 25
+"""Columns and lines where nobody says."""
+NARROWEST = 40
+"""Columns; narrower lines break every word."""
 
 
 class Terminal(Console):
     """A console on which text is text: no markup, no emoji, no codes that steer a terminal.
 
-    Colours come from `rich.text.Text` with a style.
+    Colours come from `rich.text.Text` with a style.  What is piped is as wide as COLUMNS says, or
+    80 columns.
     """
 
     def __init__(self, **settings: Any) -> None:
+        self._asked: int | None = settings.get("width")
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """Columns and lines of what is printed on."""
+        if self.is_terminal or self._asked is not None:
+            return super().size
+        said = whole_number(os.environ.get("COLUMNS", "")) or PIPED
+        return ConsoleDimensions(max(said, NARROWEST), PAGE)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
+    def print(self, *objects: Any, crop: bool = False, **settings: Any) -> None:
+        """Print; what is longer than a line and may not be broken is not cut either."""
+        super().print(*objects, crop=crop, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Return text as it is laid out, so written out before it is measured."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from planner.costs.uncertainty import own_miss
 from planner.native import CAVEAT_SOURCE
-from planner.plan import PlacedLayer, Plan
+from planner.plan import Job, PlacedLayer, Plan
 from planner.predict import FULL_TIME
 from planner.prediction import Certificate, Prediction
-from planner.report.ties import tie_lines, ties
-from planner.units import bytes_text, seconds_text
+from planner.report.facts import Fact, Facts, plain_table
+from planner.report.ties import tie_text, ties
+from planner.search.answer import Alternative
+from planner.units import GIB, bytes_text, seconds_text
 
 MOST_SIZES = 16
 """Stages that are told one by one in a line."""
+ROUNDED = 5e-4
+"""A gap that is shown as none."""
 AMORTISED_STEPS = 1000
 """Over which the seconds of compilation are shown."""
 NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
@@ -31,26 +34,151 @@ def answer_text(
     prediction: Prediction,
     certificate: Certificate | None = None,
     *,
+    choices: Sequence[Alternative] = (),
+    said: Iterable[Fact] = (),
     explain: bool = True,
 ) -> RenderableType:
-    """Return layout, stages, time, memory and proof of a plan, in at most ten lines.
+    """Return a plan, its time with range, memory, why it is chosen and `said`, in ten lines.
 
-    With `explain` follow each stage, what was assumed, and how the others fell.
+    With `explain` all of it follows whole: each stage, the plans beside it, what was assumed, the
+    proof, and how the others fell.
     """
-    rows: list[RenderableType] = [
-        Text(f"{plan.model.name} on {plan.cluster}: {plan.layout.text()}", style="bold"),
-        f"stages: {stages_text(plan)}",
-        *prediction_lines(prediction),
+    facts = [
+        Fact(label="plan", text=plan.layout.text()),
+        Fact(label="stages", text=stages_text(plan), detail=True),
+        *prediction_facts(prediction, whole=explain),
     ]
+    if choices:
+        facts.append(Fact(label="why", text=why_text(choices)))
     if certificate is not None:
-        rows += proof_lines(certificate)
+        facts += proof_facts(certificate, whole=explain)
+    facts += said
+    shown: RenderableType = Facts(_title(plan), facts, whole=explain)
+    if not explain:
+        return shown
+    rows = [shown, "", plan_table(plan, prediction)]
+    rows += ["", choices_table(choices)] if choices else []
+    if certificate is not None:
         step_s, miss = prediction.step_time_s, own_miss(prediction.step_parts)
         low_s, high_s = step_s * (1 - miss), step_s * (1 + miss)
-        rows += tie_lines(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
-    if explain:
-        rows += ["", plan_table(plan, prediction), *assumption_lines(prediction)]
-        rows += ["", *certificate_lines(certificate)] if certificate is not None else []
-    return Group(*rows)
+        tied = tie_text(plan.layout.text(), ties(prediction, certificate), low_s, high_s)
+        facts = [Fact(label="ties", text=tied)] if tied else []
+        rows += ["", Facts("proof", [*certificate_facts(certificate), *facts], whole=True)]
+    return Group(*rows, "", assumptions_text(prediction))
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.model.name} on {plan.cluster}: {job_text(plan.job)}"
+
+
+def job_text(job: Job) -> str:
+    """Return what a step trains.
+
+    >>> job_text(Job(seq_len=8192, global_batch=128))
+    '128 samples of 8,192 tokens a step, bf16'
+    """
+    samples = "1 sample" if job.global_batch == 1 else f"{job.global_batch:,} samples"
+    packed = f", documents of {job.document_len:,}" if job.document_len else ""
+    adapters = ", adapters alone" if job.lora else ""
+    return f"{samples} of {job.seq_len:,} tokens a step{packed}, {job.precision}{adapters}"
+
+
+def why_text(choices: Sequence[Alternative]) -> str:
+    """Return why the first of some plans was chosen, and what the usual ones take beside it."""
+    chosen, *others = choices
+    if chosen.more > 0:
+        parts = [f"the simplest within {_percent(chosen.more)} of the fastest"]
+    else:
+        parts = ["the fastest that was found"]
+    for other in others:
+        if other.prediction is None:
+            parts.append(f"{other.what}: {other.why}")
+        elif other.plan != chosen.plan and other.more > chosen.more:
+            parts.append(f"{other.what} +{_percent(other.more - chosen.more)}")
+    return "; ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def choices_table(choices: Sequence[Alternative]) -> Table:
+    """Return plans beside the fastest: time, what they cost against it, memory, and why."""
+    table = plain_table("", "step", "cost", "memory", "plan and why", right=(1, 2, 3))
+    for choice in choices:
+        if choice.prediction is None:
+            table.add_row(choice.what, "", "", "", choice.why)
+            continue
+        table.add_row(
+            choice.what,
+            seconds_text(choice.prediction.step_time_s),
+            f"{100 * choice.more:+.1f} %",
+            bytes_text(choice.peak_bytes),
+            f"{choice.prediction.layout}\n{choice.why}",
+        )
+    return table
+
+
+def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator[Fact]:
+    """Yield step time with its range and causes, memory by cause, and what must be noted."""
+    yield Fact(label="time", text=time_text(prediction))
+    causes = _shares(prediction.step_parts, seconds_text)
+    yield Fact(label="causes", text=causes, detail=True, lines=1)
+    if prediction.compile_s and prediction.step_time_s:
+        yield Fact(label="compiles", text=_compile_text(prediction), detail=True)
+    fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
+    on = f" on stage {prediction.stages.index(fullest)}" if len(prediction.stages) > 1 else ""
+    peak, capacity = fullest.peak_memory_bytes, fullest.memory_capacity_bytes
+    figures = _in_gib if peak >= 10 * GIB and not whole else bytes_text
+    room = " (fits: slack is given back)" if prediction.fits and peak > capacity else ""
+    text = f"{figures(peak)} of {bytes_text(capacity)}{on}{room}: "
+    yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
+    if not prediction.fits:
+        counted = "counted with what its allocator adds where memory is short"
+        text = f"does not fit in memory ({counted})"
+        yield Fact(label="warning", text=text, style="bold red")
+    for note in prediction.notes:
+        yield Fact(label="note", text=note)
+    for item in prediction.assumptions:
+        if item.source in NOTED:
+            text = f"{item.what} ({item.provenance}) [{item.source}]" if whole else item.what
+            yield Fact(label="note", text=text)
+
+
+def _in_gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f}"
+
+
+def time_text(prediction: Prediction) -> str:
+    """Return the seconds of a step with their range, throughput and use of the devices."""
+    mfu = f", MFU {100 * prediction.mfu:.1f} %" if prediction.mfu else ""
+    span = (
+        f"{seconds_text(prediction.step_time_low_s)} to {seconds_text(prediction.step_time_high_s)}"
+    )
+    step = seconds_text(prediction.step_time_s)
+    return f"{step} a step ({span}), {prediction.throughput_text}{mfu}"
+
+
+def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fact]:
+    """Yield what is proven of the plan; whole, by each measure of a step."""
+    proof = certificate.plan
+    if proof is None:
+        yield Fact(label="proof", text=certificate.statement)
+    elif whole:
+        yield Fact(label="proof", text=proof.closed_form)
+        yield Fact(label="", text=proof.simulated)
+    else:
+        simulated = proof.simulated_bound_s is not None and proof.simulated_gap is not None
+        bound_s = proof.simulated_bound_s if simulated else proof.closed_form_bound_s
+        gap = proof.simulated_gap if simulated else proof.closed_form_gap
+        if (gap or 0.0) < ROUNDED:
+            text = f"no faster plan among {certificate.configurations:,} configurations"
+        else:
+            text = (
+                f"none of {certificate.configurations:,} configurations takes less than "
+                f"{seconds_text(bound_s or 0.0)} a step (gap {_percent(gap or 0.0)})"
+            )
+        yield Fact(label="proof", text=text if simulated else f"{text} in closed form")
 
 
 def stages_text(plan: Plan) -> str:
@@ -77,12 +205,10 @@ def stages_text(plan: Plan) -> str:
 
 def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     """Return one row per stage: devices where they differ, layers, recompute, seconds, memory."""
-    table = Table()
-    for name in ("stage", *(("devices",) if plan.groups else ()), "layers", "recompute"):
-        table.add_column(name)
-    if prediction is not None:
-        for name in ("forward", "backward", "peak memory", "of"):
-            table.add_column(name, justify="right")
+    columns = ["stage", *(("devices",) if plan.groups else ()), "layers", "recompute"]
+    figures = ["forward", "backward", "peak memory", "of"] if prediction is not None else []
+    right = range(len(columns), len(columns) + len(figures))
+    table = plain_table(*columns, *figures, right=right)
     for index, stage in enumerate(plan.stages):
         row = [str(index), *((stage.group or shares_text(plan),) if plan.groups else ())]
         row += [layers_text(stage.layers), recompute_text(stage.layers)]
@@ -98,79 +224,42 @@ def plan_table(plan: Plan, prediction: Prediction | None = None) -> Table:
     return table
 
 
-def prediction_lines(prediction: Prediction) -> list[RenderableType]:
-    """Return step time with its range and causes, memory by cause, and what must be noted."""
-    mfu = f", MFU {100 * prediction.mfu:.1f} %" if prediction.mfu else ""
-    lines: list[RenderableType] = [
-        f"step {seconds_text(prediction.step_time_s)} "
-        f"({seconds_text(prediction.step_time_low_s)} to "
-        f"{seconds_text(prediction.step_time_high_s)}), "
-        f"{prediction.throughput_text}{mfu}{_compile_text(prediction)}",
-        "time:   " + _shares(prediction.step_parts, seconds_text),
-    ]
-    fullest = max(prediction.stages, key=lambda stage: stage.peak_memory_bytes)
-    where = f"memory: stage {prediction.stages.index(fullest)}: "
-    lines.append(where + _shares(fullest.memory_parts, bytes_text))
-    if not prediction.fits:
-        kept = "counted with what its allocator adds where memory is short"
-        lines.append(Text(f"does not fit in memory ({kept})", style="bold red"))
-    if prediction.notes:
-        lines.append(Text(f"note:   {'; '.join(prediction.notes)}"))
-    return lines + list(_assumed(prediction, noted=True))
-
-
 def _compile_text(prediction: Prediction) -> str:
     """Return what compilation takes once, and what that is of a run."""
-    if not prediction.compile_s or not prediction.step_time_s:
-        return ""
     share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
     return (
-        f", {seconds_text(prediction.compile_s)} to compile first "
+        f"for {seconds_text(prediction.compile_s)} before the first step "
         f"({100 * share:.2g} % of {AMORTISED_STEPS:,} steps)"
     )
 
 
-def assumption_lines(prediction: Prediction) -> list[RenderableType]:
-    """Return what was assumed, but for what is noted anyway."""
-    return list(_assumed(prediction, noted=False))
-
-
-def _assumed(prediction: Prediction, *, noted: bool) -> Iterator[Text]:
-    for item in prediction.assumptions:
-        if (item.source in NOTED) == noted:
-            text = f"({item.provenance}): {item.what} [{item.source}]"
-            yield Text(f"note {text}" if noted else f"assumed {text}", style="" if noted else "dim")
-
-
-def proof_lines(certificate: Certificate) -> list[RenderableType]:
-    """Return what is proven of the plan, by each measure of a step."""
-    proof = certificate.plan
-    if proof is None:
-        return [Text(certificate.statement)]
-    return [Text(f"proof:  {proof.closed_form}"), Text(f"        {proof.simulated}")]
-
-
-def certificate_lines(certificate: Certificate) -> list[RenderableType]:
-    """Return the counts behind a proof, the closest losers, and the plans that were simulated."""
-    counts = ", ".join(f"{name} {count}" for name, count in certificate.counts.items() if count)
-    lines: list[RenderableType] = [
-        f"proof:  {counts}",
-        f"        in the closed form {certificate.model}",
+def assumptions_text(prediction: Prediction) -> Facts:
+    """Return what was assumed, with its sources, but for what is noted anyway."""
+    facts = [
+        Fact(label=item.provenance.split()[0], text=f"{item.what} [{item.source}]")
+        for item in prediction.assumptions
+        if item.source not in NOTED
     ]
+    return Facts("assumptions", facts, whole=True)
+
+
+def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
+    """Yield the counts behind a proof, the closest losers, and the plans that were simulated."""
+    counts = ", ".join(f"{name} {count:,}" for name, count in certificate.counts.items() if count)
+    yield Fact(label="counts", text=counts)
+    yield Fact(label="form", text=certificate.model)
     for loser in certificate.runners_up:
         if loser.objective_s is not None:
             figure = seconds_text(loser.objective_s)
         else:
             figure = f">= {seconds_text(loser.lower_bound_s or 0.0)}"
-        lines.append(f"        {loser.layout}: {figure} ({loser.reason})")
+        yield Fact(label="loser", text=f"{loser.layout}: {figure} ({loser.reason})")
     if certificate.simulated is not None:
-        lines.append(f"simulated: {certificate.simulated.statement}")
-        lines.append(f"        lower bound: {certificate.simulated.bound}")
-        lines += [
-            f"        {one.layout}: {one.step_time_s:.6g} s, closed form {one.objective_s:.6g} s"
-            for one in certificate.simulated.finalists
-        ]
-    return lines
+        yield Fact(label="simulated", text=certificate.simulated.statement)
+        yield Fact(label="bound", text=certificate.simulated.bound)
+        for one in certificate.simulated.finalists:
+            steps = f"{one.step_time_s:.6g} s, closed form {one.objective_s:.6g} s"
+            yield Fact(label="", text=f"{one.layout}: {steps}")
 
 
 def shares_text(plan: Plan) -> str:
@@ -223,9 +312,8 @@ def _runs(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _shares(parts: dict[str, float], shown: object) -> str:
+def _shares(parts: dict[str, float], shown: Callable[[float], str]) -> str:
     """Return the parts of a sum, largest first, those under 1 % left out."""
-    assert callable(shown)
     total = sum(parts.values()) or 1.0
     ranked = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {shown(size)}" for name, size in ranked if size >= 0.01 * total)

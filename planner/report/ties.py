@@ -8,7 +8,7 @@ claim that two are equal, but that only a measurement decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from planner.costs.uncertainty import own_miss
 from planner.prediction import Certificate, Prediction
@@ -43,13 +43,13 @@ def parts(layout: str) -> int:
     return sum(int(n) > 1 for n in degrees) + sharded + layout.count("stages=")
 
 
-def tie_lines(best: str, others: Sequence[str], low_s: float, high_s: float) -> Iterator[str]:
-    """Say that layouts tie, and which of them is simplest."""
+def tie_text(best: str, others: Sequence[str], low_s: float, high_s: float) -> str:
+    """Return that layouts tie, and which of them is simplest; nothing if there are none."""
     if not others:
-        return
+        return ""
     simplest = min(others, key=parts)
     simpler = f"; the simplest: {simplest}" if parts(simplest) < parts(best) else ""
-    yield (
-        f"tie:    {len(others)} others lie within the error bar ({seconds_text(low_s)} to "
+    return (
+        f"{len(others)} others lie within the error bar ({seconds_text(low_s)} to "
         f"{seconds_text(high_s)}){simpler}"
     )

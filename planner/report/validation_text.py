@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from planner.report.facts import Fact, Facts, plain_table
 from planner.scores.validate import Score, Validation, macro
 from planner.units import seconds_text
 
+WORST = 3
+"""Sources that are named."""
 
-def validation_text(validation: Validation) -> RenderableType:
-    """Return scores by source, their averages, what was skipped, the rows missed most."""
+
+def validation_text(
+    validation: Validation, *, said: Sequence[Fact] = (), explain: bool = True
+) -> RenderableType:
+    """Return how far predictions are off, in ten lines.
+
+    With `explain` follow scores by source, what was skipped, the rows missed most.
+    """
+    shown = Facts(_title(validation), [*_facts(validation), *said], whole=explain)
+    return Group(shown, "", *_all_of_it(validation)) if explain else shown
+
+
+def _title(validation: Validation) -> str:
+    predicted = sum(row.prediction is not None for row in validation.rows)
+    return f"{predicted} of {len(validation.rows)} rows predicted"
+
+
+def _facts(validation: Validation) -> Iterator[Fact]:
+    """Yield means over sources, those that are missed most, and what was not predicted."""
+    sources = validation.sources
+    average = macro(sources.values())
+
+    def mean(part: str, key: str) -> float | None:
+        found = average[part].get(key)
+        return None if found is None else float(found)
+
+    median, p90 = mean("step_time", "median_abs_error"), mean("step_time", "p90_abs_error")
+    if median is not None and p90 is not None:
+        over = f"; means of {len(sources)} sources" if len(sources) > 1 else ""
+        text = f"off by {median:.1%} in the median, {p90:.1%} in the 90th percentile"
+        yield Fact(label="time", text=f"{text}{over}")
+    memory = mean("peak_memory", "median_abs_error")
+    calls = mean("out_of_memory", "accuracy")
+    told = [] if memory is None else [f"off by {memory:.1%} in the median"]
+    told += [] if calls is None else [f"{calls:.1%} of calls whether a run fits are right"]
+    if told:
+        yield Fact(label="memory", text="; ".join(told))
+    tau, regret = mean("ranking", "kendall_tau"), mean("ranking", "regret")
+    if tau is not None and regret is not None:
+        text = f"Kendall's tau {tau:.2f}; the first in rank is {regret:.1%} off the fastest"
+        yield Fact(label="ranking", text=text)
+    timed = {name: one.step_time for name, one in sources.items() if one.step_time}
+    worst = sorted(timed, key=lambda name: -timed[name].median_abs_error)[:WORST]
+    if len(timed) > WORST:
+        parts = (f"{name} {timed[name].median_abs_error:.0%}" for name in worst)
+        yield Fact(label="worst", text=", ".join(parts), detail=True)
+    for reason, count in validation.skipped.items():
+        yield Fact(label="left out", text=f"{count}: {reason}", detail=True)
+
+
+def _all_of_it(validation: Validation) -> list[RenderableType]:
     predicted = sum(row.prediction is not None for row in validation.rows)
     lines: list[RenderableType] = [f"{predicted} of {len(validation.rows)} rows predicted"]
     for reason, count in validation.skipped.items():
@@ -39,18 +90,17 @@ def validation_text(validation: Validation) -> RenderableType:
             f"predicted {seconds_text(row.prediction.step_time_s)}, "
             f"measured {seconds_text(seen.step_time_s or 0.0)}: {parts}"
         )
-    return Group(*lines)
+    return lines
 
 
 def _table(title: str, sources: Mapping[str, Score]) -> Table:
-    table = Table(title=f"{title} (in %)", title_justify="left", box=SIMPLE_HEAD, padding=0)
-    table.add_column("source", no_wrap=True, min_width=15)
     # time: median |error| of step time; mem: of peak memory; fits: right calls; false: of fitting;
     # range: measurements inside the predicted one.
-    for name in ("rows", "time", "mean", "p90", "bias", "mem", "fits", "false"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=5)
-    for name in ("tau", "regret", "range"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=5)
+    columns = ("rows", "time", "mean", "p90", "bias", "mem", "fits", "false")
+    ranks = ("tau", "regret", "range")
+    right = range(1, 1 + len(columns) + len(ranks))
+    table = plain_table("source", *columns, *ranks, right=right, title=f"{title} (in %)")
+    table.padding = (0, 1, 0, 0)
     for name, score in sources.items():
         table.add_row(name, *_cells(score))
     table.add_row("mean", "", *_average(sources), end_section=True)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.report.facts import Fact, Facts
 from planner.units import bytes_text, count_text, seconds_text
 from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import BreakEven
@@ -19,7 +20,41 @@ from planner.whatif.run import Changed, Result
 from planner.whatif.verdicts import verdicts
 from planner.whatif.words import days_text, listed, range_text
 
+FEW = 3
+"""Candidates of a model that are told in ten lines."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
+
+
+def result_facts(result: Result, said: Sequence[Fact] = ()) -> Facts:
+    """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
+    facts = [Fact(label="answer", text=sentence, lines=5) for sentence in verdicts(result)]
+    for model, ranks in result.ranks.items():
+        for rank in ranks[:FEW]:
+            facts.append(
+                Fact(
+                    label=f"{rank.place}{' (tied)' if rank.tied else ''}",
+                    text=_brief(result, model, rank),
+                    detail=rank.place > 1,
+                )
+            )
+    misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
+    if misfits:
+        facts.append(Fact(label="no plan", text=", ".join(misfits)))
+    facts += [Fact(label="", text=sentence, detail=True) for sentence in answers(result)]
+    title = result.study.question or result.study.name
+    return Facts(title, [*facts, *said])
+
+
+def _brief(result: Result, model: str, rank: Rank) -> str:
+    """Return a candidate, its time and cost, in one line."""
+    outcome = rank.outcome
+    name = outcome.candidate if len(result.ranks) == 1 else f"{model}, {outcome.candidate}"
+    parts = [name]
+    if outcome.hours is not None:
+        parts.append(days_text(outcome.hours))
+    if outcome.usd is not None:
+        parts.append(f"{range_text(outcome.usd)} USD")
+    return ", ".join(parts)
 
 
 def result_text(result: Result) -> RenderableType:

@@ -40,7 +40,7 @@ def test_text_says_how_the_configuration_is_written(
     assert main([*ASKED, "--backend", "megatron-lm", "-o", str(output)]) == 0
 
     told = " ".join(capsys.readouterr().out.split())
-    assert "its configuration: meshwright export" in told
+    assert f"next meshwright export {output}" in told
     assert document.read(Plan, output).backend == "megatron"
 
 

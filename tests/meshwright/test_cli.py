@@ -142,7 +142,7 @@ def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
 
     assert cli.main(["predict", "plan.yaml", "--cluster", "8xa100-sxm-80gb"]) == 0
 
-    assert "note:   4 of 8 devices are idle" in capfd.readouterr().out
+    assert "note      4 of 8 devices are idle" in capfd.readouterr().out
 
 
 def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
@@ -218,9 +218,7 @@ def test_the_problem_of_the_docs_is_solved_as_they_say(
 
     assert cli.main(["solve", "problem.yaml"]) == 0
 
-    printed = re.sub(r"[│┃ ]+", " ", capfd.readouterr().out)
-    for line in shown.splitlines()[3:]:
-        assert re.sub(" +", " ", line) in printed
+    assert shown.splitlines()[1:] == [line.rstrip() for line in capfd.readouterr().out.splitlines()]
     exact = answer(capfd, "solve", "problem.yaml")
     program = answer(capfd, "solve", "problem.yaml", "--solver", "ilp")
     assert program["objective_s"] == pytest.approx(exact["objective_s"])
@@ -303,7 +301,7 @@ def test_a_configuration_is_imported_and_improved(
     saved = sum(change["saved_s"] for change in found["changes"])
     assert saved == pytest.approx(found["mine"]["step_time_s"] - found["best"]["step_time_s"])
     assert any(change["what"].startswith("tp 2 -> 1") for change in found["changes"])
-    assert cli.main(["compare", str(plan), "--best"]) == 0
+    assert cli.main(["compare", str(plan), "--best", "--explain"]) == 0
     assert "change, one after the other" in capsys.readouterr().out
     assert cli.main(["compare", str(plan), str(plan), "--best"]) == 1
     assert "compares one plan" in capsys.readouterr().err

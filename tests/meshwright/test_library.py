@@ -24,7 +24,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Birth, Profile
-from planner.report.text import prediction_lines
+from planner.report.text import time_text
 from planner.whatif.study import Study
 from tests.runtime.own_modules import GPT, WORDS, ResNet, Undecided
 
@@ -164,12 +164,12 @@ def test_a_scripts_plan_is_shown_and_not_launched_as_a_language_model(tmp_path: 
 def test_a_script_trains_samples_and_not_tokens() -> None:
     plan = meshwright.plan(ResNet, "2xa100-sxm-80gb", batch=example(), loss=loss, global_batch=16)
     told = meshwright.predict(plan)
-    text = str(prediction_lines(told)[0])
+    text = time_text(told)
 
     assert f"{16 / told.step_time_s:,.0f} samples/s" in text
     assert "tokens" not in text
     of_tokens = meshwright.predict(meshwright.plan("gpt2-small", "2xa100-sxm-80gb"))
-    assert f"{of_tokens.tokens_per_s:,.0f} tokens/s" in str(prediction_lines(of_tokens)[0])
+    assert f"{of_tokens.tokens_per_s:,.0f} tokens/s" in time_text(of_tokens)
 
 
 def test_a_plan_is_predicted_as_its_file_is(tmp_path: Path) -> None:

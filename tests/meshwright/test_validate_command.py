@@ -33,7 +33,7 @@ def test_rows_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture
     table, rows, page = (tmp_path / name for name in ("table.csv", "rows.csv", "page.html"))
     table.write_text(TABLE)
 
-    status = main(["validate", str(table), "--rows", str(rows), "--html", str(page)])
+    status = main(["validate", str(table), "--rows", str(rows), "--html", str(page), "--explain"])
 
     assert status == 0
     assert "missed most" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.certificate import of_plan
+from planner.units import seconds_text
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
 PLAN = replace(OPTIMUM, virtual_stages=3)
@@ -99,9 +100,10 @@ def test_an_answer_tells_one_plan_in_ten_lines(answer: Answer) -> None:
     assert proof.closed_form_s == answer.top[0].objective_s
     assert len(lines) <= 10
     text = " ".join(line.strip() for line in lines)
-    assert proof.layout in lines[0]
-    assert proof.closed_form in text and proof.simulated in text
-    assert "assumed" not in text
+    assert proof.layout in lines[1]
+    configurations = f"none of {answer.certificate.configurations:,} configurations takes less"
+    assert f"{configurations} than {seconds_text(proof.simulated_bound_s or 0.0)}" in text
+    assert proof.closed_form not in text and "assumptions" not in text
 
 
 def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answer) -> None:
@@ -110,8 +112,12 @@ def test_an_explanation_has_stages_assumptions_counts_and_finalists(answer: Answ
     text = "\n".join(printed(shown, width=1000))
     finals = answer.certificate.simulated
     assert finals is not None
-    assert "peak memory" in text and "assumed (" in text
-    assert all(name in text for name in answer.certificate.counts)
+    assert "peak memory" in text and "\nassumptions\n" in text
+    assert all(f" [{item.source}]" in text for item in answer.prediction.assumptions)
+    proof = answer.certificate.plan
+    assert proof is not None and proof.closed_form in text and proof.simulated in text
+    counts = answer.certificate.counts.items()
+    assert all(f"{name} {count:,}" in text for name, count in counts if count)
     assert all(f"{one.layout}: {one.step_time_s:.6g} s" in text for one in finals.finalists)
 
 

@@ -1,7 +1,7 @@
 """Plans that no prediction tells apart are called ties, and the simpler one is named."""
 
 from planner.prediction import Certificate, Loser, Prediction
-from planner.report.ties import parts, tie_lines, ties
+from planner.report.ties import parts, tie_text, ties
 
 
 def test_losers_within_the_bar_tie() -> None:
@@ -42,9 +42,9 @@ def test_the_simpler_of_ties_is_named_only_where_it_is_simpler() -> None:
         "tp=1 pp=1 dp=64 zero=3 micro_batch=1x1",
     )
 
-    told = "\n".join(tie_lines(best, [plain], 1.0, 2.0))
+    told = tie_text(best, [plain], 1.0, 2.0)
 
     assert plain in told
     assert parts(plain) < parts(best)
-    assert "simplest" not in "\n".join(tie_lines(plain, [best], 1.0, 2.0))
-    assert list(tie_lines(best, [], 1.0, 2.0)) == []
+    assert "simplest" not in tie_text(plain, [best], 1.0, 2.0)
+    assert tie_text(best, [], 1.0, 2.0) == ""

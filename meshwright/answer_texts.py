@@ -1,0 +1,382 @@
+"""What commands answer, for people: facts in ten lines first, tables where all is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.report.facts import MOST_LINES, Fact, Facts, plain_table
+from planner.report.text import choices_table, job_text
+from planner.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from meshwright.commands import Improved
+    from meshwright.launches import Run
+    from meshwright.scripts import Ran
+    from planner.formats.imported import Imported
+    from planner.prediction import Prediction
+    from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
+    from planner.search.answer import Alternative, Answer
+    from profiler.agenda import Wish
+    from profiler.profile import Intended
+    from runtime.report import Comparison
+
+WIDE = ("network between nodes", "months", "provenance")
+"""Columns of the catalogue that --json alone has."""
+FEW = 3
+"""Changes, assumptions or curves that are told one by one in a first answer."""
+
+
+def next_fact(then: str, *, explain: bool) -> Fact:
+    """Return what to do with an answer, and how all of it is shown."""
+    more = "" if explain else "--explain shows all"
+    return Fact(
+        label="next", text="; ".join(part for part in (then, more) if part), lines=8, copied=True
+    )
+
+
+def defaults_facts(said: Sequence[str]) -> list[Fact]:
+    """Return the options that a command took without being told."""
+    return [Fact(label="defaults", text=", ".join(said))] if said else []
+
+
+def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator[RenderableType]:
+    """Yield plans beside the fastest of them, in ten lines unless all are asked for."""
+    then = next_fact(f"meshwright compare {choices[0].what} --best", explain=explain)
+    if explain:
+        yield choices_table(choices)
+    else:
+        shown = plain_table("plan", "step", "cost", "memory", right=(1, 2, 3))
+        for choice in choices[: MOST_LINES - 3]:
+            assert choice.prediction is not None
+            shown.add_row(
+                choice.what,
+                seconds_text(choice.prediction.step_time_s),
+                f"{100 * choice.more:+.1f} %",
+                bytes_text(choice.peak_bytes),
+            )
+        yield shown
+    left_out = len(choices) - (MOST_LINES - 3)
+    facts = [then]
+    if left_out > 0 and not explain:
+        facts.insert(0, Fact(label="more", text=f"{left_out} further plans"))
+    elif not explain and len(choices) <= FEW:
+        facts = [
+            *(Fact(label="why", text=f"{one.what}: {one.why}", detail=True) for one in choices),
+            then,
+        ]
+    work = {(one.plan.job.seq_len, one.plan.job.global_batch) for one in choices if one.plan}
+    if len(work) > 1:
+        text = "their steps are of different work: samples or tokens of a step differ"
+        facts.insert(0, Fact(label="warning", text=text, style="yellow"))
+    yield Facts("", facts, whole=explain, most=MOST_LINES - 1 - len(choices))
+
+
+def _worth(share: float) -> str:
+    return f"saves {100 * share:.1f} %" if share >= 0 else f"costs {-100 * share:.1f} %"
+
+
+def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[RenderableType]:
+    """Yield a plan beside the best: both, the causes of their time, each change and its worth."""
+    mine, best = told.prediction, told.best.prediction
+    gain = mine.step_time_s / best.step_time_s - 1
+    both = " -> ".join(seconds_text(one.step_time_s) for one in (mine, best))
+    memory = " -> ".join(bytes_text(_peak(one)) for one in (mine, best))
+    facts = [
+        Fact(label="yours", text=told.mine.layout.text()),
+        Fact(label="best", text=told.best.plan.layout.text()),
+    ]
+    if told.changes:
+        text = f"the best is {100 * gain:.1f} % faster: {both} a step; memory {memory}"
+    else:
+        text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
+    facts.append(Fact(label="gain", text=text))
+    if not explain:
+        worth = sorted(told.changes, key=lambda change: -change.saved_s)[:FEW]
+        facts += [
+            Fact(
+                label="change" if change is worth[0] else "",
+                text=f"{change.what} {_worth(change.saved_s / mine.step_time_s)}",
+                detail=change is not worth[0],
+            )
+            for change in worth
+        ]
+    facts += [Fact(label="warning", text=one, style="yellow") for one in told.warnings]
+    title = f"{told.mine.model.name} on {told.mine.cluster}: {job_text(told.mine.job)}"
+    yield Facts(title, [*facts, next_fact(then, explain=explain)], whole=explain)
+    if explain:
+        yield _causes_table(mine, best)
+        if told.changes:
+            yield _changes_table(told)
+
+
+def _causes_table(mine: Prediction, best: Prediction) -> Table:
+    table = plain_table("", "yours", "best", right=(1, 2))
+    table.add_row("step", seconds_text(mine.step_time_s), seconds_text(best.step_time_s))
+    causes = sorted(
+        {*mine.step_parts, *best.step_parts},
+        key=lambda name: -max(one.step_parts.get(name, 0.0) for one in (mine, best)),
+    )
+    for name in causes:
+        seconds = [one.step_parts.get(name, 0.0) for one in (mine, best)]
+        if max(seconds) > 0.002 * best.step_time_s:
+            table.add_row(f"  {name}", *map(seconds_text, seconds))
+    table.add_row("memory", *(bytes_text(_peak(one)) for one in (mine, best)))
+    return table
+
+
+def _changes_table(told: Improved) -> Table:
+    columns = ("change, one after the other", "step", "worth", "memory")
+    table = plain_table(*columns, right=(1, 2, 3))
+    for change in told.changes:
+        memory = bytes_text(_peak(change.prediction))
+        table.add_row(
+            change.what,
+            seconds_text(change.prediction.step_time_s),
+            f"{100 * change.saved_s / told.prediction.step_time_s:+.1f} %",
+            memory if change.prediction.fits else f"{memory}, does not fit",
+        )
+    return table
+
+
+def _peak(prediction: Prediction) -> float:
+    """Return memory of the fullest device."""
+    return max(stage.peak_memory_bytes for stage in prediction.stages)
+
+
+def imported_facts(
+    found: Imported, defaults: Sequence[str], output: str | None, *, explain: bool
+) -> Facts:
+    """Return the plan of a configuration, what was assumed, and the keys that were not read."""
+    facts = [Fact(label="plan", text=found.plan.layout.text())]
+    if explain:
+        facts += [Fact(label="assumed", text=what) for what in found.assumed]
+    elif found.assumed:
+        facts.append(Fact(label="assumed", text="; ".join(found.assumed)))
+    if found.unknown:
+        facts.append(Fact(label="not read", text=", ".join(found.unknown)))
+    facts += defaults_facts(defaults)
+    then = "add -o mine.yaml to keep the plan"
+    if output:
+        then = f"meshwright compare {output} --best"
+    title = f"{found.plan.model.name} on {found.plan.cluster}: {job_text(found.plan.job)}"
+    return Facts(title, [*facts, next_fact(then, explain=explain)], whole=explain)
+
+
+def top_table(answer: Answer) -> Table:
+    """Return the best plan of each mesh, fastest first."""
+    table = plain_table("", "plan", "closed form", "simulated", "memory", right=(2, 3, 4))
+    for place, ranked in enumerate(answer.top, start=1):
+        prediction = ranked.prediction
+        table.add_row(
+            str(place),
+            prediction.layout,
+            seconds_text(ranked.objective_s),
+            seconds_text(prediction.step_time_s),
+            bytes_text(_peak(prediction)),
+        )
+    return table
+
+
+def comparison_cells(row: Comparison) -> tuple[str, str, str, str]:
+    """Return what, predicted, measured and error as people read them."""
+    shown: dict[str, Callable[[float], str]] = {
+        "s": seconds_text,
+        "bytes": bytes_text,
+        "tokens/s": lambda rate: f"{rate:,.0f} tokens/s",
+        "samples/s": lambda rate: f"{rate:,.0f} samples/s",
+    }
+    text = shown[row.unit]
+    return row.quantity, text(row.predicted), text(row.measured), f"{100 * row.error:+.1f} %"
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Return predicted beside measured."""
+    table = plain_table("", "predicted", "measured", "error", right=(1, 2, 3))
+    for row in rows:
+        table.add_row(*comparison_cells(row))
+    return table
+
+
+def run_parts(run: Run) -> Iterator[RenderableType]:
+    """Yield what a launch trained, predicted beside measured, and what it wrote."""
+    report = run.report
+    if report.losses:
+        yield f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {_steps(report.losses)}"
+    for evaluation in report.evaluations[-1:]:
+        yield f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}"
+    yield comparison_table(run.rows)
+    yield f"metrics {report.metrics}, logs {report.logs}"
+    if report.checkpoint:
+        yield f"checkpoint {report.checkpoint}"
+
+
+def script_parts(done: Ran) -> Iterator[RenderableType]:
+    """Yield what a script trained, predicted beside measured, and where its logs lie."""
+    losses = [step.loss for step in done.run.steps]
+    if losses:
+        yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {_steps(losses)}"
+    if done.run.restarts:
+        times = "once" if done.run.restarts == 1 else f"{done.run.restarts} times"
+        yield f"started again {times}"
+    if done.rows:
+        yield comparison_table(done.rows)
+    yield f"metrics and logs in {done.run.output}"
+
+
+def _steps(losses: Sequence[float]) -> str:
+    return "1 step" if len(losses) == 1 else f"{len(losses)} steps"
+
+
+def agenda_lines(found: Intended) -> Iterator[str]:
+    """Yield what a profile would measure, in its order."""
+    ranks = " + ".join(map(str, found.counts))
+    yield f"{found.machine.name}: {ranks} ranks, {found.job.precision}, {found.job.seq_len} tokens"
+    for group in found.groups:
+        apart = f", {group.stride} apart" if group.stride > 1 else ""
+        yield (
+            f"links    {group.tier}, groups of {group.ranks} ranks{apart}: all collectives, "
+            f"1 KiB to 64 MiB, {seconds_text(found.budget.group_s)}"
+        )
+    if len(found.counts) > 1:
+        yield f"pairs    all pairs of nodes, both ways, {seconds_text(found.budget.pairs_s)}"
+    yield f"layers   {seconds_text(found.budget.layers_s)}, as far down this list as it goes:"
+    for wish in found.wishes:
+        why = f"plans use it, value {wish.value:.2f}" if wish.value else "to interpolate between"
+        yield f"         {_setting_text(wish)}: {why}"
+    if found.stages:
+        yield f"stages   {seconds_text(found.budget.stages_s)}, as wholes:"
+    for stage in found.stages:
+        ends = f"{stage.layers[0]} to {stage.layers[-1]}"
+        yield f"         {len(stage.layers)} layers, {ends}: {_setting_text(stage.wish)}"
+    yield "runtime  optimizer, sharding, pipeline actions, a step's fixed seconds"
+
+
+def _setting_text(of: Wish | StageMeasurement) -> str:
+    """Return a setting of layers as people write it.
+
+    >>> from profiler.agenda import Wish
+    >>> _setting_text(Wish(tensor=2, context=2, micro_batch=4, recompute="full", value=1.0))
+    'tp 2 cp 2, micro-batch 4, recompute full'
+    """
+    compiled = ", compiled" * getattr(of, "compiled", False)
+    division = _division_text(of)
+    return f"{division}, micro-batch {of.micro_batch}, recompute {of.recompute}{compiled}"
+
+
+def _division_text(of: Wish | StageMeasurement | LayerMeasurement) -> str:
+    parts = [("tp", of.tensor), ("cp", of.context), ("ep", of.expert)]
+    return " ".join(f"{name} {degree}" for name, degree in parts if degree > 1 or name == "tp")
+
+
+def link_table(curves: Sequence[CollectiveCurve]) -> Table:
+    """Return latency and bandwidth of collectives, one row for each range of sizes."""
+    table = plain_table(
+        "tier", "collective", "ranks", "sizes", "latency", "bandwidth", "residual", right=(4, 5, 6)
+    )
+    for curve in curves:
+        for index, line in enumerate(curve.fit.pieces if curve.fit else ()):
+            first = index == 0 and curve.fit is not None
+            apart = f" = {curve.ranks // curve.inner} x {curve.inner}" if curve.inner > 1 else ""
+            table.add_row(
+                curve.tier if first else "",
+                curve.operation if first else "",
+                f"{curve.ranks}{apart}" if first else "",
+                f"{bytes_text(line.from_bytes)} to {bytes_text(line.to_bytes)}",
+                seconds_text(line.latency_s),
+                f"{bytes_text(line.bytes_per_s)}/s" if line.bytes_per_s else "any",
+                f"{100 * curve.fit.residual:.0f} %" if first and curve.fit else "",
+            )
+    return table
+
+
+def profile_parts(
+    measured: Profile, defaults: Sequence[str], written: Sequence[str], *, explain: bool
+) -> Iterator[RenderableType]:
+    """Yield what a profile says: how much was measured, findings; with `explain` every figure."""
+    curves = [curve for curve in measured.collectives if curve.fit]
+    facts = [
+        Fact(
+            label="layers",
+            text=f"{len(measured.layers)} settings of {', '.join(_kinds(measured))}",
+        )
+    ]
+    if measured.stages:
+        facts.append(Fact(label="stages", text=f"{len(measured.stages)} measured as wholes"))
+    if curves:
+        tiers = ", ".join(dict.fromkeys(curve.tier for curve in curves))
+        facts.append(Fact(label="links", text=f"{len(curves)} curves of collectives on {tiers}"))
+    facts += [Fact(label="finding", text=one.text, style="yellow") for one in measured.findings]
+    facts += defaults_facts(defaults)
+    facts.append(Fact(label="written", text=f"{', '.join(written)} (on node 0)"))
+    then = f"meshwright plan {measured.model} --profile {written[0]} ..."
+    title = f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks"
+    yield Facts(title, [*facts, next_fact(then, explain=explain)], whole=explain)
+    if explain:
+        yield from _measured_parts(measured)
+
+
+def _kinds(measured: Profile) -> Iterator[str]:
+    yield from dict.fromkeys(row.kind for row in measured.layers)
+
+
+def _measured_parts(measured: Profile) -> Iterator[RenderableType]:
+    """Yield every figure of a profile."""
+    table = plain_table(
+        "kind",
+        "ranks",
+        "micro-batch",
+        "recompute",
+        "forward",
+        "backward",
+        "stored",
+        right=(4, 5, 6),
+    )
+    for row in measured.layers:
+        table.add_row(
+            row.kind,
+            _division_text(row),
+            str(row.micro_batch),
+            row.recompute,
+            seconds_text(row.forward_s),
+            seconds_text(row.backward_s),
+            bytes_text(row.stored_bytes),
+        )
+    yield table
+    for stage in measured.stages:
+        yield (
+            f"{len(stage.layers)} layers as one stage ({_setting_text(stage)}): "
+            f"forward {seconds_text(stage.forward_s)}, backward {seconds_text(stage.backward_s)}, "
+            f"stored {bytes_text(stage.stored_bytes)}, resident {bytes_text(stage.resident_bytes)}"
+        )
+    if any(curve.fit for curve in measured.collectives):
+        yield link_table(measured.collectives)
+    for pair in measured.pairs:
+        names = [measured.nodes[at].name for at in (pair.source, pair.target)]
+        yield (
+            f"{names[0]} -> {names[1]}: {8 * pair.bytes_per_s / 1e6:,.0f} Mbit/s, "
+            f"{seconds_text(pair.latency_s)}"
+        )
+
+
+def catalog_table(rows: Sequence[Mapping[str, str | float | None]]) -> Table:
+    """Return a list of the catalogue; figures on the right."""
+    names = [name for name in (rows[0] if rows else ()) if name not in WIDE]
+    figures = [
+        at for at, name in enumerate(names) if any(isinstance(row[name], float) for row in rows)
+    ]
+    table = plain_table(*names, right=figures)
+    table.padding = (0, 1, 0, 0)
+    for column in table.columns[:1]:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(*("" if row[name] is None else _cell(row[name]) for name in names))
+    return table
+
+
+def _cell(value: str | float | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,101 @@
+"""Arguments and options that several commands share, with what their help says."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Precision(StrEnum):
+    """Number formats of the arithmetic."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
+class Solver(StrEnum):
+    """How the partition problem of each layout is solved."""
+
+    EXACT = "exact"
+    ILP = "ilp"
+
+
+class Proven(StrEnum):
+    """How far the proof in simulated time is followed."""
+
+    USUAL = "usual"
+    SIMULATED = "simulated"
+
+
+class Preferred(StrEnum):
+    """Which of the plans near the fastest is taken."""
+
+    SIMPLEST = "simplest"
+    FASTEST = "fastest"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A catalogue name, a config.json or its folder, file.py:factory"),
+]
+CLUSTERS = "8xh100-sxm-80gb, 16x8xh100-sxm-80gb, 4xp5.48xlarge, local:2, cluster.yaml"
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", help=f"{CLUSTERS}; default: MESHWRIGHT_CLUSTER, file of defaults"),
+]
+OfPlan = Annotated[
+    str | None, typer.Option("--cluster", help="On another cluster than the plan's own")
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--seq-len", help="Tokens per sample; default: 4096, or what the model takes"),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", help="Samples per step; default: about 4 million tokens"),
+]
+PrecisionOption = Annotated[
+    Precision | None,
+    typer.Option(
+        "--precision", help="Number format of the arithmetic; default: bf16 where devices have it"
+    ),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Who trains: native (default), megatron, torchtitan, deepspeed, nanotron, fsdp, "
+        "accelerate; see 'catalog stacks'",
+    ),
+]
+SolverOption = Annotated[
+    Solver,
+    typer.Option("--solver", help="exact: our own; ilp: as an integer program, for comparison"),
+]
+Html = Annotated[str | None, typer.Option("--html", help="Write a page here")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        help="Measurements made by 'meshwright profile'; GROUP=FILE,GROUP=FILE if devices differ",
+    ),
+]
+Nodes = Annotated[int | None, typer.Option("--nodes", help="Run the same command on so many nodes")]
+Node = Annotated[int | None, typer.Option("--node", help="Which of them this is")]
+Rendezvous = Annotated[str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run a document's file.py as it is, whatever its digest"),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print all of it: details, proof, sources")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]

@@ -1,0 +1,116 @@
+"""A command's first answer: labelled facts in at most ten lines, whatever the terminal's width.
+
+What has no place there is left out whole or cut, and stands in the long answer (`--explain`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.shown import lines
+
+MOST_LINES = 10
+INDENT = 10
+"""Columns of a label."""
+LEAST = 20
+"""Columns of text, however narrow the terminal is."""
+CUT = " ..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One labelled sentence of an answer."""
+
+    label: str
+    text: str
+    detail: bool = False
+    """Whether it is left out where lines are short."""
+    style: str = ""
+    copied: bool = False
+    """Whether readers copy it: no word of it is broken, however long."""
+    lines: int = 2
+    """At most so many, unless all of it is asked for."""
+
+
+class Facts:
+    """Facts one below the other under a bold head, if any; `most` lines unless they are `whole`."""
+
+    def __init__(
+        self, head: str, facts: Iterable[Fact], *, whole: bool = False, most: int = MOST_LINES
+    ) -> None:
+        self.head = head
+        self.facts = tuple(facts)
+        self.whole = whole
+        self.most = most
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the lines at the width of the console."""
+        width = options.max_width
+        head = []
+        if self.head:
+            head = _wrapped(console, self.head, width, style="bold", most=None if self.whole else 2)
+        blocks = [
+            _wrapped(
+                console,
+                fact.text,
+                width - INDENT,
+                style=fact.style,
+                most=None if self.whole else fact.lines,
+                fold=not fact.copied,
+            )
+            for fact in self.facts
+        ]
+        shown = set(range(len(blocks)))
+        details = [at for at, fact in enumerate(self.facts) if fact.detail]
+        while not self.whole and len(head) + _lines(blocks, shown) > self.most and details:
+            shown.discard(details.pop())
+        yield from head
+        for at in sorted(shown):
+            for row, text in enumerate(blocks[at]):
+                label = self.facts[at].label if row == 0 else ""
+                row_text = Text(f"{label:<{INDENT}}", overflow="ignore", no_wrap=True)
+                yield row_text.append_text(text)
+
+
+def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
+    return sum(len(blocks[at]) for at in shown)
+
+
+def _wrapped(
+    console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
+) -> list[Text]:
+    """Return text as lines of a width, at most so many; the last says if it is cut."""
+    width = max(width, LEAST)
+    if fold:
+        rows = list(Text(lines(text), style=style).wrap(console, width))
+    else:
+        broken = textwrap.wrap(lines(text), width, break_long_words=False, break_on_hyphens=False)
+        rows = [Text(row, style=style) for row in broken]
+    for row in rows:
+        row.rstrip()
+    if most is None or len(rows) <= most:
+        return rows
+    left = " ".join(row.plain for row in rows[most - 1 :])
+    rows = rows[:most]
+    end = width - len(CUT)
+    whole_part = left.rfind(", ", 0, end + 2)
+    rows[-1] = Text(left[: whole_part if 2 * whole_part > width else end], style=style)
+    rows[-1].append(CUT)
+    return rows
+
+
+def plain_table(*columns: str, right: Iterable[int] = (), title: str | None = None) -> Table:
+    """Return an empty table without borders; the columns at `right` have figures."""
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    figures = set(right)
+    for place, name in enumerate(columns):
+        made.add_column(name, justify="right" if place in figures else "left", overflow="fold")
+    return made

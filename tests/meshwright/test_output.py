@@ -1,0 +1,206 @@
+"""What people read: ten lines first, columns that hold, every option described, defaults said."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import typer
+
+from meshwright import cli, examples
+from planner.report.facts import INDENT, Fact, Facts
+from planner.report.terminal import Terminal
+from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
+
+GROUP: Any = typer.main.get_command(cli.app)
+
+
+def words(text: str) -> str:
+    """Return a text with its figures masked and its lines joined: what is said, not how much."""
+    text = re.sub(r"^(causes|memory) .*", r"\1", text, flags=re.MULTILINE)  # as many as fit
+    return " ".join(re.sub(r"\d[\d,.]*", "#", text).split())
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return what each of the common commands prints on 80 columns."""
+    folder = tmp_path_factory.mktemp("answers")
+    prepare(folder)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "80")
+        patch.setenv("MESHWRIGHT_DEFAULTS", "")
+        for name, command in COMMANDS.items():
+            with Output() as output:
+                cli.main(shlex.split(command))
+            found[name] = output.text
+    return found
+
+
+class Output:
+    """What is printed meanwhile, on stdout and stderr together."""
+
+    def __enter__(self) -> Output:
+        import contextlib
+        import io
+
+        self._file = io.StringIO()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(contextlib.redirect_stdout(self._file))
+        self._stack.enter_context(contextlib.redirect_stderr(self._file))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self.text = self._file.getvalue()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_common_command_says_what_its_golden_text_says(
+    name: str, printed: dict[str, str]
+) -> None:
+    """Figures may move with the cost model; words and their order may not, unless rewritten."""
+    golden = (GOLDEN / f"{name}.txt").read_text()
+    command, _, text = golden.partition("\n")
+
+    assert command == f"$ meshwright {COMMANDS[name]}"
+    assert words(printed[name]) == words(text)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "catalog"])
+def test_a_common_command_answers_in_ten_lines_of_80_columns(
+    name: str, printed: dict[str, str]
+) -> None:
+    lines = printed[name].splitlines()
+
+    assert 1 <= len(lines) <= 10
+    # A message on stderr is one line, for logs; a terminal wraps it.
+    assert all(len(line) <= 80 or line.startswith("meshwright: ") for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_piped_output_is_as_wide_as_columns_say(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["predict", "gpt2", "--cluster", "8xa100-sxm-80gb", "--layout", "pp=2"]
+    monkeypatch.setenv("COLUMNS", str(width))
+
+    assert cli.main([*asked, "--explain"]) == 0
+
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert width - 12 < max(map(len, lines)) <= width
+
+
+def test_an_answer_says_plan_time_memory_why_and_what_next(printed: dict[str, str]) -> None:
+    labels = [line[:INDENT].strip() for line in printed["plan"].splitlines()[1:]]
+
+    assert [label for label in labels if label] == [
+        "plan", "stages", "time", "causes", "memory", "why", "proof", "defaults", "next",
+    ]  # fmt: skip
+    assert re.search(r"a step \(.* to .*\)", printed["plan"])
+
+
+def test_proof_and_sources_stand_under_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "gpt2", "--cluster", "2xa100-sxm-80gb"]
+
+    assert cli.main(asked) == 0
+    brief = capsys.readouterr().out
+    assert cli.main([*asked, "--explain"]) == 0
+    whole = capsys.readouterr().out
+
+    for section in ("\nproof\n", "\nassumptions\n", "Simulated: ", "plan and why"):
+        assert section in whole
+        assert section not in brief
+    assert "--explain" in brief and "--explain" not in whole
+
+
+def test_what_has_no_place_is_left_out_whole_and_the_long_answer_has_all_of_it() -> None:
+    texts = [f"number {at}: {'word ' * 30}end{at}" for at in range(8)]
+    facts = [Fact(label=f"f{at}", text=text, detail=at > 4) for at, text in enumerate(texts)]
+
+    brief, whole = (shown(Facts("head", facts, whole=w)) for w in (False, True))
+
+    assert len(brief.splitlines()) == 11  # those that are no detail take two lines each
+    assert [f"number {at}" in brief for at in range(8)] == [True] * 5 + [False] * 3
+    assert brief.count(" ...\n") == 5 and "end" not in brief
+    assert " ".join(whole.split()).count("word") == 8 * 30
+    assert all(f"end{at}" in whole for at in range(8))
+
+
+def test_a_cut_is_made_between_parts_and_a_copied_word_is_never_broken() -> None:
+    parts = ", ".join(f"cause{at} {at}00 ms" for at in range(20))
+    path = "/".join(["folder"] * 20)
+
+    text = shown(
+        Facts("", [Fact(label="a", text=parts, lines=1), Fact(label="b", text=path, copied=True)])
+    )
+
+    first, second = text.splitlines()
+    assert re.fullmatch(r"a +(cause\d+ \d+00 ms, )*cause\d+ \d+00 ms \.\.\.", first)
+    assert len(first) <= 80
+    assert second == f"{'b':<{INDENT}}{path}"
+
+
+def shown(facts: Facts) -> str:
+    terminal = Terminal(width=80)
+    with terminal.capture() as captured:
+        terminal.print(facts)
+    return captured.get()
+
+
+def test_every_command_has_examples_which_it_takes() -> None:
+    assert set(examples.EXAMPLES) == set(GROUP.commands)
+    for name, lines in examples.EXAMPLES.items():
+        text = "\n".join(lines).replace("\\\n", " ")
+        for line in text.splitlines():
+            program, command, *arguments = shlex.split(line)
+            assert (program, command) == ("meshwright", name)
+            context = GROUP.commands[name].make_context(name, list(arguments))
+            assert context.params
+        assert max(map(len, lines)) <= 76
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_help_describes_every_option_on_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert cli.main([name, "--help"]) == 0
+
+    text = capsys.readouterr().out
+    assert text.startswith(f"Usage: meshwright {name} ")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Examples:\n" in text
+    for parameter in GROUP.commands[name].params:
+        assert parameter.help, parameter.name
+        told = " ".join(text.split())
+        assert all(word in told for word in parameter.help.split()[:3])
+
+
+def test_commands_are_listed_with_their_whole_sentences(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert cli.main(["--help"]) == 0
+
+    text = capsys.readouterr().out
+    assert "..." not in text.partition("Commands:")[2]
+    assert all(f"\n  {name} " in text for name in GROUP.commands)
+    assert "--install-completion" in text and "--show-completion" in text
+
+
+def test_a_shell_can_complete(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_MESHWRIGHT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "meshwright pl")
+    monkeypatch.setenv("COMP_CWORD", "1")
+
+    assert cli.main([]) == 0
+
+    assert capsys.readouterr().out.split() == ["plan"]
