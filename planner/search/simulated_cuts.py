@@ -98,6 +98,8 @@ def drained(
 
 def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
     """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less."""
+    if len(np.unique(placed.rank)) < layout.pipeline:
+        return limit_s  # nothing that some rank may hold beats it
     return least_of(Cuts(layout, placed, transfer_s), layout, placed, limit_s)
 
 

@@ -435,9 +435,11 @@ def _ways(number: int, options: int) -> Indices:
 
     >>> _ways(2, 3).tolist()
     [[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]]
+    >>> _ways(2, 1).tolist()
+    [[2]]
     """
-    slower = np.array(list(_falling(number, options - 1)), dtype=np.intp)
-    slower = slower.reshape(-1, options - 1)
+    rows = list(_falling(number, options - 1))
+    slower = np.array(rows, dtype=np.intp).reshape(len(rows), options - 1)
     most, none = np.full((len(slower), 1), number), np.zeros((len(slower), 1), dtype=np.intp)
     found: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
     return found
