@@ -417,6 +417,8 @@ _HANDBOOK = (
     ("zephyr-7b-beta, sft, qlora", "mistral-7b", 4, 2, 2e-4, "cosine", 2048),
     ("zephyr-7b-gemma, dpo", "gemma-7b", 2, 8, 5e-7, "cosine", 1024),
     ("zephyr-7b-gemma, sft", "gemma-7b", 4, 4, 2e-5, "cosine", 2048),
+    ("smollm3, dpo, apo", "smollm3-3b", 1, 2, 1e-6, "cosine_with_min_lr", 24576),
+    ("smollm3, sft", "smollm3-3b", 1, 2, 2e-5, "cosine_with_min_lr", 65536),
     ("smollm3, sft, mid", "smollm3-3b", 1, 2, 2e-5, "cosine_with_min_lr", 32768),
 )
 
