@@ -13,6 +13,7 @@ the runtime cannot execute is refused of every model alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -162,6 +163,8 @@ def _cluster_obstacles(cluster: ClusterSpec, job: Job, layout: Layout) -> Iterat
         yield from _group_obstacles(cluster, layout)
     if job.precision in EIGHT_BITS:
         yield from _narrow_obstacles(cluster, job)
+    if layout.tensor_overlap != "none":
+        yield from _peer_obstacles(cluster, layout)
 
 
 def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
@@ -178,6 +181,26 @@ def _narrow_obstacles(cluster: ClusterSpec, job: Job) -> Iterator[Obstacle]:
                 "precision",
                 f"is mxfp8, and {device.name} has no products of blocks with scales of their own; "
                 "use fp8 or bf16",
+            )
+
+
+def _peer_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what keeps tensor-parallel ranks from reading each other's memory."""
+    place, asked = "tensor_overlap", layout.tensor_overlap
+    inside = layout.order[: layout.order.index("tensor")]
+    reach = layout.tensor * math.prod(getattr(layout, axis) for axis in inside)
+    for group in cluster.groups:
+        if group.accelerator.kind != "cuda":
+            yield Obstacle(
+                place,
+                f"is {asked}, and {group.accelerator.name} has no symmetric memory in torch; "
+                "use none",
+            )
+        elif reach > group.devices_per_node:
+            yield Obstacle(
+                place,
+                f"is {asked}, and the {layout.tensor} tensor ranks reach over several nodes of "
+                f"{group.devices_per_node} devices, which read their own memory alone; use none",
             )
 
 

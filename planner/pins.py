@@ -22,6 +22,7 @@ from planner.plan import (
     Offload,
     Prefetch,
     Scales,
+    TensorOverlap,
     WeightWire,
     loss_text,
 )
@@ -56,6 +57,7 @@ SHORT_NAMES = {
     "weights": "weight_wire",
     "dispatch": "dispatch",
     "compile": "compile",
+    "tensor_overlap": "tensor_overlap",
     "order": "order",
 }
 LONGEST_NUMBER = 12
@@ -70,6 +72,7 @@ WORDS: dict[str, Collection[str]] = {
     "weight_wire": get_args(WeightWire),
     "dispatch": get_args(Dispatch),
     "compile": get_args(Compile),
+    "tensor_overlap": get_args(TensorOverlap),
 }
 AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tensor",),
@@ -109,6 +112,7 @@ class Pins:
     weight_wire: WeightWire | None = None
     dispatch: Dispatch | None = None
     compile: Compile | None = None
+    tensor_overlap: TensorOverlap | None = None
     order: tuple[Axis, ...] | None = None
     """All axes, the innermost first."""
     divided: frozenset[Axis] = frozenset()
@@ -144,6 +148,7 @@ class Pins:
             (self.weight_wire, layout.weight_wire),
             (self.dispatch, layout.dispatch),
             (self.compile, layout.compile),
+            (self.tensor_overlap, layout.tensor_overlap),
             (self.order, layout.order),
         )
         several = all(getattr(layout, axis) > 1 for axis in self.divided)
@@ -201,6 +206,8 @@ def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
         for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
             if value is not None:
                 yield f"{name}={value} has no effect: pp=1, there is no pipeline"
+    if layout.tensor == 1 and pins.tensor_overlap == "async":
+        yield "tensor_overlap=async has no effect: tp=1, no block is divided"
     if pins.order is not None:
         short = {axis: name for name in ("tp", "cp", "dp", "pp") for axis in AXES[name]}
         degrees = {"tp": layout.tensor, "cp": layout.context, "dp": layout.data}
@@ -237,6 +244,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("weight_wire", space.weight_wires),
         ("dispatch", space.dispatches),
         ("compile", space.compile),
+        ("tensor_overlap", space.tensor_overlaps),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
     for field, known in words:

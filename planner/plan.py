@@ -73,6 +73,9 @@ Prefetch = Literal[0, 1, 2, 3]
 by them in forward, and one ahead in backward."""
 Compile = Literal["none", "block"]
 """What is compiled: nothing, or each layer that repeats, as one graph."""
+TensorOverlap = Literal["none", "async"]
+"""How tensor-parallel collectives run: before and behind the products of a block, or in pieces
+beside them (asynchronous tensor parallelism)."""
 Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
 INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
@@ -160,6 +163,7 @@ class Layout:
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
+    tensor_overlap: TensorOverlap = "none"
     expert_tensor: int = 1
     """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
     """
@@ -225,6 +229,7 @@ class Layout:
                 ("reshard", self.reshard, None),
                 ("loss", loss_text(self.loss), loss_text(None)),
                 ("compile", self.compile, "none"),
+                ("tensor_overlap", self.tensor_overlap, "none"),
             )
             if value != usual
         ]
@@ -395,6 +400,8 @@ class Plan(Document):
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""
+    tensor_overlap: TensorOverlap = "none"
+    """With compiled blocks; written only where it is not none."""
     training: Training = Training()
     timeout_s: Timeout = 600.0
     """A collective that waits longer ends the run."""
@@ -418,6 +425,7 @@ class Plan(Document):
             "prefetch",
             "reshard",
             "compile",
+            "tensor_overlap",
         )
         for name in new:
             if fields.get(name) == type(self).model_fields[name].default:
@@ -563,6 +571,7 @@ class Plan(Document):
             dispatch=self.dispatch,
             loss=self.loss,
             compile=self.compile,
+            tensor_overlap=self.tensor_overlap,
             expert_tensor=mesh.expert_tensor,
             sequence_parallel=mesh.sequence_parallel,
         )

@@ -226,6 +226,7 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
         weight_wire=pins.weight_wire or "full",
         dispatch=pins.dispatch or "alltoall",
         compile=pins.compile or "none",
+        tensor_overlap=pins.tensor_overlap or "none",
         order=pins.order or INSIDE_OUT,
         micro_batch=micro_batch,
         micro_batches=job.global_batch // (data * micro_batch),

@@ -238,6 +238,9 @@ class TensorRule(Part):
     collective; else the sequence is the first dimension of every activation."""
     overlap: Amount = Field(default=0.0, le=1)
     """Share of tensor-parallel collectives that hides behind the products around them."""
+    async_overlap: Amount = Field(default=0.0, le=1)
+    """Where a layout asks for asynchronous tensor parallelism, the share of a collective beside a
+    product that hides behind this product, which then runs in as many pieces as there are ranks."""
     recorded: Amount = 0.0
     """Undivided activations of each block that wait for their collective to end on the device
     before the allocator gives their memory away again (c10d's record_stream), since the host runs a
@@ -310,11 +313,6 @@ class PipelineRule(Part):
     """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
-    stalled_transfer_s: Amount = 0.0
-    """Seconds that each transfer between stages waits in jobs of very many nodes, without stages
-    each collective of all replicas."""
-    stalling_nodes: Positive = 32
-    """Those jobs have more nodes than this."""
 
 
 class PerPass(Part):
@@ -587,6 +585,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "tp-overlap": {"tensor.overlap": 0.4},
+    "16-bit-gathers": {"eight_bit.gathered": ("activations",)},
     "cheap-recompute": {"recompute.selective": "cheap"},
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},

@@ -34,6 +34,7 @@ from planner.plan import (
     Prefetch,
     Scales,
     ScheduleName,
+    TensorOverlap,
     WeightWire,
 )
 from planner.profile import Recompute
@@ -68,6 +69,7 @@ _OF_LAYOUTS = (
     "scales",
     "weight_wire",
     "dispatch",
+    "tensor_overlap",
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -118,6 +120,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
     "compile": attrgetter("layout.compile"),
     "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
+    "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
     "devices_per_node": _devices_per_node,
 }
 """By name: of a layout, a job, a language model, a cluster."""
@@ -129,6 +132,7 @@ WORDS = frozenset(
         "scales",
         "weight_wire",
         "dispatch",
+        "tensor_overlap",
         "precision",
         "adapters",
         "attention",
@@ -297,6 +301,7 @@ class Space(Part):
     """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
+    tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
     precisions: tuple[Precision, ...] | None = None
     """None: every precision there is."""
     pads_vocabulary: Flag = False
@@ -409,6 +414,7 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         (chunked, (False, space.chunked_loss), "a loss in chunks"),
         (layout.dispatch, space.dispatches, f"tokens dispatched by {layout.dispatch}"),
         (layout.compile, space.compile, f"compile {layout.compile}"),
+        (layout.tensor_overlap, space.tensor_overlaps, "asynchronous tensor parallelism"),
     )
     yield from (what for value, known, what in chosen if value not in known)
 
@@ -419,7 +425,7 @@ def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
     return any(
-        name in (*_OF_LAYOUTS, "loss", "compile", "backward")
+        name in (*_OF_LAYOUTS, "loss", "compile", "backward", "idle_ranks")
         for product in each
         for name in product.names
     )

@@ -35,7 +35,10 @@ BACKEND = "inductor"
 """torch's compiler behind the graphs; tests trace, differentiate and partition only."""
 MOST_GRAPHS = 64
 """Of one forward's code: kinds of layers x recompute choices x training and evaluation."""
-LASTING: dict[str, str | int | bool | Callable[..., Any]] = {
+Options = dict[str, str | int | bool | Callable[..., Any]]
+IN_PIECES: Options = {"_micro_pipeline_tp": True}
+"""Of inductor: gathers and scatters next to products become operators that do both."""
+LASTING: Options = {
     "allow_buffer_reuse": False,
     "inplace_buffers": False,
 }
@@ -46,12 +49,14 @@ _LONGEST_REASON = 200
 class Compiler:
     """Compiles layers of one rank, and notes how long that took and what stayed eager."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pieces: bool = False) -> None:
+        """With `pieces` collectives beside products run piece by piece (runtime/tensor.py)."""
         self.seconds = 0.0
         """Of forwards that made a graph, with what they computed; backwards are left out."""
         self.fallbacks: dict[str, str] = {}
         """Why a layer runs eager, by its name."""
         self._lack = compiler_lack(device) if BACKEND == "inductor" else None
+        self._options = IN_PIECES if pieces else {}
         expect_graphs(MOST_GRAPHS)
 
     def compile(self, name: str, layer: nn.Module) -> None:
@@ -63,12 +68,13 @@ class Compiler:
         linears = deferring(layer)
         if linears:
             has_ordered_effect(torch.ops.meshwright.put_off.default)
+        options = {**self._options, **(LASTING if linears else {})} or None
         made = torch.compile(
             eager,
             fullgraph=True,
             dynamic=False,
             backend=BACKEND,
-            options=LASTING if linears and BACKEND == "inductor" else None,
+            options=options if BACKEND == "inductor" else None,
         )
         seen: set[bool] = set()
 

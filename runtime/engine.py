@@ -112,7 +112,8 @@ class TokenEngine:
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
-        self.compiler = Compiler(device) if plan.compile == "block" else None
+        pieces = plan.tensor_overlap == "async"
+        self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
         """What compiles layers, if the plan lets any be compiled."""
         self._parts = tuple(
             parallel_stage(

@@ -39,7 +39,7 @@ from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
 from runtime.published import Region, Weights
-from runtime.torch_internals import act_around, replicate
+from runtime.torch_internals import act_around, replicate, share_memory
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {
@@ -112,7 +112,7 @@ def parallel_stage(
     store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
     _choose_products(layers, plan, store)
     loads = _loads(layers, device)
-    factors, summed = _divided(layers, plan, adapter, place)
+    factors, summed = _divided(layers, plan, adapter, place, device)
     chunked = _chunk(layers, plan, place, targets)
     shared = _shared(layers)
     apart = reduces_apart(plan, place)
@@ -249,14 +249,18 @@ def _loads(layers: dict[str, nn.Module], device: torch.device) -> dict[str, Load
 
 
 def _divided(
-    layers: dict[str, nn.Module], plan: Plan, adapter: Adapter, place: Place
+    layers: dict[str, nn.Module],
+    plan: Plan,
+    adapter: Adapter,
+    place: Place,
+    device: torch.device,
 ) -> tuple[dict[str, float], set[str]]:
     """Divide all layers over experts and the tensor axis.
 
     Return what to multiply gradients with, and the parameters whose gradients are partial.
     """
     factors = _over_experts(layers, plan, place) if plan.mesh.expert > 1 else {}
-    summed = _over_tensor(layers, plan, adapter, place) if plan.mesh.tensor > 1 else set()
+    summed = _over_tensor(layers, plan, adapter, place, device) if plan.mesh.tensor > 1 else set()
     if plan.mesh.expert > 1:  # now that the input of a mixture is what its parts get
         for layer in layers.values():
             experts.compute_shared_meanwhile(layer)
@@ -276,15 +280,22 @@ def _over_experts(layers: dict[str, nn.Module], plan: Plan, place: Place) -> dic
 
 
 def _over_tensor(
-    layers: dict[str, nn.Module], plan: Plan, adapter: Adapter, place: Place
+    layers: dict[str, nn.Module],
+    plan: Plan,
+    adapter: Adapter,
+    place: Place,
+    device: torch.device,
 ) -> set[str]:
     """Divide all layers over the tensor axis; return the parameters with partial gradients."""
     summed = set()
+    mesh, pieces = place.axis("tensor"), plan.tensor_overlap == "async"
+    if pieces:
+        share_memory(mesh.get_group(), device)
     for name, layer in layers.items():
         styles = adapter.tensor_plan(name)
         if plan.mesh.expert > 1:
             styles = tensor.apart(styles)
-        partial = tensor.divide(layer, styles, place.axis("tensor"))
+        partial = tensor.divide(layer, styles, mesh, pieces=pieces)
         summed |= {f"{name}.{parameter}" for parameter in partial}
     adapter.tie(layers)  # again, since `divide` made new parameters
     return summed

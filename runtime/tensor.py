@@ -22,6 +22,7 @@ must be summed over the tensor axis: `divide` returns which those are.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,65 +59,82 @@ class _Gather(torch.autograd.Function):
     """All-gather along the positions; backward is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, pieces: bool) -> Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        return _all_gather(x, group, pieces=pieces)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.group, pieces=ctx.pieces), None, None
 
 
 class _Scatter(torch.autograd.Function):
     """Reduce-scatter along the positions; backward is an all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, pieces: bool) -> Tensor:
+        ctx.group, ctx.pieces = group, pieces
+        return _reduce_scatter(x, group, pieces=pieces)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad, ctx.group, pieces=ctx.pieces), None, None
 
 
-def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collect x [sample, position / ranks, feature] along the positions."""
-    return _Gather.apply(x, group)
+def gather(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tensor:
+    """Collect x [sample, position / ranks, feature] along the positions.
+
+    With `pieces` it is written as torch's compiler looks for it, to run it piece by piece beside
+    the products of what it brings.
+    """
+    return _Gather.apply(x, group, pieces)
 
 
-def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum x [sample, position, feature] over ranks and keep this rank's positions."""
-    return _Scatter.apply(x, group)
+def scatter(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tensor:
+    """Sum x [sample, position, feature] over ranks and keep this rank's positions.
+
+    With `pieces` as `gather`, beside the product that makes x.
+    """
+    return _Scatter.apply(x, group, pieces)
 
 
 # The functional collectives, since selective recompute must see them as operators with results.
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    ops = torch.ops._c10d_functional
-    parts = x.transpose(0, POSITIONS).contiguous()
-    whole = ops.wait_tensor(ops.all_gather_into_tensor(parts, group.size(), group.group_name))
-    return whole.transpose(0, POSITIONS).contiguous()
+# They work along the first dim, which with one sample are the positions: nothing is copied then.
+# What torch's pass (_inductor/fx_passes/micro_pipeline_tp.py) looks for is chunks and `cat`.
+def _all_gather(x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
+    ops, ranks = torch.ops._c10d_functional, group.size()
+    parts = ops.all_gather_into_tensor(x.contiguous(), ranks, group.group_name)
+    parts = ops.wait_tensor(parts)
+    if x.shape[0] == 1 and not pieces:
+        return parts.view(1, -1, *x.shape[POSITIONS + 1 :])
+    return torch.cat(parts.chunk(ranks), dim=POSITIONS)
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    ops = torch.ops._c10d_functional
-    whole = x.transpose(0, POSITIONS).contiguous()
-    part = ops.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name)
-    return ops.wait_tensor(part).transpose(0, POSITIONS).contiguous()
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
+    ops, ranks = torch.ops._c10d_functional, group.size()
+    if x.shape[0] == 1 and not pieces:
+        whole = x.contiguous().view(ranks, -1, *x.shape[POSITIONS + 1 :])
+    else:
+        whole = torch.cat(x.chunk(ranks, dim=POSITIONS))
+    part = ops.reduce_scatter_tensor(whole, "sum", ranks, group.group_name)
+    return ops.wait_tensor(part)
 
 
-def divide(layer: nn.Module, plan: Mapping[str, TensorStyle], mesh: DeviceMesh) -> set[str]:
+def divide(
+    layer: nn.Module, plan: Mapping[str, TensorStyle], mesh: DeviceMesh, *, pieces: bool = False
+) -> set[str]:
     """Divide a layer over the tensor axis; return the parameters whose gradients need a sum.
 
-    Parameters may be on the meta device.  One that two modules share stays shared, and one that
-    is divided already (experts over their own axis) stays as it is.
+    With `pieces` its collectives can run beside its products, once it is compiled.  Parameters may
+    be on the meta device.  One that two modules share stays shared, and one that is divided already
+    (experts over their own axis) stays as it is.
     """
     done: dict[int, nn.Parameter] = {}
     for path, style in plan.items():
         module = layer.get_submodule(path)
         for attribute, dim in SHARDS.get(style, {}).items():
             distribute(module, attribute, Shard(dim), mesh, done)
-        _run_in_style(module, style, mesh.get_group())
+        _run_in_style(module, style, mesh.get_group(), pieces=pieces)
     replicated = set()
     for path, module in layer.named_modules():
         whole = [
@@ -236,17 +254,24 @@ def _part(module: nn.Module, name: str) -> Tensor | None:
     return _local(module._parameters.get(name))
 
 
-def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGroup) -> None:
+def _run_in_style(
+    module: nn.Module, style: TensorStyle, group: dist.ProcessGroup, *, pieces: bool
+) -> None:
     if style in ("gather", "mixture"):
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: _gathered(args, kwargs, group), with_kwargs=True
+            lambda _, args, kwargs: _gathered(args, kwargs, group, pieces=pieces), with_kwargs=True
         )
         if style == "mixture":
-            module.register_forward_hook(lambda _, args, output: scatter(output, group))
+            module.register_forward_hook(
+                lambda _, args, output: scatter(output, group, pieces=pieces)
+            )
     elif style in ("columns", "experts", "part"):
-        module.forward = on_local_parts(module, module.forward)
+        forward = module.forward
+        if pieces and type(module) is nn.Linear and module.bias is not None:
+            forward = functools.partial(_bias_behind, module)
+        module.forward = on_local_parts(module, forward)
     elif style == "rows":
-        module.forward = lambda x: _rows(module, x, group)
+        module.forward = lambda x: _rows(module, x, group, pieces=pieces)
     elif style == "vocabulary":
         module.forward = lambda tokens: _vocabulary(module, tokens, group)
     else:
@@ -256,15 +281,24 @@ def _run_in_style(module: nn.Module, style: TensorStyle, group: dist.ProcessGrou
         )
 
 
+def _bias_behind(module: nn.Linear, x: Tensor) -> Tensor:
+    """Return x W^T + b as a product and a sum: with both in one the compiler's pass knows neither.
+
+    Its patterns have `mm`, and no `addmm`.
+    """
+    return functional.linear(x, module.weight) + module.bias
+
+
 def _gathered(
-    args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+    args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, *, pieces: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
-        return (gather(args[0], group), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"], group)}
+        return (gather(args[0], group, pieces=pieces), *args[1:]), kwargs
+    whole = gather(kwargs["hidden_states"], group, pieces=pieces)
+    return args, {**kwargs, "hidden_states": whole}
 
 
-def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, pieces: bool) -> Tensor:
     weight, bias = _part(module, "weight"), _part(module, "bias")
     assert weight is not None
     whole = linear(module, x, weight)
@@ -273,7 +307,7 @@ def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         assert a is not None
         assert b is not None
         whole = whole + lora.low_rank(module, x, a, b)
-    part = scatter(whole, group)
+    part = scatter(whole, group, pieces=pieces)
     return part if bias is None else part + bias
 
 

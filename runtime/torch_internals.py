@@ -8,6 +8,7 @@ differ, one function here does the work with either.  Where a class of torch is 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
+
+from planner.errors import LaunchError
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -56,6 +59,7 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "shapes_found_in",
+    "share_memory",
 ]
 
 
@@ -105,6 +109,31 @@ def compiler_lack(device: torch.device) -> str | None:
     except exc.InvalidCxxCompiler:
         return "there is no C++ compiler; install g++ or set CXX"
     return None
+
+
+def share_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let ranks read each other's memory, as asynchronous tensor parallelism does.
+
+    LaunchError where they cannot, found by trying: all ranks of the group must call it.
+    """
+    from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
+
+    place = "tensor_overlap: is async"
+    if device.type != "cuda":
+        raise LaunchError(
+            f"{place}, which needs memory that devices share; a {device.type} has none: use none"
+        )
+    with warnings.catch_warnings():
+        # 2.13 says that it is no longer needed, and its compiler still asks whether it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric.enable_symm_mem_for_group(group.group_name)
+    try:
+        symmetric.get_symm_mem_workspace(group.group_name, min_size=1)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LaunchError(
+            f"{place}, and the tensor ranks cannot read each other's memory ({reason}); use none"
+        ) from error
 
 
 def has_ordered_effect(operator: Any) -> None:

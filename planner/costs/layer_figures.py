@@ -27,6 +27,7 @@ from planner.costs.calibration import (
     stage_factors,
 )
 from planner.costs.collectives import Levels, group_steps, ranks_of
+from planner.costs.figure_store import Basis, FigureStore, KindFigures, Rows
 from planner.costs.layer_seconds import (
     ENDS,
     HostPasses,
@@ -57,8 +58,6 @@ from planner.profile import LayerMeasurement, Profile, Recompute
 Floats = NDArray[np.float64]
 Groups = tuple[Levels, Levels, Levels, Levels]
 """Of tensor, context and expert parallelism."""
-KindFigures = dict[str, tuple[Figures, ...]]
-"""By Layer.kind, in the order none, selective, full."""
 
 
 class LayerFigures:
@@ -71,7 +70,9 @@ class LayerFigures:
         profile: Profile | None,
         rates: Rates,
         recomputes: tuple[Recompute, ...] = RECOMPUTES,
+        store: FigureStore | None = None,
     ) -> None:
+        """`store` has figures of other clusters; what a profile corrects is not in it."""
         self.model = model
         self.cluster = cluster
         self.profile = profile
@@ -89,6 +90,8 @@ class LayerFigures:
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
         self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
         """Figures of many settings, and the place of one among them."""
+        store = FigureStore() if store is None else store
+        self._rows = store.rows(Basis.of(model, cluster, rates, recomputes))
         self._groups: dict[tuple[object, ...], Levels] = {}
 
     def of(self, setting: Setting, layout: Layout) -> KindFigures:
@@ -125,8 +128,22 @@ class LayerFigures:
 
     def _many(self, places: Sequence[tuple[Setting, Layout]]) -> KindFigures:
         """Return figures that are arrays [place], of settings that take the same branches."""
-        settings = ManySettings.of([setting for setting, _ in places])
+        some = places[0][0]
         groups = [self._groups_of(layout) for _, layout in places]
+        keys = [_key(setting, own) for (setting, _), own in zip(places, groups, strict=True)]
+        alike = some.branches, some.kernels, some.seq_len, some.precision
+        rows = self._rows.setdefault(alike, Rows())
+        figures = rows.of(
+            keys,
+            lambda new: self._worked_out([places[at][0] for at in new], [groups[at] for at in new]),
+        )
+        for index, key in enumerate(keys):
+            self._together[key] = figures, index
+        return figures
+
+    def _worked_out(self, each: Sequence[Setting], groups: Sequence[Groups]) -> KindFigures:
+        """Return figures that are arrays [setting], of groups that lie in these places."""
+        settings = ManySettings.of(each)
         link_s = self._links_s(groups)
         figures = {}
         for kind, layer in self._layers.items():
@@ -135,8 +152,6 @@ class LayerFigures:
                 self._computed(layer, settings, table, choice, link_s)
                 for choice in self._recomputes
             )
-        for index, (setting, _) in enumerate(places):
-            self._together[_key(setting, groups[index])] = figures, index
         return figures
 
     def _entry(
@@ -247,12 +262,16 @@ class LayerFigures:
         if setting.compiled:
             on = compute.compiled(on)
         found = layer_seconds.passes(table, recompute, on)
+        if setting.overlaps_tensors:
+            found = layer_seconds.in_pieces(table, again, setting.tensor, found)
         host = self._host_passes(table, setting, found, recomputes=recompute == "full")
         rule = self._seen[setting.sequence_parallel]
         if setting.compiled:  # a graph waits for what an exchange brings as soon as it has begun it
             rule = replace(rule, shared=0.0)
+        if setting.overlaps_tensors:
+            rule = replace(rule, beside=self._rates.stack.tensor.async_overlap)
         forward_tensor_s, backward_tensor_s = layer_seconds.seen_links(
-            layer_seconds.collectives(table, again, link_s, rule), found, rule
+            layer_seconds.collectives(table, again, link_s, rule, on), found, rule
         )
         window = self._rates.stack.host.window
         counted = self._rates.stack.experts.counts == "host" and routes(layer.kind)

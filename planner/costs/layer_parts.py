@@ -374,6 +374,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
         layout.sequence_parallel,
         layout.loss,
         layout.compile,
+        layout.tensor_overlap,
         layout.scales,
         layout.dispatch,
         *_sharing_key(layout),

@@ -11,7 +11,7 @@ The one place where a stack's operators become seconds, whether one setting is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
@@ -176,6 +176,8 @@ class LinkRule:
 
     tensor: float = 1.0
     """Of tensor-parallel blocks whose residual stream is divided along the sequence."""
+    beside: float = 0.0
+    """Share of one of these collectives that can hide behind the product beside it."""
     context: float = 0.0
     """Share of what goes round between context-parallel ranks that can hide behind attention."""
     second_gather: float = 0.0
@@ -203,7 +205,7 @@ def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False
 
 
 def collectives(
-    table: Table, again: Iterable[Operator], link_s: LinkSeconds, rule: LinkRule
+    table: Table, again: Sequence[Operator], link_s: LinkSeconds, rule: LinkRule, on: Device
 ) -> Iterator[tuple[Operator, float, float]]:
     """Yield each collective and its seconds, forward and backward, then those of recomputation.
 
@@ -232,12 +234,82 @@ def collectives(
             back_s = back_s + there_s
         elif rule.second_gather and operator.kind == "all_gather" and not (end or operator.waits):
             back_s = back_s + rule.second_gather * there_s
+        if rule.beside and operator.axis == "tensor" and not (end or operator.waits):
+            window_s, window_back_s = _beside_s(operator, table.operators, on)
+            there_s = _left_s(there_s, window_s, rule)
+            back_s = _left_s(back_s, window_back_s, rule)
         yield operator, seen * there_s, seen * back_s
     for operator in again:
         if operator.communicates and operator.only != "backward":
             back_s = one_s(cast(Collective, operator.kind), operator.moved_bytes, operator)
             seen = 1.0 if operator.waits else _seen(operator.axis, rule, end=end)
+            if rule.beside and operator.axis == "tensor" and not (end or operator.waits):
+                back_s = _left_s(back_s, _beside_s(operator, again, on)[0], rule)
             yield operator, 0.0, seen * back_s
+
+
+def in_pieces(table: Table, again: Sequence[Operator], ranks: float, found: Passes) -> Passes:
+    """Return passes whose products beside collectives run in a piece for each rank.
+
+    Each piece is a kernel of each product, and a copy from or to its rank.
+    """
+
+    def more(operators: Sequence[Operator]) -> float:
+        products = [
+            len(_beside(op, operators))
+            for op in operators
+            if op.axis == "tensor" and not op.waits and _beside(op, operators)
+        ]
+        return (ranks - 1) * sum(products) + ranks * len(products)
+
+    if table.kind in ENDS:
+        return found
+    return replace(
+        found,
+        kernels=found.kernels + more(table.operators),
+        kernels_again=found.kernels_again + more(again),
+    )
+
+
+def _beside(collective: Operator, operators: Iterable[Operator]) -> list[tuple[Operator, str]]:
+    """Return the products in front of which a collective gathers, or behind which it scatters.
+
+    An operator that stands for several has each of them, by what it makes.
+    """
+    if collective.kind == "all_gather":
+        found = [op for op in operators if collective.outputs.keys() & set(op.inputs)]
+    elif collective.kind == "reduce_scatter":
+        found = [op for op in operators if op.outputs.keys() & set(collective.inputs)]
+    else:
+        return []
+    return [(op, name) for op in found if op.kind == "matmul" for name in op.outputs]
+
+
+def _beside_s(
+    collective: Operator, operators: Iterable[Operator], on: Device
+) -> tuple[float | None, float | None]:
+    """Return the seconds of the products that a collective can run beside, forward and backward.
+
+    A gather in front of products goes piece by piece with all of them, and what leaves a product is
+    scattered as it is made.  Backward the gradient is gathered in front of that product's other one
+    of the same size; in front of a gather it is the sum of what its products make, so that it goes
+    with the product only where there is a single one (torch, _inductor/fx_passes,
+    micro_pipeline_tp.py).  None: there is no such product.
+    """
+    beside = _beside(collective, operators)
+    if not beside:
+        return None, None
+    each = {op.name: op for op, _ in beside}.values()
+    window_s = sum(forward_s(op, on, end=False) for op in each)
+    single = collective.kind == "reduce_scatter" or len(beside) == 1
+    return window_s, window_s if single else None
+
+
+def _left_s(communication_s: float, window_s: float | None, rule: LinkRule) -> float:
+    """Return what is seen of a collective beside products of so many seconds, if there are any."""
+    if window_s is None:
+        return communication_s
+    return shown_s(communication_s, window_s, rule.beside)
 
 
 def seen_links(

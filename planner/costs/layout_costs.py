@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
+from planner.costs.figure_store import FigureStore, KindFigures
 from planner.costs.held import Held, HeldStates
-from planner.costs.layer_figures import KindFigures, LayerFigures
+from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import Sharing, States
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
@@ -110,10 +111,12 @@ class CostTables:
         request: Request,
         activations: tuple[Activations, ...] = ("keep",),
         recomputes: tuple[Recompute, ...] = RECOMPUTES,
+        store: FigureStore | None = None,
     ) -> None:
         """`activations` and `recomputes` are what layers may choose among, `none` first.
 
-        What the request pins is left to the search, which needs all ways to recompute.
+        What the request pins is left to the search, which needs all ways to recompute.  `store`
+        has figures of requests on other clusters, and gets those of this one.
         """
         self.request = request
         self.model = model = request.model
@@ -140,7 +143,7 @@ class CostTables:
             *((warning,) if warning else ()),
         )
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes)
+        self._figures = LayerFigures(model, cluster, profile, self._rates, recomputes, store)
         self._holding = HeldStates(model, job, self._rates.stack)
         self._boundaries = Boundaries(model)
         self._parts = LayerParts(
@@ -189,7 +192,7 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
-            step_s=self._step_s + self._rates.stalled_s(layout, self.cluster.groups[0].nodes),
+            step_s=self._step_s,
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
@@ -206,7 +209,7 @@ class CostTables:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no layer causes, of any layout; jobs that stall have more."""
+        """Seconds of a step that no layer causes, of any layout."""
         return self._step_s
 
     @property
@@ -299,6 +302,7 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
+            overlaps_tensors=layout.tensor_overlap == "async",
             scales=layout.scales,
             dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",

@@ -35,8 +35,6 @@ from planner.units import bytes_text
 Hidden = Literal["units", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, or once per step."""
 
-STEP_COLLECTIVES = 4
-"""Over all replicas once a step: gradients, their norm, parameters and the loss."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
@@ -93,21 +91,6 @@ class Rates:
         """Return the share of a transfer to the next stage for which its sender waits."""
         rule = self.stack.pipeline
         return 1 - (rule.interleaved_overlap if layout.virtual_stages > 1 else rule.overlap)
-
-    def stalled_s(self, layout: Layout, nodes: int) -> float:
-        """Seconds that transfers between stages stall, of a whole step.
-
-        A stage between two others takes part in four transfers per micro-batch, which wait one by
-        one; the first micro-batch passes p - 1 of them forward, and the last one p - 1 backward.
-        Without stages it is the collectives of a step that wait.
-        """
-        rule, ranks = self.stack.pipeline, layout.pipeline
-        if nodes <= rule.stalling_nodes:
-            return 0.0
-        if ranks == 1:
-            return STEP_COLLECTIVES * rule.stalled_transfer_s
-        each = 2 if ranks == 2 else 4
-        return each * rule.stalled_transfer_s * (layout.micro_batches + (ranks - 1) / 2)
 
     def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
         """Seconds of a collective, of one size or of each in an array."""

@@ -39,6 +39,8 @@ class Written(NamedTuple):
     text: Callable[[Wanted], str]
     outside: Callable[[Wanted], Iterator[str]]
     """What is set elsewhere."""
+    says: frozenset[str] = frozenset()
+    """Fields of a plan that it says and most others do not."""
 
 
 def configuration(
@@ -52,7 +54,7 @@ def configuration(
         raise DocumentError("to", f"is '{to:.40}'; {nearest(to, list(FRAMEWORKS))}")
     wanted = Wanted(plan=plan, model=model, cluster=cluster)
     how = FRAMEWORKS[to]
-    found = [*for_all(wanted), *how.obstacles(wanted)]
+    found = [*for_all(wanted, how.says), *how.obstacles(wanted)]
     if found:
         raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
     return how.text(wanted)
@@ -68,9 +70,11 @@ def in_the_script(
 
 FRAMEWORKS = {
     "megatron": Written(megatron.obstacles, megatron.text, megatron.outside),
-    "torchtitan": Written(torchtitan.obstacles, torchtitan.text, torchtitan.outside),
+    "torchtitan": Written(
+        torchtitan.obstacles, torchtitan.text, torchtitan.outside, torchtitan.SAYS
+    ),
     "torchtitan@0.2": Written(
-        torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside
+        torchtitan_toml.obstacles, torchtitan_toml.text, torchtitan_toml.outside, torchtitan.SAYS
     ),
     "megatron-bridge": Written(
         megatron_bridge.obstacles, megatron_bridge.text, megatron_bridge.outside

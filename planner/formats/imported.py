@@ -135,6 +135,7 @@ def imported(
             micro_batches=micro_batches,
             offload=told.offload,
             compile=told.compile,
+            tensor_overlap=told.tensor_overlap,
             training=training,
             stages=stages,
         )

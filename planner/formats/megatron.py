@@ -54,6 +54,8 @@ def text(wanted: Wanted) -> str:
     ]
     if plan.precision == "fp8":
         lines += ["--bf16", "--fp8-format hybrid"]
+        if plan.zero and "16-bit-gathers" not in plan.backend.split("+"):
+            lines.append("--fp8-param-gather")
     elif plan.precision in ("bf16", "fp16"):
         lines.append(f"--{plan.precision}")
     return "\n".join([*lines, *_megatron_training(wanted)]) + "\n"

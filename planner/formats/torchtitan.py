@@ -66,6 +66,7 @@ def other_selective(wanted: Wanted) -> Iterator[str]:
         yield "selective recompute, which are other operators there"
 
 
+SAYS = frozenset({"tensor_overlap"})
 _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 
 
@@ -138,6 +139,8 @@ def _settings(wanted: Wanted) -> Iterator[str]:
         yield f"parallelism.module_fqns_per_model_part = {parts_of(wanted, 'lm_head')!r}"
     yield f"compile.enable = {plan.compile == 'block'}"
     yield 'compile.components = ["model"]'
+    if plan.tensor_overlap == "async":
+        yield "compile.enable_async_tensor_parallel = True"
     yield f"activation_checkpoint = {_POLICIES[recompute_of(wanted)]}"
     if plan.loss is None:  # from all logits, not in chunks of them
         yield 'loss = getattr(config.loss, "loss_fn", config.loss)'

@@ -69,6 +69,8 @@ def text(wanted: Wanted) -> str:
         f"context_parallel_degree = {mesh.context}",
         f"pipeline_parallel_degree = {mesh.pipeline}",
     ]
+    if plan.tensor_overlap == "async":
+        lines.append("enable_async_tensor_parallel = true")
     if mesh.expert > 1:
         lines.append(f"expert_parallel_degree = {mesh.expert}")
     if shards > 1:

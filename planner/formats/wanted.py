@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from planner.cluster import ClusterSpec
@@ -113,6 +113,7 @@ _UNSUPPORTED = {
     "gradient_wire": "gradients travel as {}",
     "weight_wire": "weights travel as {}",
     "scales": "scales of 8-bit operands are {}",
+    "tensor_overlap": "collectives of tensor parallelism are {}",
     "dispatch": "tokens come to experts by {}",
     "document_len": "attention stays within documents of {} tokens, which the data says there",
     "reshard": "parameters stay divided over {} ranks from forward to backward",
@@ -121,15 +122,16 @@ _UNSUPPORTED = {
 """How the others are refused, where a plan uses them."""
 
 
-def for_all(wanted: Wanted) -> Iterator[str]:
-    """Yield what no framework here has words for."""
+def for_all(wanted: Wanted, says: Collection[str]) -> Iterator[str]:
+    """Yield what no framework here has words for, but for fields that this one `says`."""
     plan = wanted.plan
     treated = {item.activations for stage in plan.stages for item in stage.layers}
     if plan.groups is not None or plan.shares is not None:
         yield "its devices differ"
     for name, field in Plan.model_fields.items():
         value = getattr(plan, name)
-        if name not in _WRITTEN and value != field.get_default(call_default_factory=True):
+        known = name in _WRITTEN or name in says
+        if not known and value != field.get_default(call_default_factory=True):
             yield _UNSUPPORTED.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
     if treated - {"keep"}:
         yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"

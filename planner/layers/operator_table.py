@@ -81,6 +81,8 @@ class Setting:
     and each rank takes its own."""
     compiled: bool = False
     """Blocks are compiled, each as one graph."""
+    overlaps_tensors: bool = False
+    """Collectives between tensor-parallel ranks run in pieces beside the products around them."""
     document_len: int | None = None
     """Of the document that a token is in, on average; None: samples are not divided."""
     scales: Scales = "tensorwise"
@@ -124,6 +126,7 @@ class Setting:
             self.loss is not None and self.loss.gradients == "recomputed",
             self.pipelined,
             self.compiled,
+            self.overlaps_tensors,
             self.gathers_heads,
             self.scales == "rowwise",
             self.narrow_weights,
@@ -188,6 +191,7 @@ class ManySettings(Setting):
             pipelined=some.pipelined,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
+            overlaps_tensors=some.overlaps_tensors,
             loss=some.loss,
             document_len=some.document_len,
             scales=some.scales,

@@ -28,6 +28,7 @@ from planner.scores.statistics import (
 )
 from planner.setup import Setup
 from planner.shown import cell
+from planner.stack_space import EVERYTHING, Facts, conflicts
 from planner.tables.predictions import Tables, predicted
 from planner.tables.rows import Measured, Skipped, each, read_rows
 from planner.units import GIB
@@ -53,6 +54,12 @@ class ScoredRow:
     setup: Setup | None
     prediction: Prediction | None
     reason: str = ""
+    """Why nothing was predicted, or why the run's framework refuses its layout."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is predicted to run: it fits in memory, and its framework has the layout."""
+        return self.prediction is not None and self.prediction.fits and not self.reason
 
     @property
     def step_time_s(self) -> float | None:
@@ -160,10 +167,20 @@ def validate(
                 ScoredRow(measured=measured, setup=None, prediction=None, reason=str(error))
             )
             continue
-        rows.append(ScoredRow(measured=measured, setup=setup, prediction=known[key]))
+        rows.append(
+            ScoredRow(measured=measured, setup=setup, prediction=known[key], reason=_refusal(setup))
+        )
     if told is not None:
         told(len(table), len(table))
     return scored(rows)
+
+
+def _refusal(setup: Setup) -> str:
+    """Return why a run's framework refuses what its layout joins; empty if it does not."""
+    request = setup.request
+    facts = Facts(request.model, request.cluster, request.job, setup.layout)
+    found = next(conflicts(request.stack.space or EVERYTHING, facts), None)
+    return "" if found is None else f"{request.stack.name} refuses it: {found.text(facts)}"
 
 
 _SEEN = frozenset(
@@ -229,7 +246,7 @@ def score(rows: Iterable[ScoredRow]) -> Score:
         ),
         out_of_memory=out_of_memory_score(
             [
-                (row.prediction.fits, row.measured.out_of_memory)
+                (row.runs, row.measured.out_of_memory)
                 for row in rows
                 if row.prediction and row.measured.out_of_memory is not None
             ]
@@ -309,8 +326,8 @@ def rows_csv(validation: Validation) -> str:
                 cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
-                int(found.fits),
-                "",
+                int(row.runs),
+                cell(row.reason),
             ]
         )
     return text.getvalue()

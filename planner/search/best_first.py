@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.collector import uncollected
+from planner.costs.figure_store import FigureStore
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.native import Rules
 from planner.pins import outside
@@ -32,6 +33,7 @@ from planner.search.finalists import (
     MOST_SOLVED,
     fastest_first,
     finalists,
+    finalists_mixed,
     simulated,
     told,
 )
@@ -44,6 +46,7 @@ from planner.search.simulated_proof import USUAL, Effort, Told, prove
 from planner.search.space import kind
 from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
+from planner.search.spaces.mixed_proof import prove_mixed
 from planner.search.spaces.rounds import RoundSpace, bounded_too
 
 SOLVERS = ("exact", "ilp")
@@ -61,6 +64,7 @@ def search(
     known: Sequence[Candidates] = (),
     effort: Effort = USUAL,
     told: Told | None = None,
+    store: FigureStore | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
 
@@ -69,6 +73,7 @@ def search(
     is not worked out again.
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
+    `store` has what layers take on other clusters, and gets what is worked out here.
     `effort` is what the proof in simulated time may take; `told` hears the gap that is left.
     """
     started = time.process_time()
@@ -77,7 +82,7 @@ def search(
     queue = Queue(account, top=top, below_s=below_s, progress=progress)
     chains: list[ChainSpace] = []
     plain: Found[Any] | None = None
-    for space in spaces_of(request, solver, rules, known):
+    for space in spaces_of(request, solver, rules, known, store):
         if isinstance(space, ChainSpace):
             chains.append(space)
             queue.run(space)
@@ -92,7 +97,9 @@ def search(
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
-        raise NoPlanFits(why_nothing(request, queue, lambda asked: spaces_of(asked, rules=rules)))
+        raise NoPlanFits(
+            why_nothing(request, queue, lambda asked: spaces_of(asked, rules=rules, store=store))
+        )
 
     every = [queue.home(best).ranked(best) for best in bests]
     winner, closed_form = bests[0], every[0]
@@ -101,6 +108,9 @@ def search(
         order, said = _proven_finalists(queue, plain, (start, closed_form), effort, told)
     else:
         order, said = _near_finalists(queue, winner, closed_form)
+        if request.cluster.mixed and not (request.model.edges or request.pins.require):
+            proof = prove_mixed(queue.spaces, order[0], effort)
+            order, said = finalists_mixed(order, closed_form, proof)
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     certificate = account.certificate(
@@ -146,6 +156,7 @@ def spaces_of(
     solver: str = "exact",
     rules: Rules | None = None,
     known: Sequence[Candidates] = (),
+    store: FigureStore | None = None,
 ) -> Iterator[Space[Any]]:
     """Yield the spaces of a request in the order in which they are looked at."""
     by_program = solver == "ilp"
@@ -153,7 +164,7 @@ def spaces_of(
         yield from mixed.spaces_of(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
-        candidates = candidates_of(request, rules, recompute, known)
+        candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
             yield from graph.spaces_of(candidates, by_program=by_program)
             return

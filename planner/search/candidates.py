@@ -28,7 +28,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.layer_figures import KindFigures
+from planner.costs.figure_store import FigureStore, KindFigures
 from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least_credits_s
 from planner.costs.memory import state_types
 from planner.costs.rank_memory import room_bytes
@@ -151,6 +151,17 @@ class Candidates:
                 return None
             found.recompute = new.recompute
             found._forget()
+            found._bound_by_figures(self._chain.figures)
+        return found
+
+    def recomputing(self, recompute: Recomputes) -> Candidates:
+        """Return the same layouts, whose layers may recompute something else."""
+        if not self._divided:
+            self.computation_s()
+        found = copy(self)
+        found.recompute, found.refused = recompute, dict(self.refused)
+        found._forget()
+        if found.families:
             found._bound_by_figures(self._chain.figures)
         return found
 
@@ -597,16 +608,24 @@ def candidates_of(
     rules: Rules | None,
     recompute: Recomputes,
     known: Sequence[Candidates],
+    store: FigureStore | None = None,
 ) -> Candidates:
-    """Return the candidates of a request; `known` are of the same under other pins."""
+    """Return the candidates of a request; `known` are of the same under other pins.
+
+    `store` has figures of layers on other clusters.
+    """
     for one in known:
-        part = one.part(request) if one.rules is rules else None
+        if one.rules is not rules:
+            continue
+        if one.request is request:
+            return one.recomputing(recompute)
+        part = one.part(request)
         if part is not None and part.recompute == recompute:
             return part
     treated = activations(request.cluster, request.pins, space=request.space)
     shared = next((one for one in known if one.tables.activations == treated), None)
     if shared is None:
-        return Candidates(request, rules, recompute)
+        return Candidates(request, rules, recompute, CostTables(request, treated, store=store))
     return Candidates(request, rules, recompute, shared.tables, shared.frontiers)
 
 
@@ -614,6 +633,7 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
     """Return a layout of these degrees that shares nothing."""
     whole = (1, job.global_batch // degrees.data)
     size, count = (micro_batches(job, degrees, pins) or [whole])[-1]
+    overlap = (pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
     return Layout(
         tensor=degrees.tensor,
         context=degrees.context,
@@ -624,7 +644,8 @@ def _plainest(job: Job, degrees: Degrees, pins: Pins) -> Layout:
         micro_batches=count,
         loss=pins.chunks,
         scales=pins.scales or "tensorwise",
-        compile=pins.compile or "none",
+        compile=pins.compile or ("none" if overlap == "none" else "block"),
+        tensor_overlap=overlap,
     )
 
 

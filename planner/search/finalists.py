@@ -17,6 +17,7 @@ from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked
 from planner.search.simulated_proof import Proof
 from planner.search.space import complexity
+from planner.search.spaces.mixed_proof import MixedProof
 from planner.tolerances import EQUAL
 from planner.units import seconds_text
 
@@ -63,20 +64,41 @@ def finalists(optimum: Solved, proof: Proof) -> list[Solved]:
 
 def simulated(order: Sequence[Solved], closed_form: Ranked, proof: Proof) -> Simulated:
     """Return what the simulator says of the finalists, and what is proven of the whole space."""
-    step_s = order[0][1].prediction.step_time_s
-    bound_s = min(proof.lower_bound_s, step_s)
-    gap = 1 - bound_s / step_s if step_s else 0.0
     left = f", least of {proof.lowest}" if proof.lowest is not None else ""
     said = told([one for _, one in order], closed_form, [_recompute(own) for own, _ in order])
+    return _bounded(said, proof.lower_bound_s, proof.looked_at, left)
+
+
+def _bounded(
+    said: Simulated, lower_bound_s: float, looked_at: Mapping[str, int], left: str = ""
+) -> Simulated:
+    """Return what is said of finalists with what is proven of all plans."""
+    step_s = said.step_time_s
+    bound_s = min(lower_bound_s, step_s)
+    gap = 1 - bound_s / step_s if step_s else 0.0
     return said.model_copy(
         update={
             "lower_bound_s": bound_s,
             "gap": gap,
             "bound": f"nothing in the space simulates below {seconds_text(bound_s)} "
             f"(gap {100 * gap:.2g} %{left})",
-            "looked_at": {name: count for name, count in proof.looked_at.items() if count},
+            "looked_at": {name: count for name, count in looked_at.items() if count},
         }
     )
+
+
+def finalists_mixed(
+    near: Sequence[Ranked], closed_form: Ranked, proof: MixedProof
+) -> tuple[list[Ranked], Simulated]:
+    """Return the fastest plan of each layout, the closed form's optimum among them.
+
+    With what the simulator says of them, and what is proven of all.
+    """
+    kept: dict[str, Ranked] = {}
+    for _, one in fastest_first([(None, one) for one in (*near, *proof.found)], closed_form):
+        kept.setdefault(one.plan.layout.text(), one)
+    order = [one for at, one in enumerate(kept.values()) if at < MOST_SOLVED or one is closed_form]
+    return order, _bounded(told(order, closed_form), proof.lower_bound_s, proof.looked_at)
 
 
 def told(order: Sequence[Ranked], closed_form: Ranked, recompute: Sequence[str] = ()) -> Simulated:

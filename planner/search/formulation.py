@@ -238,6 +238,7 @@ def plan_with(
         dispatch=layout.dispatch,
         loss=layout.loss,
         compile=layout.compile,
+        tensor_overlap=layout.tensor_overlap,
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,

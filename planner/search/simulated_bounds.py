@@ -231,6 +231,26 @@ class SimulatedCandidates(Candidates):
         flat = replace(base, steady=0.0, fill=fill, kinds=unsynced)
         return [(steady, 0.0), (flat, waited_s)]
 
+    def likely(self, layout: Layout) -> tuple[Instance, float]:
+        """Return the closed form's problem with transfers as the simulator has them.
+
+        And what a step takes beside it: what is done once, and the way of one micro-batch through
+        all stages and back.  The optimum is no bound: it lies within 3 % of the simulated step of
+        most layouts whose stages are even, and below it of those whose stages are not.
+        """
+        instance = instance_of(
+            self.model,
+            self.cluster,
+            layout,
+            self._sending(layout),
+            self.recompute,
+            self.pins.require,
+        )
+        asked = self.rows(layout)
+        ways_s = 2 * (layout.stages - 1) * hidden_s(self.costs(layout))
+        more_s = self.tables.of(layout).step_s + ways_s
+        return replace(instance, sizes=asked or instance.sizes), more_s
+
     def _sending(self, layout: Layout) -> LayoutCosts:
         """Return costs whose transfers are what their senders wait for."""
         costs = self.costs(layout)

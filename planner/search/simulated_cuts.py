@@ -98,13 +98,19 @@ def drained(
 
 def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
     """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less."""
+    if len(np.unique(placed.rank)) < layout.pipeline:
+        return limit_s  # nothing that some rank may hold beats it
+    return least_of(Cuts(layout, placed, transfer_s), layout, placed, limit_s)
+
+
+def least_of(cuts: Cuts, layout: Layout, placed: Placed, limit_s: float) -> float:
+    """Return the same of cuts that are given."""
     update_s = max(
         float(placed.update_s[placed.rank == rank].min(initial=np.inf))
         for rank in range(layout.pipeline)
     )
     if update_s >= limit_s:
         return limit_s
-    cuts = _Cuts(layout, placed, transfer_s)
     low_s, high_s = 0.0, limit_s - update_s
     if not cuts.possible(high_s):
         return limit_s
@@ -118,7 +124,7 @@ def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -
     return low_s * (1 - ROUNDING) + update_s
 
 
-class _Cuts:
+class Cuts:
     """The columns of a layout by rank, as paths that stay with it count them."""
 
     def __init__(self, layout: Layout, placed: Placed, transfer_s: float) -> None:

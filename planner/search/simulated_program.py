@@ -25,19 +25,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.recomputes import Recomputes
 from planner.critical_path import KINDS, Graph, Path, graph_of
+from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.schedule import rank_of_stage
 from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, least_s
-from planner.solver.instance import Instance, Solution, priced
+from planner.solver.instance import Instance, Option, Solution, priced
 from planner.tolerances import ROUNDING
 
 MOST_COLUMNS = 6_000
@@ -46,6 +50,7 @@ CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +107,7 @@ class Choices:
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
             return limit_s
-        program = _Program(
+        program = Program(
             self._candidates, self._layout, self._instance, self._columns, self._placed
         )
         return max(low_s, program.solve(limit_s, tried, nodes, until))
@@ -120,16 +125,31 @@ def choices_of(
     instance = candidates.instance(layout)
     if instance.sides or instance.hosts or instance.sizes or instance.used_bytes is None:
         return None
-    found = _Columns(candidates, layout, instance, limit_s, ways).every()
+    found = Columns(candidates, layout, instance, limit_s, ways).every()
     return None if found is None else Choices(candidates, layout, instance, *found)
 
 
-class _Columns:
+class Priced(Protocol):
+    """A model and what a layout costs on some devices."""
+
+    @property
+    def model(self) -> ModelGraph:
+        """The model."""
+
+    @property
+    def recompute(self) -> Recomputes:
+        """What layers may recompute."""
+
+    def costs(self, layout: Layout, /) -> LayoutCosts:
+        """Return what a layout costs."""
+
+
+class Columns:
     """The columns of a layout that are not as slow as the limit by themselves."""
 
     def __init__(
         self,
-        candidates: Candidates,
+        candidates: Priced,
         layout: Layout,
         instance: Instance,
         limit_s: float,
@@ -177,15 +197,15 @@ class _Columns:
                 least = self._instance.stages[rank].least_layers
                 for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
                     following.add(end)
-                    own = self._of(rank, first, layers[first:end])
+                    own = self.of(rank, first, layers[first:end])
                     if own is None or len(columns) + len(own) > MOST_COLUMNS:
                         return None
                     columns += own
                     places += [(rank, first, end)] * len(own)
             starts = following
-        return columns, _placed(columns, places, self._layout.stages)
+        return columns, placed(columns, places, self._layout.stages)
 
-    def _of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
+    def of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
         """Return the columns of a rank with these entries; None where there are too many."""
         key = rank, kinds
         if key not in self._known:
@@ -193,24 +213,40 @@ class _Columns:
         return self._known[key]
 
     def _new(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
-        counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-        main = max(counts, key=lambda kind: counts[kind])
-        others = [kind for kind in counts if kind != main]
+        most, others, each = self._beside(kinds)
         tables = self._instance.kinds
-        ways = [math.comb(counts[kind] + len(tables[kind]) - 1, counts[kind]) for kind in others]
-        rows = math.comb(counts[main] + len(tables[main]) - 1, counts[main])
-        if math.prod(ways) * rows > self._ways:
+        counts = {kind: kinds.count(kind) for kind in kinds}
+        ways = [math.comb(n + len(tables[kind]) - 1, n) for kind, n in counts.items()]
+        if math.prod(ways) > self._ways:
             return None
-        each = (
-            itertools.combinations_with_replacement(range(len(tables[kind])), counts[kind])
-            for kind in others
-        )
         found = []
-        for beside in itertools.product(*each):
+        known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
+        """Options of the others that were gone through, and how many of the main kind are slower
+        beside them at least."""
+        for beside in sorted(each, key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
-            for options in self._minimal(rank, first, kinds, (main, counts[main]), given):
+            own = [tables[kind][at] for kind in others for at in given[kind]]
+            slower = [
+                one for faster, falling in known if _no_slower(faster, own) for one in falling
+            ]
+            before = len(slower)
+            for options in self._minimal(rank, first, kinds, most, given, slower):
                 found.append(self._column(rank, first, options))
+            known.append((own, slower[before:]))
         return found
+
+    def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
+        """Return what tells the seconds of options [kind][layer]."""
+        tables = self._instance.kinds
+
+        def seconds(beside: Sequence[Sequence[int]]) -> float:
+            return sum(
+                tables[kind][at].time_s
+                for kind, own in zip(kinds, beside, strict=True)
+                for at in own
+            )
+
+        return seconds
 
     def _minimal(
         self,
@@ -219,37 +255,107 @@ class _Columns:
         kinds: tuple[int, ...],
         most: tuple[int, int],
         given: dict[int, tuple[int, ...]],
+        found: list[tuple[int, ...]],
     ) -> Iterator[tuple[int, ...]]:
         """Yield the options of entries that fit, where no layer's can be a faster one.
 
         `most` is the kind that most of them have and how many; the others' options are `given`.
+        How many layers have at least the n-th slower option is added to `found`, which has those
+        that fit with others' options no slower than these.
         Of several stages those with layers that store less come first: their seconds compare layer
         by layer if what stores less takes longer.
         """
-        (main, number), tables = most, self._instance.kinds
-        table = tables[main]
-        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
-        stored = [table[at].stored_bytes for at in order]
+        (main, _), tables = most, self._instance.kinds
+        order, numbers, _ = self._within_sums(rank, most, given)
+        stored = [tables[main][at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
-        besides_s = sum(tables[kind][at].time_s for kind, own in given.items() for at in own)
-        found: list[tuple[int, ...]] = []
-        for slower in _falling(number, len(order) - 1):
-            # How many layers have at least the n-th slower option.
+        for each in numbers.tolist():
+            slower = tuple(itertools.accumulate(reversed(each[1:])))[::-1]
             if compares and any(
                 all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
             ):
                 continue
-            numbers = [a - b for a, b in zip((number, *slower), (*slower, 0), strict=True)]
-            passes_s = besides_s + sum(
-                n * table[at].time_s for n, at in zip(numbers, order, strict=True)
-            )
-            if self._layout.micro_batches * passes_s > self._room_s * (1 + ROUNDING):
-                continue
-            picked = tuple(at for at, n in zip(order, numbers, strict=True) for _ in range(n))
+            picked = tuple(at for at, n in zip(order, each, strict=True) for _ in range(n))
             options = _along(kinds, {**given, main: picked})
             if self._fits(rank, first, options):
                 found.append(slower)
                 yield options
+
+    def _within_sums(
+        self, rank: int, most: tuple[int, int], given: dict[int, tuple[int, ...]]
+    ) -> tuple[list[int], Indices, Floats]:
+        """Return options of the main kind, the fastest first, and how many layers may have each.
+
+        [way, option], and [way] seconds of all entries.  Ways are within the limit alone, and
+        within memory by sums of bytes, which are no more than what ranks hold, and quicker.
+        """
+        (main, number), tables = most, self._instance.kinds
+        table = tables[main]
+        order = sorted(range(len(table)), key=lambda at: table[at].time_s)
+        numbers = _ways(number, len(order))
+        stage = self._instance.stages[rank]
+        others = [tables[kind][at] for kind, own in given.items() for at in own]
+        each_s = np.array([table[at].time_s for at in order])
+        passes_s = sum(one.time_s for one in others) + numbers @ each_s
+        able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
+        held = numbers @ np.array([stage.held_bytes(table[at]) for at in order])
+        held += sum(map(stage.held_bytes, others))
+        transient = np.array([table[at].transient_bytes for at in order])
+        widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
+        widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
+        free_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes)
+        able &= held + widest <= free_bytes + ROUNDING * np.abs(held)
+        return order, numbers[able], passes_s[able]
+
+    def least(self, rank: int, first: int, kinds: tuple[int, ...]) -> Column | None:
+        """Return seconds that no column with these entries is below; None if there is none.
+
+        They are those of the fastest options, and what memory takes more by sums of bytes, which
+        does not go to the rank's first stage if it has others.
+        """
+        key = "least", rank, kinds
+        if key not in self._known:
+            found = self._least(rank, first, kinds)
+            self._known[key] = None if found is None else [found]
+        known = self._known[key]
+        return None if known is None else known[0]
+
+    def _least(self, rank: int, first: int, kinds: tuple[int, ...]) -> Column | None:
+        tables = self._instance.kinds
+        most, others, each = self._beside(kinds)
+        least_s = math.inf
+        for beside in each:
+            given = dict(zip(others, beside, strict=True))
+            _, _, passes_s = self._within_sums(rank, most, given)
+            least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+        if least_s == math.inf:
+            return None
+        fastest = tuple(
+            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
+        )
+        column = self._column(rank, first, fastest)
+        more_s = least_s - sum(tables[k][at].time_s for k, at in zip(kinds, fastest, strict=True))
+        last = max(stage for stage, home in enumerate(self._home) if home == rank)
+        column.seconds[1:3, last] += max(0.0, more_s * (1 - ROUNDING))
+        return column
+
+    def _beside(
+        self, kinds: tuple[int, ...]
+    ) -> tuple[tuple[int, int], list[int], Iterator[tuple[tuple[int, ...], ...]]]:
+        """Return the kind that most entries have and how many, and the others with their options.
+
+        [way][other kind] One for each entry of the kind.
+        """
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        main = max(counts, key=lambda kind: counts[kind])
+        others = [kind for kind in counts if kind != main]
+        each = (
+            itertools.combinations_with_replacement(
+                range(len(self._instance.kinds[kind])), counts[kind]
+            )
+            for kind in others
+        )
+        return (main, counts[main]), others, itertools.product(*each)
 
     def _fits(self, rank: int, first: int, options: tuple[int, ...]) -> bool:
         instance = self._instance
@@ -295,9 +401,17 @@ class _Columns:
         return self._layer_s[key]
 
 
-def _placed(
+def _no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
+    return all(
+        a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
+        for a, b in zip(faster, slower, strict=True)
+    )
+
+
+def placed(
     columns: Sequence[Column], places: Sequence[tuple[int, int, int]], stages: int
 ) -> Placed:
+    """Return columns with the rank, the first entry and the end of each."""
     rank, first, end = np.array(places, dtype=np.intp).reshape(-1, 3).T
     return Placed(
         rank=rank,
@@ -315,6 +429,22 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
     return tuple(left[kind].pop(0) for kind in kinds)
 
 
+@lru_cache(maxsize=512)
+def _ways(number: int, options: int) -> Indices:
+    """[way, option] How many of so many layers have each, those with the fewest slow ones first.
+
+    >>> _ways(2, 3).tolist()
+    [[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]]
+    >>> _ways(2, 1).tolist()
+    [[2]]
+    """
+    rows = list(_falling(number, options - 1))
+    slower = np.array(rows, dtype=np.intp).reshape(len(rows), options - 1)
+    most, none = np.full((len(slower), 1), number), np.zeros((len(slower), 1), dtype=np.intp)
+    found: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
+    return found
+
+
 def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
     """Yield falling rows of `count` numbers up to `most`, the smallest first."""
     if not count:
@@ -325,12 +455,12 @@ def _falling(most: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-class _Program:
+class Program:
     """The program in HiGHS: columns, then ω and θ."""
 
     def __init__(
         self,
-        candidates: Candidates,
+        candidates: Priced,
         layout: Layout,
         instance: Instance,
         columns: Sequence[Column],
@@ -373,14 +503,14 @@ class _Program:
         self._links()
         for rank in range(layout.pipeline):
             own = np.flatnonzero(self._rank == rank)
-            self._row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
+            self.row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
             self._add(self._alone(rank))
 
     def _links(self) -> None:
         """Each rank has one column, and begins where the one before it ends."""
         ranks = self._layout.pipeline
         firsts, ends = self._placed.first.tolist(), self._placed.end.tolist()
-        self._row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
+        self.row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
         for rank in range(1, ranks):
             before = np.flatnonzero(self._rank == rank - 1).tolist()
             own = np.flatnonzero(self._rank == rank).tolist()
@@ -388,9 +518,10 @@ class _Program:
                 ending = [at for at in before if ends[at] == place]
                 starting = [at for at in own if firsts[at] == place]
                 signs = [1.0] * len(ending) + [-1.0] * len(starting)
-                self._row(0.0, 0.0, [*ending, *starting], signs)
+                self.row(0.0, 0.0, [*ending, *starting], signs)
 
-    def _row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
+    def row(self, lower: float, upper: float, at: Sequence[int], values: Sequence[float]) -> None:
+        """Add a row with these values of some variables."""
         places = np.array(at, dtype=np.int32)
         self._highs.addRow(lower, upper, len(places), places, np.array(values, dtype=float))
 
@@ -411,7 +542,7 @@ class _Program:
         waiting_s = float(path.hops @ np.array(self._transfer_s)) if len(path.hops) else 0.0
         at = np.flatnonzero(worth)
         number = len(self._columns)
-        self._row(
+        self.row(
             waiting_s / self._unit_s,
             self._infinite,
             [*at, number + 1],
@@ -419,7 +550,7 @@ class _Program:
         )
 
     def solve(
-        self, limit_s: float, tried: Callable[[Solution], float], nodes: int, until: float
+        self, limit_s: float, tried: Callable[[Any], float], nodes: int, until: float
     ) -> float:
         """Return the least step, or `limit_s` if that is less."""
         self._highs.setOptionValue("mip_max_nodes", nodes)
@@ -453,7 +584,7 @@ class _Program:
                 values = np.array(self._highs.getSolution().col_value)
                 if whole:
                     values[:-2] = values[:-2].round()
-                    limit_s = min(limit_s, tried(self._solution(values)))
+                    limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):
                     break
         return low_s
@@ -478,7 +609,8 @@ class _Program:
                 found = True
         return found
 
-    def _solution(self, values: Floats) -> Solution:
+    def solution(self, values: Floats) -> Solution:
+        """Return the split that whole columns make."""
         chosen = np.flatnonzero(values[:-2] > 0.5)
         chosen = chosen[np.argsort(self._rank[chosen])]
         cuts = (0, *self._placed.end[chosen].tolist())

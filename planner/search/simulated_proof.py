@@ -19,14 +19,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Literal
 
 from planner.plan import Layout
-from planner.search.candidates import Candidates
+from planner.search.candidates import Bounded, Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, choices_of
-from planner.search.space import Family, canonical, complexity, timetables
+from planner.search.space import Family, canonical, complexity, kind, timetables
+from planner.solver import bounds
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
 from planner.tolerances import EQUAL, ROUNDING
 
@@ -46,15 +48,17 @@ BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 class Effort:
     """How far a proof is followed."""
 
-    schedules: int = 8
-    """Other schedules of the closed form's optimum that are solved and simulated."""
-    families: int = 600
+    likely: int = 48
+    """Layouts that are estimated, to find those that are likely to be the fastest."""
+    tried: int = 10
+    """Of them, those that are solved and simulated."""
+    families: int = 300
     """Configuration groups and parts that are bounded."""
     layouts: int = 60
     """Layouts whose memory is looked at."""
     cut: int = 4
     """Layouts whose cuts are gone through."""
-    solved: int = 12
+    solved: int = 4
     """Layouts whose partition problems are solved."""
     programs: int = 1
     """Layouts whose programs are."""
@@ -70,10 +74,10 @@ class Effort:
     """Of them, for one program."""
 
 
-NEAR = 0.03
-"""Beyond the closed form of the best plan, relatively: where its other schedules are solved."""
+NEAR = 0.05
+"""How far the estimate of a layout is above what it simulates at most, relatively."""
 USUAL = Effort()
-BRIEF = Effort(schedules=6, families=96, layouts=20, cut=4, solved=2, programs=0)
+BRIEF = Effort(likely=16, tried=4, families=96, layouts=20, cut=4, solved=2, programs=0)
 """For plans beside the answer, of which nothing is proven."""
 _ALL = 1 << 30
 FULL = Effort(
@@ -168,6 +172,11 @@ class _Search:
         """What is at least this does not beat the best."""
         return self._best.prediction.step_time_s * (1 - EQUAL)
 
+    @property
+    def _place(self) -> int:
+        """Of the best plan's candidates."""
+        return next(at for at, one in enumerate(self._every) if one is self._owner)
+
     def _push(self, level: int, bound_s: float, place: int, item: Family | Layout) -> None:
         first = item.first if isinstance(item, Family) else item
         if first.pipeline == 1:
@@ -179,46 +188,73 @@ class _Search:
 
     def run(self, told: Told | None) -> None:
         """Look near the best, then bound what is left, the lowest first, while effort is left."""
-        self._reschedule()
+        self._try_likely()
         self._polish()
         while (level := self._lowest()) is not None:
             self._advance(level)
             if told is not None:
                 told(self._gap())
 
-    def _reschedule(self) -> None:
-        """Simulate the best plan's layout under its other schedules, where they may be faster."""
-        owner, best = self._owner, self._best.plan.layout
-        place = next(at for at, one in enumerate(self._every) if one is owner)
-        count = 0
+    def _try_likely(self) -> None:
+        """Solve and simulate the layouts that are likely to be the fastest.
+
+        They come from parts of the space that the closed form has bounded, transfers left out,
+        below its own optimum, and from the best layout's other schedules.  Of those that differ in
+        sharing and order alone the one with the least bound stands for all.
+        """
+        alike: dict[tuple[object, ...], tuple[float, int, Layout]] = {}
+        for place, one in enumerate(self._every):
+            for _, bounded in (*one.opened.values(), (None, self._rescheduled(one))):
+                for layout, bound_s in bounded:
+                    timetable = layout.schedule, layout.virtual_stages
+                    key = place, timetable, kind(layout), layout.micro_batch, layout.zero > 2
+                    worse = key in alike and alike[key][0] <= bound_s
+                    if layout.pipeline == 1 or worse or bound_s >= self._limit_s:
+                        continue
+                    if one.pins.allow(layout) and one.refusal(layout) is None:
+                        alike[key] = bound_s, place, layout
+        first = heapq.nsmallest(self._effort.likely, alike.values(), key=itemgetter(0))
+        each = []
+        for _, place, layout in first:
+            instance, more_s = self._bounded[place].likely(layout)
+            each.append((bounds.counted_s(instance) + more_s, place, layout))
+        for least_s, place, layout in heapq.nsmallest(self._effort.tried, each, key=itemgetter(0)):
+            if least_s < self._limit_s * (1 + NEAR):
+                self._try_likeliest(place, layout)
+
+    def _try_likeliest(self, place: int, layout: Layout) -> None:
+        """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
+        instance, more_s = self._bounded[place].likely(layout)
+        solution = self._solve(instance, self._limit_s * (1 + NEAR) - more_s)
+        if isinstance(solution, Solution):
+            self._try(self._every[place], layout, solution)
+
+    def _rescheduled(self, candidates: Candidates) -> Bounded:
+        """Return the best plan's layout under its other schedules."""
+        best = self._best.plan.layout
+        if candidates is not self._owner:
+            return []
+        found = []
         for name, virtual in timetables(
-            owner.model,
+            candidates.model,
             best.pipeline,
             best.micro_batches,
-            owner.pins,
-            space=owner.request.space,
+            candidates.pins,
+            space=candidates.request.space,
         ):
             layout = replace(best, schedule=name, virtual_stages=virtual)
-            if not owner.pins.order:
-                layout = canonical(owner.cluster, layout)
-            if layout == best or count >= self._effort.schedules or owner.refusal(layout):
-                continue
-            limit_s = self._best.objective_s * (1 + NEAR)
-            if owner.communication_s(layout) > limit_s or owner.memory_s(layout) > limit_s:
-                continue
-            if self._bounded[place].memory_s(layout) < self._limit_s:
-                count += 1
-                step_s = owner.costs(layout).step_s
-                solution = self._solve(owner.instance(layout), limit_s - step_s)
-                if isinstance(solution, Solution):
-                    self._try(owner, layout, solution)
+            if not candidates.pins.order:
+                layout = canonical(candidates.cluster, layout)
+            if layout != best:
+                found.append((layout, self._bounded[self._place].communication_s(layout)))
+        return found
 
     def _polish(self) -> None:
         """Let the program of the best plan's layout choose its stages and recomputation."""
         layout = self._best.plan.layout
         if layout.pipeline > 1 and self._effort.programs:
             self._spent[SOLVED] += 1
-            place = next(at for at, one in enumerate(self._every) if one is self._owner)
+            place = self._place
             self._polished[place, layout] = self._settled_s(place, layout)
 
     def _lowest(self) -> int | None:
@@ -335,11 +371,8 @@ class _Search:
                 self._try(candidates, layout, solution)
             elif isinstance(solution, Fathomed):
                 most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
-        near_s = self._best.objective_s * (1 + NEAR)
-        if most_s < self._limit_s and candidates.memory_s(layout) <= near_s:
-            solution = self._solve(candidates.instance(layout), near_s - step_s)
-            if isinstance(solution, Solution):
-                self._try(candidates, layout, solution)
+        if most_s < self._limit_s:
+            self._try_likeliest(place, layout)
         return most_s
 
     def _try(self, candidates: Candidates, layout: Layout, solution: Solution) -> float:

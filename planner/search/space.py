@@ -34,6 +34,7 @@ from planner.plan import (
     Offload,
     Prefetch,
     Scales,
+    TensorOverlap,
     WeightWire,
 )
 from planner.request import Request
@@ -96,6 +97,7 @@ class Family:
     sequence_parallel: bool = True
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
+    tensor_overlap: TensorOverlap = "none"
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     """Of layouts that gather weights in each pass."""
@@ -113,6 +115,7 @@ class Family:
             self.place,
             self.loss,
             self.compile,
+            self.tensor_overlap,
             self.scales,
             self.weight_wire,
             self.dispatch,
@@ -162,6 +165,7 @@ class Family:
             sequence_parallel=self.sequence_parallel,
             loss=self.loss,
             compile=self.compile,
+            tensor_overlap=self.tensor_overlap,
         )
 
     def layouts(self) -> Iterator[Layout]:
@@ -361,6 +365,7 @@ def families(
                     sequence_parallel=divided,
                     loss=pins.chunks,
                     compile=blocks,
+                    tensor_overlap=tensor_overlap(request, degrees),
                     scales=pins.scales or "tensorwise",
                     weight_wire=weight_wire(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
@@ -421,6 +426,11 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
     hindered = any(conflict.place == "compile" for conflict in found)
     return "none" if hindered else "block"
+
+
+def tensor_overlap(request: Request, degrees: Degrees) -> TensorOverlap:
+    """Return how collectives of tensor parallelism run: as one at a time, if nobody asks."""
+    return (request.pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
 
 
 def weight_wire(request: Request) -> WeightWire:

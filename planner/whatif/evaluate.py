@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.catalog import facility
+from planner.costs.figure_store import FigureStore
 from planner.costs.uncertainty import link_seconds
 from planner.errors import DocumentError
 from planner.plan import Plan
@@ -122,10 +123,14 @@ class Outcome:
 
 
 def evaluate(
-    study: Study, model_name: str, candidate: Candidate, found: Planned | None = None
+    study: Study,
+    model_name: str,
+    candidate: Candidate,
+    found: Planned | None = None,
+    store: FigureStore | None = None,
 ) -> Outcome:
     """Return the outcome of one model on one candidate, planned already or not."""
-    found = found or planned(study, model_name, candidate)
+    found = found or planned(study, model_name, candidate, store=store)
     blank = Outcome(
         candidate=candidate.name,
         model=model_name,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from planner.cluster import AcceleratorKind, DeviceGroup, Precision
+from planner.collector import uncollected
+from planner.costs.figure_store import FigureStore
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph
@@ -62,14 +64,18 @@ class Planned:
         return ANY_S if self.prediction is None else self.prediction.step_time_s
 
 
+@uncollected()
 def planned(
     study: Study,
     model_name: str,
     candidate: Candidate,
     backend: str | None = None,
     likely: str | None = None,
+    store: FigureStore | None = None,
 ) -> Planned:
     """Return the best plan of one model on one candidate; this is what takes long.
+
+    `store` has what layers take on other candidates.
 
     `backend` instead of the study's own.  A `likely` stack, which wins on fewer devices and on
     more, is the only one that is searched if it fits.
@@ -77,62 +83,81 @@ def planned(
     model = resolve_model(model_name)
     ways = list(_ways(study, model, candidate, backend or study.work.backend))
     own = [way for way in ways if way[0] == likely]
-    best = _fastest(study, model, candidate, own) or _fastest(study, model, candidate, ways)
+    among = _Among(study=study, model=model, store=store or FigureStore())
+    best = among.fastest(candidate, own) or among.fastest(candidate, ways)
     if candidate.narrower is not None:
         plain = replace(candidate, cluster=candidate.narrower, narrower=None)
-        below_s = ANY_S if best is None else best.step_s
-        best = _fastest(study, model, plain, ways, below_s) or best
-    return best or Planned(reason=_reason(study, model, candidate, ways))
+        best = among.fastest(plain, ways, ANY_S if best is None else best.step_s) or best
+    return best or Planned(reason=among.reason(candidate, ways))
 
 
-def _fastest(
-    study: Study,
-    model: ModelGraph,
-    candidate: Candidate,
-    ways: Sequence[tuple[str, Precision | None]],
-    below_s: float = ANY_S,
-) -> Planned | None:
-    """Return the fastest plan of any stack that takes less than `below_s`."""
-    best: Planned | None = None
-    for stack, precision in ways:
-        below_s = below_s if best is None else best.step_s
-        try:
-            request = asked(study, model, candidate, stack, precision)
-            answer = _best(request, candidate, below_s)
-        except (NoPlanFits, DocumentError):
-            continue
-        if answer.prediction.step_time_s < below_s:
-            best = Planned(
-                job=request.job,
-                prediction=answer.prediction,
-                plan=answer.plan,
-                optimal=answer.certificate.optimal,
-                stack=answer.plan.backend,
-                parameters=model.parameters,
-            )
-    return best
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Among:
+    """Stacks that are searched for one model of a study."""
 
+    study: Study
+    model: ModelGraph
+    store: FigureStore
 
-def _reason(
-    study: Study,
-    model: ModelGraph,
-    candidate: Candidate,
-    ways: Sequence[tuple[str, Precision | None]],
-) -> str:
-    """Say why nothing fits: of the last stack, whose space is the smallest, that names a miss."""
-    refused = ""
-    for stack, precision in reversed(ways):
-        try:
-            request = asked(study, model, candidate, stack, precision)
-            if candidate.tuning in ("lora", "qlora"):
-                tuned(request, quantised=candidate.tuning == "qlora")
-            else:
-                search(request)
-        except NoPlanFits as error:
-            return str(error) if len(ways) == 1 else f"{stack}: {error}"
-        except DocumentError as error:
-            refused = str(error)
-    return refused or "nothing trains it there"
+    def fastest(
+        self,
+        candidate: Candidate,
+        ways: Sequence[tuple[str, Precision | None]],
+        below_s: float = ANY_S,
+    ) -> Planned | None:
+        """Return the fastest plan of any stack that takes less than `below_s`."""
+        best: Planned | None = None
+        for stack, precision in ways:
+            below_s = below_s if best is None else best.step_s
+            try:
+                request = asked(self.study, self.model, candidate, stack, precision)
+                answer = self._best(request, candidate, below_s)
+            except (NoPlanFits, DocumentError):
+                continue
+            if answer.prediction.step_time_s < below_s:
+                best = Planned(
+                    job=request.job,
+                    prediction=answer.prediction,
+                    plan=answer.plan,
+                    optimal=answer.certificate.optimal,
+                    stack=answer.plan.backend,
+                    parameters=self.model.parameters,
+                )
+        return best
+
+    def reason(self, candidate: Candidate, ways: Sequence[tuple[str, Precision | None]]) -> str:
+        """Say why nothing fits: by the last stack, of the smallest space, that names a miss."""
+        refused = ""
+        for stack, precision in reversed(ways):
+            try:
+                request = asked(self.study, self.model, candidate, stack, precision)
+                if candidate.tuning in ("lora", "qlora"):
+                    tuned(request, quantised=candidate.tuning == "qlora")
+                else:
+                    search(request, store=self.store)
+            except NoPlanFits as error:
+                return str(error) if len(ways) == 1 else f"{stack}: {error}"
+            except DocumentError as error:
+                refused = str(error)
+        return refused or "nothing trains it there"
+
+    def _best(self, request: Request, candidate: Candidate, below_s: float) -> Answer:
+        if candidate.tuning in ("lora", "qlora"):
+            return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
+        found: Answer | None = None
+        with contextlib.suppress(NoneFaster):
+            found = search(request, below_s=below_s, effort=BRIEF, store=self.store)
+        if found is None and below_s < ANY_S:
+            raise NoneFaster(f"no plan takes less than {below_s:g} s")
+        for fewer in _worth_trying(request, found.prediction if found else None):
+            best_s = below_s if found is None else found.certificate.objective_s
+            with contextlib.suppress(NoPlanFits):
+                other = search(fewer, below_s=best_s, effort=BRIEF, store=self.store)
+                if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
+                    found = other
+        if found is None:
+            raise NoneFaster("no plan fits")
+        return found
 
 
 def same_plan(study: Study, model_name: str, candidate: Candidate) -> tuple[str, ...]:
@@ -210,25 +235,6 @@ def public_stacks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[str, 
             return (NATIVE,)
         case _:
             assert_never(kind)
-
-
-def _best(request: Request, candidate: Candidate, below_s: float) -> Answer:
-    if candidate.tuning in ("lora", "qlora"):
-        return tuned(request, quantised=candidate.tuning == "qlora", below_s=below_s)
-    found: Answer | None = None
-    with contextlib.suppress(NoneFaster):
-        found = search(request, below_s=below_s, effort=BRIEF)
-    if found is None and below_s < ANY_S:
-        raise NoneFaster(f"no plan takes less than {below_s:g} s")
-    for fewer in _worth_trying(request, found.prediction if found else None):
-        best_s = below_s if found is None else found.certificate.objective_s
-        with contextlib.suppress(NoPlanFits):
-            other = search(fewer, below_s=best_s, effort=BRIEF)
-            if found is None or other.prediction.step_time_s < found.prediction.step_time_s:
-                found = other
-    if found is None:
-        raise NoneFaster("no plan fits")
-    return found
 
 
 def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:

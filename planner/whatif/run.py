@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from planner.catalog import Rent
+from planner.costs.figure_store import FigureStore
 from planner.errors import DocumentError
 from planner.shown import html_table
 from planner.units import seconds_text
@@ -22,12 +20,9 @@ from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranke
 from planner.whatif.sizing import size_of, unsolved, with_sizes
 from planner.whatif.span import Span, exact
 from planner.whatif.study import PUBLIC, ChangeName, Study
+from planner.whatif.workers import Workers
 
 Progress = Callable[[int, int], None]
-A = TypeVar("A")
-B = TypeVar("B")
-FEW = 3
-"""So many evaluations are not worth starting processes for."""
 SIZES_FIRST = 3
 """Of many sizes of a cluster, so many are planned under every stack."""
 NATIVE_TOO = 12
@@ -125,9 +120,16 @@ def run(
 
     `offers` are dated rents instead of the catalogue's.
     """
+    with Workers(processes) as workers:
+        return _carried_out(study, workers, progress, offers)
+
+
+def _carried_out(
+    study: Study, workers: Workers, progress: Progress | None, offers: Sequence[Rent] | None
+) -> Result:
     sizes = [(study, place, model, offers) for place, model in unsolved(study)]
     if sizes:
-        found = _side_by_side(_size, sizes, processes)
+        found = workers.each(_size, sizes)
         study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
@@ -139,9 +141,9 @@ def run(
     interrupted = False
     told = _Told(progress, len(tasks) + _changes_asked(study))
     try:
-        for index, outcome in _evaluated(tasks, processes, told):
+        for index, outcome in _evaluated(tasks, workers, told):
             done[index] = outcome
-        done |= dict(_natives(tasks, done, processes))
+        done |= dict(_natives(tasks, done, workers))
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
@@ -153,11 +155,11 @@ def run(
         candidates=candidates,
         break_even=tuple(break_evens(list(candidates.values()))),
     )
-    return result if interrupted else _followed(result, processes, told)
+    return result if interrupted else _followed(result, workers, told)
 
 
-def _size(asked: tuple[Study, int, str, Sequence[Rent] | None]) -> int:
-    return size_of(*asked)
+def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureStore) -> int:
+    return size_of(*asked, store)
 
 
 def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
@@ -168,7 +170,7 @@ def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
 
 
 def _natives(
-    tasks: Sequence[_Task], done: Mapping[int, Outcome], processes: int | None
+    tasks: Sequence[_Task], done: Mapping[int, Outcome], workers: Workers
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield the first outcomes of each model with what our own runtime would take there.
 
@@ -189,7 +191,7 @@ def _natives(
                 wanted.setdefault(key, []).append(at)
     groups = list(wanted.values())
     own = [replace(tasks[group[0]], backend=NATIVE) for group in groups]
-    for group, found in _planned(own, processes):
+    for group, found in workers.each(_plan, own):
         if found.prediction is not None:
             step = exact(found.prediction.step_time_s)
             for at in groups[group]:
@@ -219,7 +221,7 @@ class _Told:
             self._progress(self._done, self._total)
 
 
-def _followed(result: Result, processes: int | None, told: _Told) -> Result:
+def _followed(result: Result, workers: Workers, told: _Told) -> Result:
     """Add marginal values, curves and doubts, which are about single candidates."""
     study = result.study
     best = result.best or next((o for o in result.outcomes if o.fits), None)
@@ -230,12 +232,12 @@ def _followed(result: Result, processes: int | None, told: _Told) -> Result:
     if study.marginal is not None:
         base = _base(result, study.marginal.offer, best)
         wanted = [(c, f) for c, factors in study.marginal.changes.items() for f in factors]
-        marginal = tuple(_changes(result, base, wanted, processes, told))
+        marginal = tuple(_changes(result, base, wanted, workers, told))
     curves = []
     for curve in study.curves:
         base = _base(result, curve.offer, best)
         wanted = [(curve.change, factor) for factor in curve.factors]
-        found = tuple(_changes(result, base, wanted, processes, told))
+        found = tuple(_changes(result, base, wanted, workers, told))
         if found:  # none where the cluster has nothing of the kind
             curves.append(found)
     first = result.ranks[best.model]
@@ -264,7 +266,7 @@ def _changes(
     result: Result,
     base: Outcome,
     wanted: Sequence[tuple[ChangeName, float]],
-    processes: int | None,
+    workers: Workers,
     told: _Told,
 ) -> Iterator[Changed]:
     """Yield what each change of a candidate does to it, planned again at the same price."""
@@ -284,7 +286,7 @@ def _changes(
         tasks.append(
             _Task(_resized_work(result.study, base, change, cluster.devices), base.model, other)
         )
-    outcomes = dict(_evaluated(tasks, processes, told))
+    outcomes = dict(_evaluated(tasks, workers, told))
     for index, (change, factor) in enumerate(possible):
         yield _compared(base, change, factor, outcomes[index])
 
@@ -320,7 +322,7 @@ def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome
 
 
 def _evaluated(
-    tasks: Sequence[_Task], processes: int | None, told: _Told
+    tasks: Sequence[_Task], workers: Workers, told: _Told
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield outcomes with the index of their task, as they come.
 
@@ -331,16 +333,14 @@ def _evaluated(
         key = same_plan(task.study, task.model, task.candidate)
         alike.setdefault(key, []).append(index)
     groups = list(alike.values())
-    for group, found in _planned_by_size([tasks[group[0]] for group in groups], processes):
+    for group, found in _planned_by_size([tasks[group[0]] for group in groups], workers):
         for index in groups[group]:
             task = tasks[index]
             yield index, evaluate(task.study, task.model, task.candidate, found)
         told.more(len(groups[group]))
 
 
-def _planned_by_size(
-    tasks: Sequence[_Task], processes: int | None
-) -> Iterator[tuple[int, Planned]]:
+def _planned_by_size(tasks: Sequence[_Task], workers: Workers) -> Iterator[tuple[int, Planned]]:
     """Yield plans; where sizes alone differ, the least, a middle and the most are planned first.
 
     Between two sizes on which the same stack is fastest, only that one is searched.
@@ -350,7 +350,7 @@ def _planned_by_size(
     later = {at for row in rows for at in row} - ends
     first = [at for at in range(len(tasks)) if at not in later]
     known: dict[int, Planned] = {}
-    for place, found in _planned([tasks[at] for at in first], processes):
+    for place, found in workers.each(_plan, [tasks[at] for at in first]):
         known[first[place]] = found
         yield first[place], found
     rest, order = [], sorted(later)
@@ -362,7 +362,7 @@ def _planned_by_size(
                 rest.append((at, _between(known[below], known[above])))
     rest.sort()
     own = [replace(tasks[at], likely=stack) for at, stack in rest]
-    for place, found in _planned(own, processes):
+    for place, found in workers.each(_plan, own):
         yield order[place], found
 
 
@@ -386,32 +386,8 @@ def _rows_of_sizes(tasks: Sequence[_Task]) -> list[list[int]]:
     return [sorted(row, key=lambda at: tasks[at].candidate.devices) for row in rows.values()]
 
 
-def _planned(tasks: Sequence[_Task], processes: int | None) -> Iterator[tuple[int, Planned]]:
-    return _side_by_side(_plan, tasks, processes)
-
-
-def _side_by_side(
-    what: Callable[[A], B], tasks: Sequence[A], processes: int | None
-) -> Iterator[tuple[int, B]]:
-    """Yield results with the index of their task, as they come, from processes if they are many."""
-    count = processes or os.cpu_count() or 1
-    if len(tasks) <= FEW or count == 1:
-        for index, task in enumerate(tasks):
-            yield index, what(task)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(count, len(tasks)), mp_context=context) as pool:
-        waiting = {pool.submit(what, task): index for index, task in enumerate(tasks)}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _plan(task: _Task) -> Planned:
-    return planned(task.study, task.model, task.candidate, task.backend, task.likely)
+def _plan(task: _Task, store: FigureStore) -> Planned:
+    return planned(task.study, task.model, task.candidate, task.backend, task.likely, store)
 
 
 def result_json(result: Result) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 from planner.catalog import Rent
+from planner.costs.figure_store import FigureStore
 from planner.errors import DocumentError
 from planner.tolerances import ROUNDING
 from planner.units import MOST_DEVICES
@@ -39,8 +40,17 @@ def with_sizes(study: Study, found: Sequence[tuple[int, int]]) -> Study:
     return study.model_copy(update={"offers": tuple(offers)})
 
 
-def size_of(study: Study, place: int, model: str, known: Sequence[Rent] | None = None) -> int:
-    """Return the `n` of one offer for one model; DocumentError if there is none."""
+def size_of(
+    study: Study,
+    place: int,
+    model: str,
+    known: Sequence[Rent] | None = None,
+    store: FigureStore | None = None,
+) -> int:
+    """Return the `n` of one offer for one model; DocumentError if there is none.
+
+    `store` has what layers take on other clusters.
+    """
     offer = study.offers[place]
     assert offer.solve is not None  # unsolved() names such offers
     try:
@@ -48,9 +58,9 @@ def size_of(study: Study, place: int, model: str, known: Sequence[Rent] | None =
             case "power":
                 return powered(study, offer)
             case "need":
-                return needed(study, offer, model, known)
+                return needed(study, offer, model, known, store)
             case "afford":
-                return afforded(study, offer, model, known)
+                return afforded(study, offer, model, known, store)
             case _:
                 assert_never(offer.solve)
     except DocumentError as error:
@@ -64,13 +74,19 @@ def sized(study: Study, offer: Offer, n: int, known: Sequence[Rent] | None) -> C
     return candidate
 
 
-def needed(study: Study, offer: Offer, model: str, known: Sequence[Rent] | None) -> int:
+def needed(
+    study: Study,
+    offer: Offer,
+    model: str,
+    known: Sequence[Rent] | None,
+    store: FigureStore | None = None,
+) -> int:
     """Return the fewest whose run ends by the deadline as surely as the goal wants."""
     if study.goal.deadline_days is None:
         raise DocumentError("solve", "need is the fewest that keep goal.deadline_days; give it")
 
     def keeps(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, known))
+        outcome = evaluate(study, model, sized(study, offer, n, known), store=store)
         return outcome.fits and _sure(study, outcome, "deadline")
 
     most = _most(sized(study, offer, 1, known))
@@ -84,7 +100,13 @@ def needed(study: Study, offer: Offer, model: str, known: Sequence[Rent] | None)
     return border(keeps, least // 2, least)
 
 
-def afforded(study: Study, offer: Offer, model: str, known: Sequence[Rent] | None) -> int:
+def afforded(
+    study: Study,
+    offer: Offer,
+    model: str,
+    known: Sequence[Rent] | None,
+    store: FigureStore | None = None,
+) -> int:
     """Return the most that the budget pays for: purchases, contracts, hours or a whole run."""
     budget = study.goal.budget_usd
     if budget is None:
@@ -106,7 +128,7 @@ def afforded(study: Study, offer: Offer, model: str, known: Sequence[Rent] | Non
         return min(most, MOST_DEVICES // one.devices)
 
     def too_dear(n: int) -> bool:
-        outcome = evaluate(study, model, sized(study, offer, n, known))
+        outcome = evaluate(study, model, sized(study, offer, n, known), store=store)
         return outcome.fits and not _sure(study, outcome, "budget")
 
     most, least = _most(one), 1

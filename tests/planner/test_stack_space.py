@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.catalog import stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job, Layout
@@ -133,6 +134,18 @@ def test_a_conflict_that_speaks_of_layouts_says_nothing_of_their_degrees() -> No
 
     assert list(obstacles(space, facts(tensor=2), of_degrees=True)) == ["the degrees'"]
     assert list(obstacles(space, facts(tensor=2))) == ["a layout's", "the degrees'"]
+
+
+def test_nanotron_asks_for_as_many_micro_batches_as_pipeline_ranks_less_one() -> None:
+    # Its OneForwardOneBackwardPipelineEngine asserts nb_microbatches >= pg.size() - 1.
+    dense = facts()._replace(model=resolve_model("llama-2-7b"))
+    space = stacks()["nanotron"].space or Space()
+
+    for micro_batches, refuses in ((2, True), (3, False), (8, False)):
+        layout = Layout(pipeline=4, micro_batches=micro_batches)
+        found = list(obstacles(space, dense._replace(layout=layout)))
+        assert [one for one in found if "asserts" in one] == found
+        assert bool(found) is refuses
 
 
 def test_one_rank_has_nothing_to_divide_whatever_levels_there_are() -> None:

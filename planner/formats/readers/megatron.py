@@ -132,6 +132,8 @@ def _batches(known: Settings, told: Told) -> None:
             told.precision = name
     if known.take("fp8-format", "fp8"):
         told.precision = "fp8"
+        if not known.flag("fp8-param-gather"):
+            told.options.append("16-bit-gathers")
 
 
 def _recompute(known: Settings, told: Told) -> None:

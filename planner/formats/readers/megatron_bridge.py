@@ -42,6 +42,7 @@ def read(text: str) -> Told:
         flags["fp16" if plain.startswith("fp16") else "bf16"] = True
         if "fp8" in plain:
             flags["fp8"] = "hybrid"
+            flags["fp8-param-gather"] = True
     told = megatron.of_flags(flags)
     told.framework = "megatron-bridge"
     told.unknown = [

@@ -118,6 +118,7 @@ class Told:
     lighter: tuple[int, int] = (0, 0)
     """Blocks that the first and the last stage have less than the others."""
     compile: str = "none"
+    tensor_overlap: str = "none"
     options: list[str] = field(default_factory=list)
     """Of the stack: `deepep`."""
     training: dict[str, Any] = field(default_factory=dict)

@@ -156,6 +156,12 @@ def of_sections(sections: dict[str, Any]) -> Told:
     if parts["compile"].flag("enable", "model"):
         told.compile = "block"
     parts["compile"].take("components")
+    # Of its section `compile` since 0.3, and of `parallelism` before.
+    async_ = [
+        parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
+    ]
+    if any(async_) and told.tensor > 1 and told.compile == "block":
+        told.tensor_overlap = "async"
     _model(parts["model"], told)
     told.unknown = [
         *known.left,

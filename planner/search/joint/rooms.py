@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from planner.costs.activations import treated
 from planner.costs.calibration import taken
+from planner.costs.figure_store import KindFigures
 from planner.costs.hosts import host_room_bytes
-from planner.costs.layer_figures import KindFigures
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
 from planner.costs.rank_memory import in_flight_at_most

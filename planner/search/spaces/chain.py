@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from planner.costs.layout_costs import LayoutCosts
@@ -29,6 +30,7 @@ from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened, judge
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import Family
 from planner.solver import sided
+from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.solver.memory_reach import why_infeasible
 
@@ -54,7 +56,8 @@ class ChainSpace:
         self.candidates = candidates
         self.refusal = candidates.refusal
         self.repeats = candidates.repeats
-        self.solver: Solve = _by_program if by_program else self._exactly
+        # A method here would be a cycle, which keeps all candidates until the collector comes.
+        self.solver: Solve = _by_program if by_program else partial(_exactly, candidates.frontiers)
 
     def costs_of(self, layout: Layout) -> tuple[LayoutCosts]:
         """Return the costs of a layout."""
@@ -138,13 +141,9 @@ class ChainSpace:
         """Return the plan of a split and its prediction."""
         return ranked(self.candidates, found.layout, found.split)
 
-    def _exactly(self, instance: Instance, cutoff_s: float) -> Outcome:
-        return sided.solve(
-            instance,
-            cutoff_s=cutoff_s,
-            frontiers=self.candidates.frontiers,
-            time_limit_s=TIES_LIMIT_S,
-        )
+
+def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:
+    return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
 
 
 def _by_program(instance: Instance, _: float) -> Any:

@@ -35,10 +35,29 @@ def stages_problem(
     costs: GroupCosts, layout: Layout, chains: dict[str, Instance]
 ) -> UnequalInstance:
     """Return the problem of a layout from those of the groups."""
-    stages = costs.stages_of(layout)
-    some = next(iter(chains.values()))
     crossings_s = _crossings_s(costs, layout)
     widest_s = max(map(max, crossings_s))
+    return _problem(costs, layout, chains, widest_s, _cuts_s(costs, layout, crossings_s))
+
+
+def computing_problem(
+    costs: GroupCosts, layout: Layout, chains: dict[str, Instance]
+) -> UnequalInstance:
+    """Return the same where nothing takes time but computation, and with what is taken back."""
+    none_s = [[0.0] * len(chains)] * len(chains)
+    bare = {name: replace(chain, credits_s=()) for name, chain in chains.items()}
+    return replace(_problem(costs, layout, bare, 0.0, none_s), cut_s=(), forward_apart=False)
+
+
+def _problem(
+    costs: GroupCosts,
+    layout: Layout,
+    chains: dict[str, Instance],
+    widest_s: float,
+    cuts_s: list[list[float]],
+) -> UnequalInstance:
+    stages = costs.stages_of(layout)
+    some = next(iter(chains.values()))
     rooms = {group.name: host_room_bytes(group) for group in costs.cluster.groups}
     return UnequalInstance(
         layers=some.layers,
@@ -65,10 +84,7 @@ def stages_problem(
         steady=some.steady,
         fill=some.fill,
         forward_apart=all(chain.forward_apart for chain in chains.values()),
-        cut_s=tuple(
-            tuple((cut_s,) * (len(some.layers) + 1) for cut_s in row)
-            for row in _cuts_s(costs, layout, crossings_s)
-        ),
+        cut_s=tuple(tuple((cut_s,) * (len(some.layers) + 1) for cut_s in row) for row in cuts_s),
     )
 
 

@@ -13,6 +13,13 @@ where no split has a slowest stage below τ: with P_g stages of group g, seconds
 it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
 
     τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+
+The slowest stage takes no less than a mean of stages either.  With weights y_g >= 0 that are the
+same for all stages of a group, Σ_g P_g y_g = 1,
+
+    T >= Σ_l min_g ((steady y_g + fill) t_gl - credit_gl) + fill · least exposed + least sync + step
+
+which is best where (steady y_g + fill) T_g is the same for every group whose y_g is above 0.
 """
 
 from __future__ import annotations
@@ -67,6 +74,7 @@ from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.sides import Tie
 from planner.solver.unequal import program
+from planner.solver.unequal.unequal import evened
 from planner.solver.unequal.unequal_graph import (
     UnequalGraph,
     least_graph_s,
@@ -82,6 +90,11 @@ class MixedSpace(GroupSpace):
     """The layouts of some groups that use each of them whole, as ranks of a pipeline."""
 
     _known_s: dict[tuple[int, ...], tuple[Floats, Floats]] | None = None
+
+    @cached_property
+    def _known_instances(self) -> dict[Layout, Any]:
+        return {}
+
     by_program = False
     """Whether the integer program decides."""
 
@@ -116,7 +129,7 @@ class MixedSpace(GroupSpace):
         return [
             (BOUNDS[COMPUTATION], self.computation_s),
             (BOUNDS[COMMUNICATION], self.bound_s),
-            (BOUNDS[MEMORY], self.memory_s),
+            (BOUNDS[MEMORY], self._memory_s),
         ]
 
     def refusal(self, layout: Layout) -> str | None:
@@ -183,11 +196,13 @@ class MixedSpace(GroupSpace):
 
     def instance(self, layout: Layout) -> Any:
         """Return the partition problem of a layout."""
-        return self.problem(layout, self.chains(layout))
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self.problem(layout, self.chains(layout))
+        return self._known_instances[layout]
 
     def computation_s(self, layout: Layout) -> float:
         """Least seconds of a step by layers and actions alone, memory ignored."""
-        fastest_s, credits_s = self._passes_s(layout)
+        fastest_s, credits_s = self.passes_s(layout)
         action_s = min(tables.action_s for tables in self.costs.tables.values())
         actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
         action_s *= next(iter(self.costs.tables.values())).action_share(layout.virtual_stages)
@@ -199,12 +214,12 @@ class MixedSpace(GroupSpace):
         Of memory it is only asked whether the commonest layers alone find room.
         """
         each = list(self.costs.costs(layout).values())
-        if not self._has_room(layout, each):
+        if not self.has_room(layout, each):
             return math.inf
-        fastest_s = self._each(each, "time_s")
-        _, credits_s = self._passes_s(layout)
-        counts = np.array(self._counts)
-        sync_s = self._each(each, "sync_s").min(axis=0)
+        fastest_s = self.least_of_kinds(each, "time_s")
+        _, credits_s = self.passes_s(layout)
+        counts = np.array(self.counts)
+        sync_s = self.least_of_kinds(each, "sync_s").min(axis=0)
         once_s = max(float(sync_s.max()), float(counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
@@ -229,7 +244,7 @@ class MixedSpace(GroupSpace):
             leanest([tables.unlinked(corner) for corner in corners.values()])
             for tables in self.costs.tables.values()
         ]
-        if not self._has_room(first, lean):
+        if not self.has_room(first, lean):
             return math.inf
         chains = {
             group.name: instance_of(
@@ -245,19 +260,23 @@ class MixedSpace(GroupSpace):
         step_s = max(tables.step_s for tables in self.costs.tables.values())
         return (1 - ROUNDING) * self.least_split_s(problem) + step_s
 
+    def _memory_s(self, layout: Layout) -> float | Lost:
+        """Return the bound within memory, where no other layout can do all that this one can."""
+        return Lost(DOMINATED) if self._dominated(layout) else self.memory_s(layout)
+
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         return self.least_split_s(self.instance(layout)) + step_s
 
-    def _has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
+    def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
 
         A rank holds no more of them than its leanest option allows, at the moment by which
         planner.search.least_bytes bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)
-        kind = list(each[0].parts)[int(np.argmax(self._counts))]
+        kind = list(each[0].parts)[int(np.argmax(self.counts))]
         most = np.zeros(layout.pipeline)
         for group, costs in zip(self.cluster.groups, each, strict=True):
             room = room_bytes(group.accelerator.memory_bytes, costs)
@@ -271,17 +290,17 @@ class MixedSpace(GroupSpace):
                 )
                 each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
                 most = np.maximum(most, np.floor(free / each_bytes))
-        return bool(most.sum() >= max(self._counts))
+        return bool(most.sum() >= max(self.counts))
 
     @cached_property
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
         """[kind] Layers of the model."""
         counts: dict[str, int] = {}
         for layer in self.model.layers:
             counts[layer.kind] = counts.get(layer.kind, 0) + layer.repeat
         return list(counts.values())
 
-    def _each(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+    def least_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
         """[group, kind] Least of a figure that the choices of a kind have."""
         pinned = self.pins.recompute
         return np.array(
@@ -302,9 +321,9 @@ class MixedSpace(GroupSpace):
         self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""
-        counts = np.array(self._counts)
+        counts = np.array(self.counts)
         stages = np.array(list(self.costs.stages_of(layout).values()))
-        steady, fill = layout_pace(self.model, layout)
+        steady, fill = self.pace_of(layout)
         split = layout.executed.splits_backward
         whole_s = time_s @ counts
         step_s = max(tables.step_s for tables in self.costs.tables.values())
@@ -315,17 +334,24 @@ class MixedSpace(GroupSpace):
         if layout.virtual_stages == 1:
             slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
         fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
+        weights = (steady * evened(stages, whole_s, steady, fill) + fill)[:, None]
+        mean_s = float(counts @ (weights * time_s - fill * split * credits_s).min(axis=0))
+        passes_s = max(steady * slowest_s + fill_s, mean_s)
         # Sums taken in two orders differ in the last bits.
-        return (1 - ROUNDING) * (steady * slowest_s + fill_s + fill * exposed_s) + step_s
+        return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
 
-    def _passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
+    def pace_of(self, layout: Layout) -> tuple[float, float]:
+        """Return how often the slowest rank's seconds count, and those of all."""
+        return layout_pace(self.model, layout)
+
+    def passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
         """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
         if self._known_s is None:
             self._known_s = self._all_passes_s()
         return self._known_s[_divided(layout)]
 
     def _all_passes_s(self) -> dict[tuple[int, ...], tuple[Floats, Floats]]:
-        """All that layouts of this space want of `_passes_s`, worked out together."""
+        """All that layouts of this space want of `passes_s`, worked out together."""
         some: dict[tuple[int, ...], Layout] = {}
         for degrees in every_degrees(self.request):
             if self._refusal_of(degrees) is not None:
@@ -342,8 +368,6 @@ class MixedSpace(GroupSpace):
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[UnequalSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
-        if self._dominated(layout):
-            return Lost(DOMINATED)
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)

@@ -104,6 +104,7 @@ class ShareSpace(GroupSpace):
                         loss=self.pins.chunks,
                         scales=self.pins.scales or "tensorwise",
                         compile=self.pins.compile or "none",
+                        tensor_overlap=(self.pins.tensor_overlap if tensor > 1 else None) or "none",
                     )
 
     def bound_s(self, layout: Layout) -> float:

@@ -66,9 +66,14 @@ class Reaches(Protocol):
 
 
 class Reach:
-    """Ranges of cuts under any ceiling; `knapsacks[type]` have all stages of one type each."""
+    """Ranges of cuts under any ceiling; `knapsacks[type]` have all stages of one type each.
 
-    def __init__(self, knapsacks: Sequence[Knapsacks], numbers: Sequence[int]) -> None:
+    Each of two stages that meet spends `cut_s` there at least.
+    """
+
+    def __init__(
+        self, knapsacks: Sequence[Knapsacks], numbers: Sequence[int], cut_s: float = 0.0
+    ) -> None:
         self._full = tuple(numbers)
         self._every = sorted(product(*(range(n + 1) for n in numbers)), key=sum)
         types = range(len(self._full))
@@ -83,7 +88,7 @@ class Reach:
         for one in knapsacks:
             least_s = one.time_scale[0] * one.options.least_time_s[one.layers]
             self._seconds.append(np.append(0.0, np.cumsum(least_s)))
-            self._exposed_s.append(float(one.exposed_s.min()))
+            self._exposed_s.append(one.exposed_s + cut_s * meets_of(sum(self._full)))
         self._holds = [_by_bytes(one) for one in knapsacks]
         self._least = [stage.least_layers for stage in knapsacks[0].instance.stages]
 
@@ -94,8 +99,9 @@ class Reach:
             self._seconds, self._exposed_s, self._holds, strict=True
         ):
             room_s = ceiling_s - exposed_s + SLACK * (ceiling_s + float(until[-1]))
-            in_time = np.searchsorted(until, until + max(room_s, 0.0), "right") - 1
-            found.append(list(np.minimum(in_time, holds)))
+            each_s, of_stage = np.unique(np.maximum(room_s, 0.0), return_inverse=True)
+            in_time = np.searchsorted(until, until + each_s[:, None], "right") - 1
+            found.append(list(np.minimum(in_time[of_stage.reshape(-1)], holds)))
         return found
 
     def ranges(self, ends: list[list[Indices]]) -> Ranges:
@@ -189,6 +195,16 @@ def least_ceiling_s(enough: Callable[[float], bool], whole_s: float, stages: int
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def meets_of(stages: int) -> NDArray[np.float64]:
+    """[stage] How many neighbours it has.
+
+    >>> meets_of(3).tolist()
+    [1.0, 2.0, 1.0]
+    """
+    at = np.arange(stages)
+    return (at > 0) + (at < stages - 1) * 1.0
 
 
 def changed(counts: Counts, place: int, by: int) -> Counts:

@@ -13,7 +13,10 @@ above it takes at least
     steady · ceiling + Σ_l min_g (fill · time_scale_g · t_gl - credit) + fill · Σ exposed + sync
 
 with the fastest options t_gl of layer l on type g, and a least sync of the mean over stages or of
-the one layer with the most.
+the one layer with the most.  With weights y_g >= 0 of stages, Σ_g stages_g y_g = 1, no split takes
+less than
+
+    Σ_l min_g ((steady y_g + fill) · time_scale_g · t_gl - credit) + the same of exposed + sync
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.solver.assembly import assembled
 from planner.solver.descent import Way, meets
@@ -34,11 +38,13 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.prefixes import Downsets, Prefixes
 from planner.solver.settled import best_split, loose_s
 from planner.solver.table import Known
-from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches
+from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches, meets_of
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
-from planner.tolerances import SLACK
+from planner.tolerances import ROUNDING, SLACK
 from planner.units import bytes_text
+
+Floats = NDArray[np.float64]
 
 # Ceiling to begin with over the least that could do, and its rise while nothing fits under it.
 _FIRST, _RISE = 1.06, 1.1
@@ -81,8 +87,11 @@ class Layers(Protocol):
     def cut_s(self) -> CutSeconds | None:
         """[type before][type after][downset] Seconds of each of the stages that meet behind it."""
 
-    def reach(self, knapsacks: Sequence[Knapsacks]) -> Reaches:
-        """Return how far stages get; `knapsacks` [type] have all stages of one type each."""
+    def reach(self, knapsacks: Sequence[Knapsacks], cut_s: float) -> Reaches:
+        """Return how far stages get; `knapsacks` [type] have all stages of one type each.
+
+        Each of two stages that meet spends `cut_s` there at least.
+        """
 
     def along(self, order: Sequence[int]) -> UnequalInstance:
         """Return the chain of the layers in an order."""
@@ -98,9 +107,9 @@ class _Chain:
         if problem.cut_s:
             self.cut_s = [[np.array(cuts) for cuts in row] for row in problem.cut_s]
 
-    def reach(self, knapsacks: Sequence[Knapsacks]) -> Reaches:
+    def reach(self, knapsacks: Sequence[Knapsacks], cut_s: float) -> Reaches:
         """Return how far along the chain stages get."""
-        return Reach(knapsacks, [one.stages for one in self._problem.types])
+        return Reach(knapsacks, [one.stages for one in self._problem.types], cut_s)
 
     def along(self, order: Sequence[int]) -> UnequalInstance:
         """Return the chain; it has only one order."""
@@ -129,13 +138,14 @@ class Search:
         self._known: list[Known] = [{} for _ in problem.types]
         self._loose_s = math.inf
         """What splits under the last ceiling take at least, if some are not known exactly."""
-        self._reach = layers.reach(self._knapsacks)
+        self._reach = layers.reach(self._knapsacks, self._least_cut_s)
         self._rest_s = self._least_besides_s()
         self.whole_s = self._longest_stage_s()
         self.least_s = self._reach.least_s(self.whole_s)
         self.bound_s = math.inf  # not 0 · inf, with one micro-batch
         if self.least_s < math.inf:
             self.bound_s = problem.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
+            self.bound_s = max(self.bound_s, self._mean_s())
 
     def solved(self) -> UnequalSolution | Infeasible | Fathomed:
         """Return the best order of types, cuts and options."""
@@ -172,21 +182,54 @@ class Search:
     def _least_besides_s(self) -> float:
         """Least sum over stages and least sync: what a split takes besides its slowest stage."""
         problem = self._problem
-        gain_s, sync_s = [], []
-        for number, knapsacks in enumerate(self._knapsacks):
-            credits_s = np.array(problem.credits_of(number) or (0.0,))
-            own_s = problem.fill * knapsacks.options.least_time_s - credits_s
-            gain_s.append((knapsacks.time_scale[0] * own_s)[knapsacks.layers])
-            sync_s.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
-        least_sync_s = np.min(sync_s, axis=0)
-        once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(problem.in_flight))
+        each = [problem.fill] * len(problem.types)
         exposed_s = float(np.min([one.exposed_s for one in self._knapsacks], axis=0).sum())
         exposed_s += 2 * (len(problem.in_flight) - 1) * self._least_cut_s
-        return float(np.min(gain_s, axis=0).sum()) + problem.fill * exposed_s + once_s
+        return self._weighed_s(each) + problem.fill * exposed_s + self._least_sync_s()
+
+    def _mean_s(self) -> float:
+        """Least seconds with the slowest stage as a mean of stages (`evened`)."""
+        problem = self._problem
+        stages = np.array([one.stages for one in problem.types])
+        whole_s = np.array(
+            [
+                (one.time_scale[0] * one.options.least_time_s)[one.layers].sum()
+                for one in self._knapsacks
+            ]
+        )
+        if not whole_s.all():
+            return 0.0
+        weights = problem.steady * evened(stages, whole_s, problem.steady, problem.fill)
+        weights += problem.fill
+        exposed_s = [float(one.exposed_s.min()) for one in self._knapsacks]
+        each = np.repeat(weights, stages)
+        besides_s = float(stages @ (weights * exposed_s))
+        neighbours = np.sort(meets_of(len(each)))
+        besides_s += float(np.sort(each)[::-1] @ neighbours) * self._least_cut_s
+        total_s = self._weighed_s(weights.tolist()) + besides_s + self._least_sync_s()
+        return total_s * (1 - ROUNDING)
+
+    def _weighed_s(self, weights: Sequence[float]) -> float:
+        """Least seconds of layers less credits, each on the type where they weigh least."""
+        each = []
+        for number, (weight, one) in enumerate(zip(weights, self._knapsacks, strict=True)):
+            credits_s = np.array(self._problem.credits_of(number) or (0.0,))
+            own_s = weight * one.options.least_time_s - credits_s
+            each.append((one.time_scale[0] * own_s)[one.layers])
+        return float(np.min(each, axis=0).sum())
+
+    def _least_sync_s(self) -> float:
+        each = [one.options.sync_s.min(axis=1)[one.layers] for one in self._knapsacks]
+        least_s = np.min(each, axis=0)
+        return max(float(least_s.max()), float(least_s.sum()) / len(self._problem.in_flight))
 
     def first_s(self) -> float:
-        """Ceiling to begin with; above 0, so that it can rise."""
-        return min(_FIRST * max(self.least_s, 1e-3 * self.whole_s), self.whole_s)
+        """Ceiling to begin with; above 0, so that it can rise.
+
+        It is no higher than what a split below the cutoff can have.
+        """
+        first_s = min(_FIRST * max(self.least_s, 1e-3 * self.whole_s), self.whole_s)
+        return max(self.least_s, min(first_s, self._highest_s(self._cutoff_s)))
 
     def needed_s(self, best: UnequalSolution | None, searched_s: float) -> float:
         """Ceiling above which no split can be better, or one somewhat higher if none is known."""
@@ -194,10 +237,15 @@ class Search:
         known_s = self._cutoff_s if best is None else best.split.objective_s
         if meets(steady * searched_s + self._rest_s, known_s):
             return searched_s
-        highest_s = self.whole_s
-        if steady > 0 and known_s < math.inf:
-            highest_s = min((known_s - self._rest_s) / steady, highest_s)
+        highest_s = self._highest_s(known_s)
         return highest_s if best is not None else min(_RISE * searched_s, highest_s)
+
+    def _highest_s(self, known_s: float) -> float:
+        """Seconds of a stage above which a split takes more than what is known."""
+        steady = self._problem.steady
+        if steady > 0 and known_s < math.inf:
+            return min((known_s - self._rest_s) / steady, self.whole_s)
+        return self.whole_s
 
     def under(self, ceiling_s: float, best: UnequalSolution | None) -> UnequalSolution | None:
         """Best split with no stage above the ceiling, if it is better than `best`."""
@@ -238,6 +286,30 @@ class Search:
             split=assembled(chain, cuts, options),
             layers=tuple(layers),
         )
+
+
+def evened(stages: Floats, whole_s: Floats, steady: float, fill: float) -> Floats:
+    """[type] Return weights y with Σ stages · y = 1 that even out (steady y + fill) · whole_s.
+
+    Types on which that would take a weight below 0 have 0.  The slowest stage takes no less than
+    the mean of all by these weights.
+
+    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=9.0, fill=1.0).round(3).tolist()
+    [0.806, 0.194]
+    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=1.0, fill=1.0).tolist()
+    [1.0, 0.0]
+    """
+    if steady <= 0:
+        return np.zeros(len(stages))
+    used = np.ones(len(stages), dtype=bool)
+    while True:
+        level_s = (steady + fill * stages[used].sum()) / (stages[used] / whole_s[used]).sum()
+        above = used & (level_s > fill * whole_s)
+        if (above == used).all():
+            break
+        used = above
+    weights: Floats = np.where(used, level_s / whole_s - fill, 0.0)
+    return weights / float(stages @ weights)
 
 
 def why_infeasible(problem: UnequalInstance) -> str:

@@ -197,7 +197,7 @@ class _Lattice:
             for row in self._problem.output_s
         ]
 
-    def reach(self, knapsacks: Sequence[Knapsacks]) -> Reaches:
+    def reach(self, knapsacks: Sequence[Knapsacks], cut_s: float) -> Reaches:
         """Return how far through the graph stages get."""
         numbers = [one.stages for one in self._problem.chain.types]
         return IdealReach(knapsacks, numbers, self.every, self._pairs)

@@ -14,6 +14,7 @@ from planner.costs.layer_seconds import (
     Passes,
     collectives,
     host_passes,
+    in_pieces,
     link_rule,
     passes,
     seen_links,
@@ -55,7 +56,7 @@ def a_second_a_megabyte(
 
 def both_passes(found: Table, rule: LinkRule, recompute: str = "none") -> tuple[float, float]:
     again = found.recomputed(recompute)  # type: ignore[arg-type]
-    each = list(collectives(found, again, a_second_a_megabyte, rule))
+    each = list(collectives(found, again, a_second_a_megabyte, rule, GPU))
     return sum(there for _, there, _ in each), sum(back for _, _, back in each)
 
 
@@ -302,3 +303,34 @@ def test_counts_are_read_in_blocks_that_have_experts_alone() -> None:
     later = {kind for kind in plain if counted[kind] > plain[kind]}
     assert later == {"moe_block"}
     assert counted["moe_block"] - plain["moe_block"] > 1e-3
+
+
+def test_half_of_what_a_product_stands_beside_is_hidden_by_it() -> None:
+    plain, beside = LinkRule(), LinkRule(beside=0.5)
+    found = layer("block", tensor=4)
+    slow = replace(GPU, peak_flops=1e9)  # products of many seconds
+
+    # Both gathers and both scatters; of backward the two gathers in front of single products.
+    assert both_passes(found, plain) == pytest.approx((4 * MB, 4 * MB))
+    each = list(collectives(found, (), a_second_a_megabyte, beside, slow))
+    seen = (sum(there for _, there, _ in each), sum(back for _, _, back in each))
+    assert seen == pytest.approx((2 * MB, 3 * MB))
+
+
+def test_beside_products_of_no_time_nothing_is_hidden() -> None:
+    found = layer("block", tensor=4)
+    fast = replace(GPU, peak_flops=1e30, memory_bytes_per_s=1e30)
+    fast = replace(fast, curve=fast.curve.model_copy(update={"launch_s": 0.0}))
+
+    each = list(collectives(found, (), a_second_a_megabyte, LinkRule(beside=0.5), fast))
+
+    assert sum(there for _, there, _ in each) == pytest.approx(4 * MB)
+
+
+def test_pieces_are_a_kernel_of_each_product_and_a_copy_for_each_rank() -> None:
+    found = layer("block", tensor=4)
+    whole = passes(found, "none", GPU)
+
+    # Queries, keys, values, gate and up behind gathers, two products in front of scatters.
+    more = in_pieces(found, (), 4, whole).kernels - whole.kernels
+    assert more == (4 - 1) * 7 + 4 * 4

@@ -78,6 +78,7 @@ _SWITCHES = [
     "overlap-param-gather",
     "bf16",
     "fp16",
+    "fp8-param-gather",
     "no-gradient-accumulation-fusion",
 ]
 _WORDS = {

@@ -14,6 +14,7 @@ from planner.document import read
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, configuration, in_the_script
+from planner.formats.imported import imported
 from planner.model import ModelGraph
 from planner.pins import read_pins
 from planner.plan import Job, Plan
@@ -76,6 +77,23 @@ def test_megatron_is_told_how_tokens_go_to_experts_and_sequences_are_divided() -
     assert not {
         flag for flag in plain if flag.startswith(("--moe", "--cp-comm", "--tp-comm", "--grad"))
     }
+
+
+def test_torchtitan_alone_is_told_of_asynchronous_tensor_parallelism() -> None:
+    plan = planned("tp=4", "dp=2", "zero=3", "recompute=none", "tensor_overlap=async")
+
+    # 0.2.2 has it in the section of parallelism, 0.3.0 in that of its compiler.
+    toml = configuration(plan, MODEL, "torchtitan@0.2")
+    module = configuration(plan, MODEL, "torchtitan")
+    assert tomllib.loads(toml)["parallelism"]["enable_async_tensor_parallel"] is True
+    assert "config.compile.enable_async_tensor_parallel = True" in module
+    for text in (toml, module):
+        again = imported(text, "torchtitan", CLUSTER, model=MODEL)
+        assert again.plan.tensor_overlap == "async"
+        assert not [key for key in again.unknown if "async" in key]
+    for other in ("megatron", "fsdp"):
+        with pytest.raises(DocumentError, match="collectives of tensor parallelism are async"):
+            configuration(plan, MODEL, other)
 
 
 def test_torchtitan_is_told_every_module_of_every_stage_once() -> None:

@@ -246,6 +246,20 @@ def test_a_model_is_known_by_its_figures_experts_among_them() -> None:
         imported(dense, "megatron", machine, model=MODEL)
 
 
+def test_megatron_gathers_in_16_bits_what_no_flag_says_to_gather_in_8() -> None:
+    machine = resolve_cluster("8xh100-sxm-80gb")
+    flags = "--bf16 --fp8-format hybrid --micro-batch-size 1 --global-batch-size 64 "
+    flags += "--seq-length 4096 --tensor-model-parallel-size 2 --use-distributed-optimizer "
+    narrow = "--fp8-param-gather"
+
+    wide = imported(flags, "megatron", machine, model=MODEL)
+    told = imported(flags + narrow, "megatron", machine, model=MODEL)
+
+    assert (wide.plan.backend, told.plan.backend) == ("megatron+16-bit-gathers", "megatron")
+    assert narrow not in configuration(wide.plan, MODEL, "megatron")
+    assert narrow in configuration(told.plan, MODEL, "megatron")
+
+
 @pytest.mark.parametrize(
     ("of", "text", "message"),
     [

@@ -121,6 +121,19 @@ def test_every_row_has_its_line(validation: Validation) -> None:
     assert float(first["step_time_s"]) < float(first["step_time_high_s"])
 
 
+def test_a_run_that_its_framework_refuses_is_predicted_not_to_run(tmp_path: Path) -> None:
+    layout = {"framework": "nanotron", "pp": "8", "micro_batch_size": "16"}
+    rows = [layout | {"out_of_memory": "1"}, layout | {"micro_batch_size": "8"}]
+
+    few, enough = csv.DictReader(
+        io.StringIO(rows_csv(validate(written(tmp_path / "table.csv", rows))))
+    )
+
+    assert (few["fits"], enough["fits"], enough["reason"]) == ("0", "1", "")
+    assert few["reason"].startswith("nanotron refuses it: its 1F1B asserts")
+    assert float(few["step_time_s"]) > 0
+
+
 def test_json_holds_fractions_that_json_can_carry(validation: Validation) -> None:
     text = json.dumps(validation_json(validation), allow_nan=False)
 

@@ -27,7 +27,7 @@ def asked(solve: str, goal: dict[str, float], **offer: Any) -> Any:
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 1,000 h on one node, a little less than half on two, and so on."""
 
-    def evaluated(question: Any, model: str, candidate: Any) -> Outcome:
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> Outcome:
         nodes = candidate.devices // 8
         hours = 1000 / nodes**0.95
         run_hours = Span(value=hours, low=0.8 * hours, high=1.5 * hours)

@@ -1,0 +1,136 @@
+"""What is proven of simulated time where device groups differ, and the plans that it comes across.
+
+The layouts of the spaces that were searched in the closed form go through a queue of their own, by
+bounds of the simulated step (`planner.search.spaces.simulated_mixed`).  Before, the fastest plan
+known has its layout simulated under other schedules and with other splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.plan import Layout
+from planner.search.certificate import Account
+from planner.search.layout_queue import Bound, Found, Lost, Queue
+from planner.search.ranked import Ranked
+from planner.search.simulated_proof import Effort
+from planner.search.space import timetables
+from planner.search.spaces.shares import ShareSpace
+from planner.search.spaces.simulated_mixed import Simulated, SimulatedMixed
+from planner.tolerances import EQUAL
+
+
+class SimulatedShares(ShareSpace):
+    """Layouts without a pipeline, with bounds of the simulated step.
+
+    There groups end one by one, each with what it does once: what the closed form adds is that of
+    the group which does most.
+    """
+
+    keeps_ties = False
+
+    def __init__(self, own: ShareSpace) -> None:
+        self.__dict__.update(own.__dict__)
+        self._own = own
+        self.found: list[Ranked] = []
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's simulated step, and what falls to each."""
+        return [("", lambda _: 0.0), ("", self.bound_s)]
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored."""
+        return super().bound_s(layout) - self._spread_s(layout)
+
+    def _spread_s(self, layout: Layout) -> float:
+        each = [
+            costs.step_s + sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
+            for costs, chain in zip(
+                self.costs_of(layout), self._chains(layout).values(), strict=True
+            )
+        ]
+        return max(each) - min(each)
+
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
+        """Return the best shares of a layout by the closed form, simulated."""
+        answer = self._own.solve(layout, cutoff_s)
+        if isinstance(answer, Lost):
+            return answer
+        plan = self._own.ranked(answer)
+        step_s = plan.prediction.step_time_s if plan.prediction.fits else math.inf
+        low_s = min(step_s, answer.lower_bound_s - self._spread_s(layout))
+        if step_s < math.inf:
+            self.found.append(plan)
+        split = Simulated(plan, low_s >= step_s * (1 - EQUAL))
+        return Found(step_s, low_s, answer.layout, split)
+
+    def ranked(self, found: Found[Any]) -> Ranked:
+        """Return the plan of some shares and its prediction."""
+        one: Simulated = found.split
+        return one.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedProof:
+    """What no plan simulates below, and what was simulated on the way."""
+
+    lower_bound_s: float
+    found: tuple[Ranked, ...]
+    looked_at: dict[str, int]
+
+
+def prove_mixed(spaces: Sequence[Any], known: Ranked, effort: Effort) -> MixedProof:
+    """Return what is proven of all layouts of chains, beginning with a plan."""
+    every: list[SimulatedMixed | SimulatedShares] = [
+        SimulatedShares(space) if isinstance(space, ShareSpace) else SimulatedMixed(space, effort)
+        for space in spaces
+    ]
+    account = Account()
+    best = _rescheduled(every, known, effort)
+    queue = Queue(account, below_s=best.prediction.step_time_s * (1 - EQUAL))
+    for one in every:
+        queue.run(one)
+    found = [plan for one in every for plan in one.found]
+    least_s = min(one.prediction.step_time_s for one in [known, *found])
+    looked_at: dict[str, int] = {}
+    for one in every:
+        for name, count in getattr(one, "looked_at", {}).items():
+            looked_at[name] = looked_at.get(name, 0) + count
+    return MixedProof(
+        lower_bound_s=min([least_s, *account.unfinished_s]),
+        found=tuple(found),
+        looked_at=looked_at,
+    )
+
+
+def _rescheduled(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
+    """Return the fastest of a plan and its layout's best under other schedules."""
+    best, layout = known, known.plan.layout
+    groups = {stage.group for stage in known.plan.stages}
+    space = next(
+        (
+            one
+            for one in every
+            if isinstance(one, SimulatedMixed)
+            and {group.name for group in one.cluster.groups} == groups
+        ),
+        None,
+    )
+    if space is None or layout.pipeline == 1:
+        return best
+    count = 0
+    for name, virtual in timetables(
+        space.model, layout.pipeline, layout.micro_batches, space.pins, space=space.request.space
+    ):
+        other = replace(layout, schedule=name, virtual_stages=virtual)
+        if space.refusal(other) is not None or count >= effort.tried:
+            continue
+        count += 1
+        plan = space.quick(other, best.prediction.step_time_s)
+        if plan is not None and plan.prediction.step_time_s < best.prediction.step_time_s:
+            best = plan
+    return best

@@ -1,0 +1,651 @@
+"""Layouts where device groups differ, by what they simulate: bounds, splits, and a proof.
+
+The bounds of `planner.search.simulated_bounds` hold for stages of any seconds, so also where they
+run on devices of different types:
+
+    T >= m max_r t_r + what it does once       T >= K Σ_r t_r
+
+Of both any mean is a bound too.  With weights w_g = α K + (1 - α) m y_g of a stage on group g,
+Σ_g P_g y_g = 1, which even out w_g T_g as far as y_g >= 0 allows,
+
+    T >= Σ_l min_g w_g t_gl
+
+A layout that these leave has its ranks' columns (`planner.search.simulated_program`), one for each
+group that a rank may be on.  A way through them that gives every group as many ranks as it has is
+a split; the least of all by paths is a bound, and so is the program with a row for each group.
+Transfers take what the fastest link between two neighbours takes at least.
+
+Every split that is met on the way is simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs.layout_costs import LayoutCosts
+from planner.costs.recomputes import Recomputes
+from planner.model import ModelGraph
+from planner.plan import Layout
+from planner.search.certificate import DOMINATED, NO_FASTER, OUT_OF_MEMORY, UNFINISHED
+from planner.search.dominance import dominates, twins
+from planner.search.layout_queue import Bound, Found, Lost
+from planner.search.ranked import Ranked
+from planner.search.simulated_bounds import pace
+from planner.search.simulated_cuts import Cuts, Placed, least_of
+from planner.search.simulated_program import MOST_COLUMNS, Column, Columns, Program, placed
+from planner.search.simulated_proof import Effort
+from planner.search.spaces.group_stages import computing_problem
+from planner.search.spaces.mixed import MixedSpace
+from planner.solver.instance import Infeasible, Instance, priced
+from planner.solver.unequal.unequal import least_s, solve_unequal
+from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.tolerances import EQUAL, ROUNDING
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A split with its plan; `optimal` where no other of its layout simulates faster."""
+
+    plan: Ranked
+    optimal: bool
+
+
+class SimulatedMixed(MixedSpace):
+    """The layouts of some groups, with bounds of the simulated step and splits by it."""
+
+    keeps_ties = False
+
+    def __init__(self, own: MixedSpace, effort: Effort) -> None:
+        """`own` has the same layouts by the closed form."""
+        self.__dict__.update(own.__dict__)
+        self.__dict__.pop("_known_instances", None)
+        self.own = own
+        self._effort = effort
+        self._spent = dict.fromkeys(("bounded", "cut", "solved", "programs"), 0)
+        self._started = time.process_time()
+        self.found: list[Ranked] = []
+        """Plans that were simulated."""
+
+    def _may(self, what: str, most: int) -> bool:
+        """Whether another layout may be looked at that closely; it is counted."""
+        late = time.process_time() - self._started > self._effort.seconds
+        if late or self._spent[what] >= most:
+            return False
+        self._spent[what] += 1
+        return True
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's simulated step, and what falls to each."""
+        first, shared, _ = super().bounds
+        return [first, shared, ("within memory", self._memory_s)]
+
+    def _dominated(self, layout: Layout) -> bool:
+        """Whether another layout of the space is no slower whatever the split, on every group.
+
+        It has the same schedule, and all actions take no longer.
+        """
+        return any(
+            twin.schedule == layout.schedule
+            and self.pins.allow(twin)
+            and self.refusal(twin) is None
+            and all(
+                dominates(twin, tables.of(twin), layout, tables.of(layout))
+                and _no_slower(tables.of(twin), tables.of(layout))
+                for tables in self.costs.tables.values()
+            )
+            for twin in twins(layout)
+        )
+
+    def computation_s(self, layout: Layout) -> float:
+        """Least seconds of a step by layers alone, memory ignored."""
+        fastest_s, _ = self.passes_s(layout)
+        return self._weighed_s(layout, fastest_s, np.zeros_like(fastest_s))
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step with what is shared; inf if layers cannot fit."""
+        each = list(self.costs.costs(layout).values())
+        if not self.has_room(layout, each):
+            return math.inf
+        fastest_s = self.least_of_kinds(each, "time_s")
+        return self._weighed_s(layout, fastest_s, self.least_of_kinds(each, "sync_s"))
+
+    def _weighed_s(self, layout: Layout, time_s: Floats, once_s: Floats) -> float:
+        """[group, kind] Least seconds of a step from those of layers; see the head."""
+        counts, m = np.array(self.counts), layout.micro_batches
+        stages = np.array(list(self.costs.stages_of(layout).values()))
+        found_s = 0.0
+        for share, seconds in ((0.0, time_s + once_s / m), (None, time_s)):
+            weights = self._weights(layout, stages, seconds @ counts, share)
+            found_s = max(found_s, float(counts @ (weights[:, None] * seconds).min(axis=0)))
+        return (1 - ROUNDING) * found_s + self.step_s(layout)
+
+    def step_s(self, layout: Layout) -> float:
+        """What every plan of a layout takes once, besides what ranks do."""
+        return min(tables.of(layout).step_s for tables in self.costs.tables.values())
+
+    def _weights(
+        self, layout: Layout, stages: Floats, whole_s: Floats, share: float | None
+    ) -> Floats:
+        """[group] Weights w of stages; `share` is α, as large as it can be if there is none."""
+        m, fill = float(layout.micro_batches), self._fill(layout)
+        if not whole_s.all():
+            return np.zeros(len(stages))
+        rate = float((stages / whole_s).sum())
+        if share is None:
+            share = self._share(layout, stages, whole_s)
+        level_s = ((1 - share) * m + share * fill * float(stages.sum())) / rate
+        return level_s / whole_s
+
+    def _share(self, layout: Layout, stages: Floats, whole_s: Floats) -> float:
+        """The largest α with w_g >= α K for all groups: (m + α (K P - m)) / rate >= α K T_max."""
+        m, fill = float(layout.micro_batches), self._fill(layout)
+        rate, ranks = float((stages / whole_s).sum()), float(stages.sum())
+        if fill * ranks <= m:
+            return 0.0
+        needed = fill * float(whole_s.max()) * rate - (fill * ranks - m)
+        return min(1.0, m / needed) if needed > 0 else 1.0
+
+    @staticmethod
+    def _fill(layout: Layout) -> float:
+        """K of T >= K Σ t; 0 where W is no part of it."""
+        if layout.pipeline == 1 or layout.executed.splits_backward:
+            return 0.0
+        return pace(layout.schedule, layout.pipeline, layout.micro_batches, layout.virtual_stages)[
+            1
+        ]
+
+    def room_s(self, every: Callable[[], Iterator[Layout]]) -> float:
+        """Return no bound: layouts that differ in sharing are told apart at once."""
+        return 0.0
+
+    def _memory_s(self, layout: Layout) -> float | Lost:
+        """Least seconds of a step with what stages can hold; inf if the layout does not fit.
+
+        What another layout can do as well need not be known.
+        """
+        if not self._may("bounded", self._effort.layouts):
+            return 0.0
+        if self._dominated(layout):
+            return Lost(DOMINATED)
+        each = (least_s(one, frontiers=self.frontiers) for one in self.problems(layout))
+        return max(each) + self.step_s(layout)
+
+    def problems(self, layout: Layout) -> tuple[UnequalInstance, ...]:
+        """Return problems none of whose optima is above the least simulated step."""
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self._problems(layout)
+        found: tuple[UnequalInstance, ...] = self._known_instances[layout]
+        return found
+
+    def _problems(self, layout: Layout) -> tuple[UnequalInstance, ...]:
+        m, chains = layout.micro_batches, self._own_chains(layout)
+        stages = np.array(list(self.costs.stages_of(layout).values()))
+        whole_s = np.array(
+            [
+                sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
+                for chain in chains.values()
+            ]
+        )
+        share = self._share(layout, stages, whole_s) if whole_s.all() else 0.0
+        found = []
+        for alpha in (0.0, share) if share else (0.0,):
+            once = 0.0 if alpha else 1.0 / m
+            priced_chains = {
+                name: replace(
+                    chain,
+                    steady=(1 - alpha) * m,
+                    fill=alpha * self._fill(layout),
+                    kinds=tuple(
+                        tuple(
+                            replace(one, backward_s=one.backward_s + once * one.sync_s, sync_s=0.0)
+                            for one in table
+                        )
+                        for table in chain.kinds
+                    ),
+                )
+                for name, chain in chains.items()
+            }
+            problem = computing_problem(self.costs, layout, priced_chains)
+            # Sums of bytes are no more than what ranks hold, and quicker.
+            types = tuple(replace(one, used_bytes=None) for one in problem.types)
+            found.append(replace(problem, types=types))
+        return tuple(found)
+
+    def _own_chains(self, layout: Layout) -> dict[str, Instance]:
+        return {
+            name: replace(chain, credits_s=(), forward_apart=False)
+            for name, chain in self.chains(layout).items()
+        }
+
+    # Splits.
+
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
+        """Return the best split that is found, and what none of the layout simulates below."""
+        if not self._may("solved", self._effort.solved):
+            return Lost(UNFINISHED, bound_s=0.0)
+        search = _Layout(self, layout, cutoff_s)
+        low_s = search.bounded_s()
+        if low_s >= cutoff_s * (1 - EQUAL):
+            outcome = OUT_OF_MEMORY if low_s == math.inf else NO_FASTER
+            return Lost(outcome, bound_s=None if low_s == math.inf else low_s)
+        best = search.best
+        if best is None or best.prediction.step_time_s >= cutoff_s:
+            return Lost(UNFINISHED, bound_s=low_s)
+        step_s = best.prediction.step_time_s
+        low_s = min(low_s, step_s)
+        return Found(step_s, low_s, layout, Simulated(best, low_s >= step_s * (1 - EQUAL)))
+
+    def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
+        """Return the fastest plan of some splits of a layout, if any is below the cutoff."""
+        search = _Layout(self, layout, cutoff_s)
+        search.near_s()
+        return search.best
+
+    def simulated(self, layout: Layout, split: UnequalSolution) -> Ranked:
+        """Return the plan of a split; those that fit are kept."""
+        closed_s = split.split.objective_s + max(
+            costs.step_s for costs in self.costs.costs(layout).values()
+        )
+        plan = self.own.ranked(Found(closed_s, closed_s, layout, split))
+        if plan.prediction.fits:
+            self.found.append(plan)
+        return plan
+
+    def columns(self, layout: Layout, limit_s: float) -> list[OnGroup] | None:
+        """Return what finds columns on every group; None where ranks cannot be told by themselves.
+
+        They are for plans below a limit.
+        """
+        chains = self._own_chains(layout)
+        if layout.pipeline == 1 or any(
+            chain.sides or chain.hosts or chain.sizes or chain.used_bytes is None
+            for chain in chains.values()
+        ):
+            return None
+        sent_s, step_s = _least_sent_s(self, layout), self.step_s(layout)
+        found = []
+        for name, chain in chains.items():
+            costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
+            group = Group(self.model, self.pins.recompute, costs)
+            columns = Columns(group, layout, chain, limit_s, self._effort.ways)
+            found.append(OnGroup(group, chain, columns))
+        return found
+
+    def ranked(self, found: Found[Any]) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        one: Simulated = found.split
+        return one.plan
+
+    @property
+    def effort(self) -> Effort:
+        """How far it is looked."""
+        return self._effort
+
+    def may_program(self) -> bool:
+        """Whether the program of another layout may be tried."""
+        return self._may("programs", self._effort.programs)
+
+    @property
+    def looked_at(self) -> dict[str, int]:
+        """How many layouts got which bound."""
+        return {
+            "layouts within memory": self._spent["bounded"],
+            "layouts solved": self._spent["solved"],
+            "layouts by their programs": self._spent["programs"],
+        }
+
+
+def _no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
+    """Whether no action of any option takes longer, nor what comes once."""
+    return all(
+        a.forward_s <= b.forward_s
+        and a.backward_s <= b.backward_s
+        and a.figures.weight_s == b.figures.weight_s
+        and a.sync_s <= b.sync_s
+        and a.optimizer_s + a.stream_s <= b.optimizer_s + b.stream_s
+        for kind, parts in other.parts.items()
+        for a, b in zip(one.parts[kind], parts, strict=True)
+    )
+
+
+class _Layout:
+    """One layout: its least simulated step, as far as effort goes, and its best plan."""
+
+    def __init__(self, space: SimulatedMixed, layout: Layout, cutoff_s: float) -> None:
+        self._space, self._layout = space, layout
+        self._limit_s = cutoff_s * (1 - EQUAL)
+        self.best: Ranked | None = None
+
+    def _try(self, split: UnequalSolution) -> float:
+        """Simulate a split and return its step; inf if it does not fit."""
+        plan = self._space.simulated(self._layout, split)
+        step_s = plan.prediction.step_time_s
+        if not plan.prediction.fits:
+            return math.inf
+        if self.best is None or step_s < self.best.prediction.step_time_s:
+            self.best = plan
+            self._limit_s = min(self._limit_s, step_s * (1 - EQUAL))
+        return step_s
+
+    def near_s(self) -> float:
+        """Return seconds that no split simulates below by the optima of the bounds; they are tried.
+
+        So is the closed form's.
+        """
+        space, layout = self._space, self._layout
+        step_s = space.step_s(layout)
+        low_s = 0.0
+        for problem in space.problems(layout):
+            answer = solve_unequal(
+                problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers
+            )
+            if isinstance(answer, Infeasible):
+                return math.inf
+            if isinstance(answer, UnequalSolution):
+                low_s = max(low_s, answer.split.lower_bound_s + step_s)
+                self._try(self._closed(answer))
+            else:
+                low_s = max(low_s, answer.lower_bound_s + step_s)
+            if low_s >= self._limit_s:
+                return low_s
+        closed_form = solve_unequal(space.own.instance(layout), frontiers=space.frontiers)
+        if isinstance(closed_form, UnequalSolution):
+            self._try(closed_form)
+        return low_s
+
+    def bounded_s(self) -> float:
+        """Return seconds that no split simulates below, or the limit; splits are tried."""
+        space, layout = self._space, self._layout
+        each = space.columns(layout, self._limit_s)
+        if each is None:
+            return self.near_s()
+        loose = choices_of(space, layout, each, self._limit_s, least=True)
+        low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
+        if low_s >= self._limit_s:
+            return low_s
+        choices = choices_of(space, layout, each, self._limit_s, least=False)
+        if choices is None:
+            return max(low_s, self.near_s())
+        low_s = max(low_s, choices.cut_s(self._limit_s))
+        if low_s >= self._limit_s:
+            return low_s
+        low_s = max(low_s, self.near_s())
+        if low_s >= self._limit_s or not space.may_program():
+            return low_s
+        effort = space.effort
+        return max(
+            low_s,
+            choices.optimum(
+                self._limit_s,
+                self._try,
+                actions=effort.actions,
+                nodes=effort.nodes,
+                until=time.process_time() + effort.program_s,
+            ),
+        )
+
+    def _closed(self, found: UnequalSolution) -> UnequalSolution:
+        """Return a split with its seconds in the closed form."""
+        return closed(self._space, self._layout, found.order, found.split.cuts, found.split.options)
+
+
+def closed(
+    space: SimulatedMixed,
+    layout: Layout,
+    order: Sequence[int],
+    cuts: Sequence[int],
+    options: Sequence[int],
+) -> UnequalSolution:
+    """Return a split of a chain with what it takes in the closed form."""
+    problem: UnequalInstance = space.own.instance(layout)
+    split = priced(problem.in_order(order, cuts), tuple(cuts), tuple(options))
+    return UnequalSolution(
+        names=tuple(one.name for one in problem.types),
+        order=tuple(order),
+        split=split,
+        layers=tuple(range(len(problem.layers))),
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """A model on one group, as `Columns` asks for it."""
+
+    model: ModelGraph
+    recompute: Recomputes
+    own: LayoutCosts
+
+    def costs(self, _: Layout) -> LayoutCosts:
+        """Return the group's costs of the layout."""
+        return self.own
+
+
+@dataclass(frozen=True, slots=True)
+class OnGroup:
+    """A layout's ranks on one group: the problem that they would have alone, and their columns."""
+
+    group: Group
+    chain: Instance
+    columns: Columns
+
+    def of(self, rank: int, first: int, end: int, *, least: bool) -> list[Column] | None:
+        """Return the columns of a rank with these entries; None where there are too many."""
+        kinds = self.chain.layers[first:end]
+        if not least:
+            return self.columns.of(rank, first, kinds)
+        column = self.columns.least(rank, first, kinds)
+        return [] if column is None else [column]
+
+
+@dataclass(frozen=True, slots=True)
+class Typed(Placed):
+    """[column] The same with the device type that it is for."""
+
+    number: Indices
+
+
+def choices_of(
+    space: SimulatedMixed,
+    layout: Layout,
+    each: Sequence[OnGroup],
+    limit_s: float,
+    *,
+    least: bool,
+) -> Choices | None:
+    """Return what ranks may hold on every type; None where that is too much.
+
+    With `least` there is one column for all that begin and end alike, no slower than any.
+    """
+    found = _every(layout, each, limit_s - space.step_s(layout), least=least)
+    return None if found is None else Choices(space, layout, each, *found)
+
+
+def _least_sent_s(space: SimulatedMixed, layout: Layout) -> float:
+    """Least seconds of a crossing between any two neighbours that there may be."""
+    stages = space.costs.stages_of(layout)
+    return min(
+        space.costs.crossing_s(layout, a, b)
+        for a, b in itertools.product(stages, stages)
+        if a != b or stages[a] > 1
+    )
+
+
+def _every(
+    layout: Layout, each: Sequence[OnGroup], room_s: float, *, least: bool
+) -> tuple[list[Column], Typed] | None:
+    """Return all columns and where they may begin; None where there are too many.
+
+    On its type a rank's entries take at most as long as the limit leaves, at their fastest; those
+    behind it do on whichever is the fastest.
+    """
+    layers, stages = each[0].chain.layers, each[0].chain.stages
+    count, ranks = len(layers), layout.pipeline
+    most_s = room_s / layout.micro_batches * (1 + ROUNDING)
+    own_s = [
+        [min(option.time_s for option in one.chain.kinds[kind]) for kind in layers] for one in each
+    ]
+    totals_s = [np.concatenate([[0.0], np.cumsum(one)]) for one in own_s]
+    total_s = np.concatenate([[0.0], np.cumsum(np.min(own_s, axis=0))])
+    earliest = [count]
+    for _ in range(ranks):
+        least_s = total_s[earliest[-1]] - most_s
+        earliest.append(int(np.searchsorted(total_s, least_s, "left")))
+    earliest.reverse()
+    columns: list[Column] = []
+    places: list[tuple[int, int, int]] = []
+    numbers: list[int] = []
+    starts = {0} if earliest[0] == 0 else set[int]()
+    for rank in range(ranks):
+        following: set[int] = set()
+        behind = sum(stage.least_layers for stage in stages[rank + 1 :])
+        for number, first in itertools.product(range(len(each)), sorted(starts)):
+            until_s = totals_s[number]
+            furthest = int(np.searchsorted(until_s, until_s[first] + most_s, "right")) - 1
+            begin = max(first + stages[rank].least_layers, earliest[rank + 1])
+            for end in range(begin, min(furthest, count - behind) + 1):
+                own = each[number].of(rank, first, end, least=least)
+                if own is None or len(columns) + len(own) > MOST_COLUMNS:
+                    return None
+                following.add(end)
+                columns += own
+                places += [(rank, first, end)] * len(own)
+                numbers += [number] * len(own)
+        starts = following
+    one = placed(columns, places, layout.stages)
+    return columns, Typed(
+        one.rank,
+        one.first,
+        one.end,
+        one.seconds,
+        one.sync_s,
+        one.update_s,
+        np.array(numbers, dtype=np.intp),
+    )
+
+
+class Choices:
+    """What the ranks of a layout may hold, on every type of devices."""
+
+    def __init__(
+        self,
+        space: SimulatedMixed,
+        layout: Layout,
+        each: Sequence[OnGroup],
+        columns: Sequence[Column],
+        typed: Typed,
+    ) -> None:
+        self._space, self._layout, self._each = space, layout, each
+        self._columns, self._typed = columns, typed
+        self._numbers = list(space.costs.stages_of(layout).values())
+        costs = each[0].group.own
+        self._step_s = costs.step_s
+        self._transfer_s = (1 - costs.waits) * costs.transfer_s
+
+    @cached_property
+    def _possible(self) -> bool:
+        """Whether every rank has anything to hold."""
+        return len(np.unique(self._typed.rank)) == self._layout.pipeline
+
+    def cut_s(self, limit_s: float) -> float:
+        """Return seconds that no cut simulates below, or `limit_s` if that is less."""
+        if not self._possible:
+            return limit_s
+        cuts = TypedCuts(self._layout, self._typed, self._transfer_s, self._numbers)
+        low_s = least_of(cuts, self._layout, self._typed, limit_s - self._step_s)
+        return min(limit_s, low_s + self._step_s)
+
+    def optimum(
+        self,
+        limit_s: float,
+        tried: Callable[[UnequalSolution], float],
+        *,
+        actions: int,
+        nodes: int,
+        until: float,
+    ) -> float:
+        """Return seconds that no split simulates below, or `limit_s` if that is less."""
+        if 2 * self._layout.micro_batches * self._layout.stages > actions:
+            return 0.0
+        some = self._each[0]
+        program = TypedProgram(some.group, self._layout, some.chain, self._columns, self._typed)
+        program.count(self._numbers)
+        program.closed = partial(closed, self._space, self._layout)
+        return program.solve(limit_s, tried, nodes, until)
+
+
+class TypedCuts(Cuts):
+    """Cuts with as many ranks of each type as there are."""
+
+    def __init__(
+        self, layout: Layout, typed: Typed, transfer_s: float, numbers: Sequence[int]
+    ) -> None:
+        self._typed, self._numbers = typed, numbers
+        super().__init__(layout, typed, transfer_s)
+
+    def _sums_s(self, limit_s: float, ceilings_s: Floats) -> Floats:
+        """As there, by how many ranks of each type are used."""
+        ceiling_s = ceilings_s[:, None] * (1 + ROUNDING)
+        none = np.full((len(ceilings_s), self._entries + 1), np.inf)
+        start = none.copy()
+        start[:, 0] = 0.0
+        best_s = {(0,) * len(self._numbers): start}
+        for rank, (own, firsts, _, _) in enumerate(self._by_rank):
+            after: dict[tuple[int, ...], Floats] = {}
+            ended_s = self._sync_s if rank else 0.0
+            fits = self._alone_s[own] <= limit_s
+            fits = fits & (self._passes_s[own] <= ceiling_s)
+            for used, before in best_s.items():
+                for number, most in enumerate(self._numbers):
+                    if used[number] == most:
+                        continue
+                    at = np.flatnonzero(self._typed.number[own] == number)
+                    if len(at) == 0:
+                        continue
+                    picked = own[at]
+                    before_s = before[:, firsts[at]]
+                    able = fits[:, at] & (before_s + self._own_s[picked] + ended_s <= limit_s)
+                    after_s = np.where(able, before_s + self._straight_s[picked], np.inf)
+                    key = (*used[:number], used[number] + 1, *used[number + 1 :])
+                    ends, starts = np.unique(self._typed.end[picked], return_index=True)
+                    row = after.setdefault(key, none.copy())
+                    row[:, ends] = np.minimum(
+                        row[:, ends], np.minimum.reduceat(after_s, starts, axis=1)
+                    )
+            best_s = after
+        last = best_s.get(tuple(self._numbers))
+        return none[:, -1] if last is None else last[:, -1]
+
+
+class TypedProgram(Program):
+    """The program with a row for each type; its splits say which rank is of which."""
+
+    closed: Callable[[Sequence[int], Sequence[int], Sequence[int]], UnequalSolution]
+
+    def count(self, numbers: Sequence[int]) -> None:
+        """Let each type have as many ranks as there are."""
+        assert isinstance(self._placed, Typed)
+        for number, most in enumerate(numbers):
+            own = np.flatnonzero(self._placed.number == number)
+            self.row(float(most), float(most), own.tolist(), [1.0] * len(own))
+
+    def solution(self, values: Floats) -> Any:
+        """Return the split that whole columns make."""
+        assert isinstance(self._placed, Typed)
+        chosen = np.flatnonzero(values[:-2] > 0.5)
+        chosen = chosen[np.argsort(self._rank[chosen])]
+        cuts = (0, *self._placed.end[chosen].tolist())
+        options = [option for at in chosen.tolist() for option in self._columns[at].options]
+        return self.closed(self._placed.number[chosen].tolist(), cuts, options)

@@ -1,0 +1,77 @@
+"""The processes that a study is worked out in, and what each keeps from task to task."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from types import TracebackType
+from typing import Self, TypeVar
+
+from planner.costs.figure_store import FigureStore
+
+A = TypeVar("A")
+B = TypeVar("B")
+FEW = 3
+"""So many tasks are not worth starting processes for."""
+
+_kept = FigureStore()
+"""Of a process that was started for tasks."""
+
+
+class Workers:
+    """Processes that start with the first tasks that are many, and end with the study."""
+
+    def __init__(self, processes: int | None = None) -> None:
+        """As many as there are cores if it is not said."""
+        self._count = processes or os.cpu_count() or 1
+        self._pool: ProcessPoolExecutor | None = None
+        self._store = FigureStore()
+
+    def __enter__(self) -> Self:
+        """Start nothing yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the processes, and wait for that if nothing went wrong."""
+        if self._pool is not None and error is None:
+            self._pool.shutdown()
+        self.stop()
+
+    def each(
+        self, what: Callable[[A, FigureStore], B], tasks: Sequence[A]
+    ) -> Iterator[tuple[int, B]]:
+        """Yield results with the index of their task, as they come.
+
+        `what` also gets what its process knows of layers.  Interrupted, no other task begins.
+        """
+        if len(tasks) <= FEW or self._count == 1:
+            for index, task in enumerate(tasks):
+                yield index, what(task, self._store)
+            return
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._count, mp_context=context)
+        waiting = {self._pool.submit(_in_process, what, task): at for at, task in enumerate(tasks)}
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the processes without waiting for what they are at."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+def _in_process(what: Callable[[A, FigureStore], B], task: A) -> B:
+    return what(task, _kept)

@@ -1,0 +1,139 @@
+"""Asynchronous tensor parallelism: planned where it is asked for, refused where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.catalog import native, stack
+from planner.cluster import ClusterSpec
+from planner.expressions import resolve_cluster, resolve_model
+from planner.native import obstacle, refusal
+from planner.pins import Pins, read_pins, without_effect
+from planner.plan import Job, Layout, Lora
+from planner.predict import layout_prediction, predict
+from planner.request import Request
+from planner.search.best_first import search
+
+LLAMA = resolve_model("llama-3.1-8b")
+JOB = Job(seq_len=8192, global_batch=64)
+NODE = resolve_cluster("8xh100-sxm-80gb")
+ASYNC = Layout(
+    tensor=8, data_shard=1, micro_batch=4, micro_batches=16, compile="block", tensor_overlap="async"
+)
+
+
+def test_it_is_planned_where_it_is_asked_for_and_makes_steps_shorter() -> None:
+    pins = read_pins(["tp=8,tensor_overlap=async"])
+
+    plan = search(Request(LLAMA, NODE, JOB, pins=pins)).plan
+    found = predict(plan, LLAMA, NODE)
+    other = predict(plan.model_copy(update={"tensor_overlap": "none"}), LLAMA, NODE)
+
+    assert (plan.tensor_overlap, plan.compile) == ("async", "block")
+    assert "tensor_overlap=async" in plan.layout.text()
+    assert found.step_time_s < other.step_time_s
+    assert found.stages[0].peak_memory_bytes == other.stages[0].peak_memory_bytes
+
+
+def test_where_nobody_asks_collectives_run_one_by_one() -> None:
+    plan = search(Request(LLAMA, NODE, JOB, pins=Pins(tensor=8))).plan
+
+    assert plan.tensor_overlap == "none"
+    assert "tensor_overlap" not in plan.dump()
+
+
+def test_without_tensor_ranks_it_has_no_effect_and_the_answer_says_so() -> None:
+    pins = read_pins(["tensor_overlap=async"])
+
+    assert list(without_effect(pins, Layout(data_shard=8, zero=3))) == [
+        "tensor_overlap=async has no effect: tp=1, no block is divided"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "job", "why"),
+    [
+        ({"tensor": 1, "data_shard": 8, "zero": 3}, {}, "is async, and tensor parallelism divides"),
+        ({"compile": "none"}, {}, "is async, which torch's compiler makes of a block"),
+        ({}, {"precision": "fp8"}, "is async, and products in fp8 round what was gathered first"),
+        ({}, {"lora": Lora(rank=8, alpha=16)}, "is async, and adapters are added between"),
+        (
+            {"tensor": 4, "pipeline": 2, "schedule": "zb-h1"},
+            {},
+            "is async, and zb-h1 makes weight gradients apart",
+        ),
+    ],
+)
+def test_what_the_compiler_cannot_match_is_refused(
+    changes: dict[str, object], job: dict[str, object], why: str
+) -> None:
+    layout = Layout(**{**_fields(ASYNC), **changes})  # type: ignore[arg-type]
+
+    found = obstacle(LLAMA, Job(**{"seq_len": 8192, "global_batch": 64, **job}), layout)  # type: ignore[arg-type]
+
+    assert found is not None and str(found).startswith(f"tensor_overlap: {why}")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "layout", "why"),
+    [
+        ("8xmi300x", ASYNC, "has no symmetric memory in torch"),
+        (
+            "2x4xa100-sxm-80gb",
+            ASYNC,
+            "the 8 tensor ranks reach over several nodes of 4 devices",
+        ),
+    ],
+)
+def test_ranks_read_each_others_memory_within_a_node_alone(
+    cluster: str, layout: Layout, why: str
+) -> None:
+    there: ClusterSpec = resolve_cluster(cluster)
+
+    found = refusal(LLAMA, there, JOB, layout)
+
+    assert found is not None and why in found
+    assert refusal(LLAMA, NODE, JOB, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "micro_batch", "recompute", "batch", "gain"),
+    [
+        # torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: tokens/s with over
+        # without, bf16.
+        ("llama-3-70b", 32, 16, "full", 512, 652.4 / 597.3),
+        ("llama-3.1-8b", 8, 12, "selective", 96, 4809.4 / 4378),
+    ],
+)
+def test_published_gains_are_met(
+    model: str, nodes: int, micro_batch: int, recompute: str, batch: int, gain: float
+) -> None:
+    cluster = resolve_cluster(f"{nodes}x8xh100-hbm2e-96gb")
+    job = Job(seq_len=8192, global_batch=batch)
+    for ran, bound in ((stack("torchtitan+compiled+compiled-loss"), 0.005), (native(), 0.02)):
+        request = Request(
+            resolve_model(model),
+            cluster,
+            job,
+            pins=Pins(recompute=recompute),
+            stack=ran,  # type: ignore[arg-type]
+        )
+        step_s = [
+            layout_prediction(
+                request,
+                Layout(
+                    tensor=8,
+                    data_shard=nodes,
+                    zero=3,
+                    micro_batch=micro_batch,
+                    compile="block",
+                    tensor_overlap=overlap,  # type: ignore[arg-type]
+                ),
+            ).step_time_s
+            for overlap in ("none", "async")
+        ]
+        assert step_s[0] / step_s[1] == pytest.approx(gain, abs=bound)
+
+
+def _fields(layout: Layout) -> dict[str, object]:
+    return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
