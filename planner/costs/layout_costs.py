@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import Held, HeldStates
+from planner.costs.held import Held, HeldStates, loss_gradients
+from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import Sharing, States
@@ -100,6 +101,8 @@ class LayoutCosts:
     """Freed buffers of collectives, held back until these end on the device."""
     workspace_bytes: float
     """Of matrix-product libraries, in the caching allocator."""
+    host_share: float
+    """Of a host's memory, what may be filled."""
     assumptions: tuple[Assumption, ...]
 
 
@@ -202,6 +205,7 @@ class CostTables:
             reduce_bytes=shared.reduce_bytes,
             recorded_bytes=shared.recorded_bytes,
             workspace_bytes=self._workspace_bytes,
+            host_share=usable_share(self._rates.stack, layout.offload),
             assumptions=shared.assumptions,
         )
 
@@ -264,6 +268,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
+            loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)
