@@ -72,7 +72,8 @@ WHY = {
     "with 2, 3 and 6 samples): that is the misordering.",
     "internevo": "Pairs of rows alike but for one that is not in the table take 4.5 and 7.2 s, "
     "with states divided within nodes and over all (zero1=8 and -1, InternEvo's "
-    "train_performance.md; both are ZeRO-1 in the table): that is its regret, a tie. Of distinct layouts tau is 0.83.",
+    "train_performance.md; both are ZeRO-1 in the table): that is its regret, a tie. Of distinct "
+    "layouts tau is 0.83.",
     "bigscience_a100": "Gradients are summed as DeepSpeed's BF16_Optimizer does, over an fp32 copy "
     "(18 bytes of traffic a parameter): regret 10.8 to 6.1 %. Two other mechanisms were tried and "
     "dropped, since they made vtrain_single worse: more host time for each tensor-parallel rank "
@@ -380,15 +381,16 @@ def judged(result: Validation) -> dict[str, float]:
 
 MISSED = (
     "**90th percentile of time.** Three attempts that moved it: tensor-parallel overlap as "
-    "Megatron has it (21.1 to 20.2 %), waits of nanotron without a mechanism left out (20.2 to 20.6 %), its "
-    "polled transfers as its code has them (21.6 to 20.6 %); casts, gathers and hosts before them "
+    "Megatron has it (21.1 to 20.2 %), waits of nanotron without a mechanism left out (20.2 to "
+    "20.6 %), its polled transfers as its code has them (21.6 to 20.6 %); casts, gathers and hosts before them "
     "are below. What is left is nanotron_usp: the table does not say which of its runs had the "
     "branch that polls. If it did, the mean were 16 %.",
     "**Regret.** Three attempts: runs beyond their room wait for the allocator (7.5 to 5.6 %), the "
     "four waits without a mechanism left out (5.6 to 4.6 %), polled transfers above 8, 16 and 32 "
     "nodes and none (7.8 to 4.6 %). Of the 4.6 %, 1.3 are internevo's tie of two settings that "
-    "the table does not tell apart, and 2.0 two sweeps of nanotron_usp whose chosen layouts waited "
-    "beside twins that did not (1.02 s for 0.52, 1.20 for 0.45, one step measured of each).",
+    "the table does not tell apart, and 2.0 two sweeps of nanotron_usp of which "
+    "one step a layout was measured: one chose a run that took 1.02 s where its like took 0.52, in "
+    "the other one run of 61 did not wait (0.45 s for 1.20).",
     "**Out-of-memory calls.** Four attempts: 14 and 16 bytes a logit and less reserved memory (no "
     "more right), tensors let go of one by one (96.8 to 97.8 %), micro-batches that nanotron "
     "asserts (its 97.0 to 97.4 %), working sets side by side (as many lost as won). At most 98.3 % "
