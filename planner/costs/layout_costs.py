@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import Held, HeldStates
+from planner.costs.held import Held, HeldStates, loss_gradients
 from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
@@ -138,8 +138,6 @@ class CostTables:
             frozen=frozen,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        waits = self._rates.stack.host.pipelined_s
-        self._stalls = cluster.groups[0].nodes > 1 and waits.fixed + waits.each > 0
         warning = caveat(model, cluster) if request.stack.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -195,7 +193,7 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
-            step_s=self._step_s,
+            step_s=self._step_s + self._rates.polled_s(layout),
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
@@ -213,7 +211,7 @@ class CostTables:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no layer causes, of any layout."""
+        """Seconds of a step that no layer causes, of any layout; transfers that poll add to it."""
         return self._step_s
 
     @property
@@ -270,6 +268,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
+            loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)
@@ -310,7 +309,6 @@ class CostTables:
             scales=layout.scales,
             dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",
-            pipelined=self._stalls and layout.pipeline > 1,
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )

@@ -436,8 +436,9 @@ class LayersTogether:
             if recompute not in choices_of(self._recompute, kind):
                 continue
             figures = taken(many, self._settings)
-            passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
             for activations in self._tables.activations:
+                passed = figures.passed_bytes(activations) if last else 0.0
+                passed = either(self._pipelined, passed, 0.0)
                 yield StrategyParts(
                     recompute=recompute,
                     activations=activations,
