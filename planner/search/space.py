@@ -39,7 +39,7 @@ from planner.plan import (
 )
 from planner.request import Request
 from planner.schedule import obstacle, too_long
-from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
@@ -359,14 +359,16 @@ def families(
             for prefetch, reshard in gathers(request, degrees, zero, shard, saved):
                 choice = ShardingChoice(zero, shard, replicate, order, prefetch, reshard)
                 by_place.setdefault(inner, []).append(choice)
-    compiled: dict[str, Compile] = {}
+    ways: dict[str, tuple[tuple[Compile, ChunkedLoss | None], ...]] = {}
     for size, count in micro_batches(job, degrees, pins):
-        every: dict[Compile, list[Timetable]] = {}
+        every: dict[tuple[Compile, ChunkedLoss | None], list[Timetable]] = {}
         for one in timetables(model, degrees.pipeline, count, pins, space=space):
-            if one.schedule not in compiled:
-                compiled[one.schedule] = compiles(request, degrees, one.schedule)
-            every.setdefault(compiled[one.schedule], []).append(one)
-        for blocks, alike in every.items():
+            if one.schedule not in ways:
+                blocks = compiles(request, degrees, one.schedule)
+                ways[one.schedule] = tuple((blocks, loss) for loss in losses(request, one.schedule))
+            for way in ways[one.schedule]:
+                every.setdefault(way, []).append(one)
+        for (blocks, loss), alike in every.items():
             for place, found in by_place.items():
                 yield Family(
                     degrees=degrees,
@@ -377,7 +379,7 @@ def families(
                     savings=saved,
                     place=place,
                     sequence_parallel=divided,
-                    loss=pins.chunks,
+                    loss=loss,
                     compile=blocks,
                     tensor_overlap=tensor_overlap(request, degrees),
                     scales=pins.scales or "tensorwise",
@@ -430,16 +432,37 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     pinned = request.pins.compile
     if pinned is not None:
         return pinned
-    group = request.cluster.groups
-    gpus = all(one.accelerator.kind in ("cuda", "rocm") for one in group)
-    if not gpus or "block" not in request.space.compile or request.model.architecture is None:
+    space, known = request.space, request.model.architecture is not None
+    if not (gpus(request) and "block" in space.compile and known):
         return "none"
     layout = Layout(
         pipeline=degrees.pipeline, expert=degrees.expert, schedule=schedule, compile="block"
     )
-    found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
+    found = conflicts(space, Facts(request.model, request.cluster, request.job, layout))
     hindered = any(conflict.place == "compile" for conflict in found)
     return "none" if hindered else "block"
+
+
+def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
+    """Return the ways to compute the loss: of all logits, or in chunks of the usual size.
+
+    Gradients are made in forward, but where the output projection is frozen: its chunks then hold
+    nothing from forward to backward if they are made anew.  On CPUs products rule and nothing is
+    gained by chunks, unless the user asks for them.
+    """
+    if request.pins.loss is not None:
+        return (request.pins.chunks,)
+    known, a = request.model, request.model.architecture
+    if a is None or a.classes or known.edges or not (request.space.chunked_loss and gpus(request)):
+        return (None,)
+    if schedule_of(schedule).stale:
+        return (None,)
+    return None, ChunkedLoss(gradients="recomputed" if request.job.lora else "precomputed")
+
+
+def gpus(request: Request) -> bool:
+    """Whether all devices are GPUs."""
+    return all(one.accelerator.kind in ("cuda", "rocm") for one in request.cluster.groups)
 
 
 def tensor_overlap(request: Request, degrees: Degrees) -> TensorOverlap:
