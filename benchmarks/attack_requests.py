@@ -104,6 +104,21 @@ REQUESTS = {
             global_batch=64,
         ),
         Target(
+            name="unequal-v100",
+            model="llama-3.2-3b",
+            cluster="4xa100-sxm-80gb+4xv100-sxm-32gb",
+            seq_len=2048,
+            global_batch=64,
+            precision="fp16",
+        ),
+        Target(
+            name="unequal-l40s",
+            model="llama-3.1-8b",
+            cluster="8xh100-sxm-80gb+2x8xl40s",
+            seq_len=4096,
+            global_batch=96,
+        ),
+        Target(
             name="pcie-l40s",
             model="qwen2.5-7b",
             cluster="8xl40s",

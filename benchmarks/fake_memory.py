@@ -28,8 +28,9 @@ import torch
 
 from planner.document import write_text
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.parameters import graph_of
 from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.plan import ChunkedLoss, Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import predict
 from planner.units import bytes_text
 from runtime.rehearsal import Rehearsal, rank_at, rehearse
@@ -54,7 +55,23 @@ class Case:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     precision: str = "bf16"
+    blocks: int | None = None
+    """Of the model, that many; None: all."""
     more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The model as the table names it."""
+        return self.model if self.blocks is None else f"{self.model}, {self.blocks} blocks"
+
+    def graph(self) -> ModelGraph:
+        """Return the model."""
+        model = resolve_model(self.model)
+        if self.blocks is None:
+            return model
+        assert model.architecture is not None
+        cut = model.architecture.model_copy(update={"layers": self.blocks})
+        return graph_of(cut, name=f"{self.model}-{self.blocks}")
 
     def plan(self, model: ModelGraph) -> Plan:
         """Return the plan."""
@@ -69,7 +86,9 @@ class Case:
             for held in (names[a:b] for a, b in itertools.pairwise([0, *ends]))
         )
         return Plan(
-            model=PlannedModel(name=model.name, source=model.source, digest=model.digest),
+            model=PlannedModel(
+                name=model.name, source=model.source or model.name, digest=model.digest
+            ),
             cluster="h100",
             seq_len=self.seq_len,
             global_batch=self.micro_batch * self.micro_batches * data,
@@ -198,6 +217,92 @@ def cases() -> list[Case]:
                 "micro_batches": 8,
             },
         ),
+    ]
+
+
+ZERO_3 = {"mesh": {"data_shard": 8}, "zero": 3}
+TENSOR = {"mesh": {"tensor": 2, "data_shard": 4}, "zero": 1}
+PIPELINE = {"mesh": {"pipeline": 2, "data_shard": 4}, "zero": 1, "micro_batches": 6}
+SCHEDULES = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved-zb", 2),
+    ("zbv", 2),
+    ("dualpipe-v", 2),
+)
+FP8 = {"precision": "fp8"}
+ROWWISE = {"precision": "fp8", "more": {"scales": "rowwise"}}
+NARROW = {"precision": "fp8", "more": {"weight_wire": "fp8"}}
+MXFP8 = {"precision": "mxfp8"}
+COMPILED = {"more": {"compile": "block"}}
+DOCUMENTS = {"more": {"document_len": 512}}
+
+
+def chunks(gradients: str, rows: int = 1024) -> dict[str, Any]:
+    return {"more": {"loss": ChunkedLoss(rows=rows, gradients=gradients)}}
+
+
+def ahead(prefetch: int = 0, reshard: int | None = None) -> dict[str, Any]:
+    return {"more": {"prefetch": prefetch, "reshard": reshard}}
+
+
+def mechanisms() -> list[Case]:
+    """Return each mechanism beside what it may be combined with, on few blocks of real width."""
+
+    def of(*parts: dict[str, Any], model: str = "llama-3.1-8b", blocks: int = 4) -> Case:
+        fields: dict[str, Any] = {"model": model, "blocks": blocks}
+        more: dict[str, Any] = {}
+        for part in parts:
+            more |= part.get("more", {})
+            fields |= part
+        return Case(**(fields | {"more": more}))
+
+    def each(*parts: dict[str, Any], blocks: int = 4) -> list[Case]:
+        return [of(*parts, {"recompute": one}, blocks=blocks) for one in ("none", "full")]
+
+    selective, full = {"recompute": "selective"}, {"recompute": "full"}
+    mixtral: dict[str, Any] = {"model": "mixtral-8x7b", "blocks": 2}
+    experts = {"mesh": {"data_shard": 8, "expert": 4}, "zero": 1, "more": {"dispatch": "allgather"}}
+    losses = [chunks(gradients) for gradients in ("precomputed", "recomputed")]
+    return [
+        *each(ZERO_3, COMPILED),
+        of(ZERO_3, COMPILED, selective),
+        of(TENSOR, COMPILED),
+        of({"mesh": {"context": 2, "data_shard": 4}, "zero": 1}, COMPILED),
+        *(
+            of(PIPELINE, {"schedule": name, "virtual_stages": count}, COMPILED, blocks=6)
+            for name, count in SCHEDULES
+        ),
+        of(PIPELINE, COMPILED, selective, blocks=6),
+        *(of(where, loss, full) for where in (ZERO_3, TENSOR) for loss in losses),
+        *(of(PIPELINE, loss, blocks=6) for loss in losses),
+        of(ZERO_3, losses[0], COMPILED),
+        *(row for kind in (FP8, ROWWISE, NARROW, MXFP8) for row in each(ZERO_3, kind)),
+        of(ZERO_3, MXFP8, selective),
+        of(TENSOR, MXFP8),
+        of(PIPELINE, FP8, {"schedule": "zb-h1"}, blocks=6),
+        *(of(ZERO_3, kind, COMPILED) for kind in (FP8, ROWWISE, NARROW, MXFP8)),
+        *(of(ZERO_3, ahead(depth), blocks=6) for depth in range(4)),
+        of(ZERO_3, ahead(2), full, blocks=6),
+        *(of(ZERO_3, ahead(0, ranks), blocks=6) for ranks in (1, 2, 4)),
+        *(of(ZERO_3, ahead(*both), blocks=6) for both in ((1, 1), (2, 1), (2, 2), (3, 4))),
+        of(ZERO_3, ahead(2, 2), full, blocks=6),
+        *(
+            of(ZERO_3, ahead(2, 2), other, blocks=6)
+            for other in (COMPILED, MXFP8, losses[1], DOCUMENTS)
+        ),
+        of(ZERO_3, ahead(2), NARROW, blocks=6),
+        of(experts, **mixtral),
+        of(experts, selective, **mixtral),
+        of(experts, full, **mixtral),
+        of(experts, {"zero": 3}, full, **mixtral),
+        *(of(experts, other, **mixtral) for other in (COMPILED, FP8, losses[0], DOCUMENTS)),
+        *each(ZERO_3, DOCUMENTS),
+        of(TENSOR, DOCUMENTS),
+        of(PIPELINE, DOCUMENTS, blocks=6),
+        of(ZERO_3, DOCUMENTS, COMPILED),
     ]
 
 

@@ -187,6 +187,20 @@ class Family:
         """The least complex layout."""
         return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
 
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """That of the first layout, which need not be made for it."""
+        sharing = self.sharings[0]
+        return _complexity(
+            self.degrees,
+            sharing,
+            self.timetables[0],
+            replicate=sharing.replicate,
+            saving=self.savings[0],
+            chunked=self.loss is not None,
+            micro_batch=self.micro_batch,
+        )
+
 
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order.
@@ -526,22 +540,43 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
     No two layouts of a space have the same complexity.
     """
+    return _complexity(
+        layout,
+        layout,
+        layout,
+        replicate=layout.data_replicate,
+        saving=Saving(layout.offload, layout.gradient_wire),
+        chunked=layout.loss is not None,
+        micro_batch=layout.micro_batch,
+    )
+
+
+def _complexity(
+    degrees: Degrees | Layout,
+    sharing: ShardingChoice | Layout,
+    timetable: Timetable | Layout,
+    *,
+    replicate: int,
+    saving: Saving,
+    chunked: bool,
+    micro_batch: int,
+) -> tuple[int, ...]:
     return (
-        layout.pipeline,
-        layout.tensor,
-        layout.context,
-        layout.expert,
-        layout.zero,
-        layout.data_replicate if layout.zero else 0,
-        _place(layout.schedule),
-        layout.virtual_stages,
-        _PLACES[layout.offload],
-        _PLACES[layout.gradient_wire],
-        layout.prefetch,
-        layout.reshard or 0,
-        layout.loss is not None,
-        *_axes(layout.order),
-        -layout.micro_batch,
+        degrees.pipeline,
+        degrees.tensor,
+        degrees.context,
+        degrees.expert,
+        sharing.zero,
+        replicate if sharing.zero else 0,
+        _place(timetable.schedule),
+        timetable.virtual_stages,
+        _PLACES[saving.offload],
+        _PLACES[saving.wire],
+        sharing.prefetch,
+        sharing.reshard or 0,
+        chunked,
+        *_axes(sharing.order),
+        -micro_batch,
     )
 
 
