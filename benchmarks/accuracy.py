@@ -382,9 +382,9 @@ def judged(result: Validation) -> dict[str, float]:
 MISSED = (
     "**90th percentile of time.** Three attempts that moved it: tensor-parallel overlap as "
     "Megatron has it (21.1 to 20.2 %), waits of nanotron without a mechanism left out (20.2 to "
-    "20.6 %), its polled transfers as its code has them (21.6 to 20.6 %); casts, gathers and hosts before them "
-    "are below. What is left is nanotron_usp: the table does not say which of its runs had the "
-    "branch that polls. If it did, the mean were 16 %.",
+    "20.6 %), its polled transfers as its code has them (21.6 to 20.6 %); casts, "
+    "gathers and hosts before them are below. What is left is nanotron_usp: the table does not "
+    "say which of its runs had the branch that polls. If it did, the mean were 16 %.",
     "**Regret.** Three attempts: runs beyond their room wait for the allocator (7.5 to 5.6 %), the "
     "four waits without a mechanism left out (5.6 to 4.6 %), polled transfers above 8, 16 and 32 "
     "nodes and none (7.8 to 4.6 %). Of the 4.6 %, 1.3 are internevo's tie of two settings that "
