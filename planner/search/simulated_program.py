@@ -433,13 +433,11 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
 def _ways(number: int, options: int) -> Indices:
     """[way, option] How many of so many layers have each, those with the fewest slow ones first.
 
-    >>> _ways(2, 3).tolist()
-    [[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]]
-    >>> _ways(2, 1).tolist()
-    [[2]]
+    >>> _ways(2, 3).tolist(), _ways(2, 1).tolist()
+    ([[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]], [[2]])
     """
-    rows = list(_falling(number, options - 1))
-    slower = np.array(rows, dtype=np.intp).reshape(len(rows), options - 1)
+    every = list(_falling(number, options - 1))
+    slower = np.array(every, dtype=np.intp).reshape(len(every), options - 1)
     most, none = np.full((len(slower), 1), number), np.zeros((len(slower), 1), dtype=np.intp)
     found: Indices = np.hstack([most, slower]) - np.hstack([slower, none])
     return found

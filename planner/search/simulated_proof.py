@@ -178,12 +178,12 @@ class _Search:
         return next(at for at, one in enumerate(self._every) if one is self._owner)
 
     def _push(self, level: int, bound_s: float, place: int, item: Family | Layout) -> None:
-        first = item.first if isinstance(item, Family) else item
-        if first.pipeline == 1:
+        pipeline = item.degrees.pipeline if isinstance(item, Family) else item.pipeline
+        if pipeline == 1:
             bound_s = max(bound_s, self._unpiped_s)
         if bound_s >= self._limit_s:
             return
-        simple = complexity(first)
+        simple = item.complexity if isinstance(item, Family) else complexity(item)
         heapq.heappush(self._left[level], (bound_s, simple, next(self._numbers), place, item))
 
     def run(self, told: Told | None) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -54,7 +54,7 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.dominance import dominates, twins
-from planner.search.formulation import instance_of, layout_pace, ties_of, unkept
+from planner.search.formulation import layout_pace, ties_of, unkept
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.space import (
@@ -67,7 +67,7 @@ from planner.search.space import (
     timetables,
 )
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
-from planner.search.spaces.groups import GroupSpace, leanest
+from planner.search.spaces.groups import GroupSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.solver import sides
 from planner.solver.graphs.graph_instance import Undecided
@@ -159,7 +159,7 @@ class MixedSpace(GroupSpace):
                         continue
                     every = partial(self._layouts, degrees, shared, size, count, timetable)
                     first = next(every())
-                    bundle = Bundle(first, len(shared), every, partial(self.room_s, every))
+                    bundle = Bundle(first, len(shared), every)
                     yield self.computation_s(first), bundle
 
     def _refusal_of(self, degrees: Degrees) -> str | None:
@@ -227,38 +227,6 @@ class MixedSpace(GroupSpace):
             action_s = min(costs.action_s for costs in each)
             exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * (crossing_s + action_s)
         return self._least_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
-
-    def room_s(self, every: Callable[[], Iterator[Layout]]) -> float:
-        """Least seconds of layouts that differ in sharing, with what stages hold under any.
-
-        Every figure is the least of them all: seconds are those of computation, states are divided
-        among as many ranks as there are under each ZeRO level.
-        """
-        corners: dict[int, Layout] = {}
-        for layout in every():
-            widest = corners.setdefault(layout.zero, layout)
-            if layout.data_shard > widest.data_shard:
-                corners[layout.zero] = layout
-        first = next(every())
-        lean = [
-            leanest([tables.unlinked(corner) for corner in corners.values()])
-            for tables in self.costs.tables.values()
-        ]
-        if not self.has_room(first, lean):
-            return math.inf
-        chains = {
-            group.name: instance_of(
-                self.ordered,
-                self.cluster.part((group,)),
-                first,
-                costs,
-                self.pins.recompute,
-            )
-            for group, costs in zip(self.cluster.groups, lean, strict=True)
-        }
-        problem = self.problem(first, chains)
-        step_s = max(tables.step_s for tables in self.costs.tables.values())
-        return (1 - ROUNDING) * self.least_split_s(problem) + step_s
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Return the bound within memory, where no other layout can do all that this one can."""

@@ -2,22 +2,24 @@
 
 The layouts of the spaces that were searched in the closed form go through a queue of their own, by
 bounds of the simulated step (`planner.search.spaces.simulated_mixed`).  Before, the fastest plan
-known has its layout simulated under other schedules and with other splits.
+known has its degrees simulated under other schedules, with other micro-batches and splits.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from planner.plan import Layout
 from planner.search.certificate import Account
 from planner.search.layout_queue import Bound, Found, Lost, Queue
 from planner.search.ranked import Ranked
-from planner.search.simulated_proof import Effort
-from planner.search.space import timetables
+from planner.search.simulated_proof import NEAR, Effort
+from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated_mixed import Simulated, SimulatedMixed
 from planner.tolerances import EQUAL
@@ -90,7 +92,7 @@ def prove_mixed(spaces: Sequence[Any], known: Ranked, effort: Effort) -> MixedPr
         for space in spaces
     ]
     account = Account()
-    best = _rescheduled(every, known, effort)
+    best = _likely(every, known, effort)
     queue = Queue(account, below_s=best.prediction.step_time_s * (1 - EQUAL))
     for one in every:
         queue.run(one)
@@ -107,8 +109,12 @@ def prove_mixed(spaces: Sequence[Any], known: Ranked, effort: Effort) -> MixedPr
     )
 
 
-def _rescheduled(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
-    """Return the fastest of a plan and its layout's best under other schedules."""
+def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
+    """Return the fastest of a plan and of what is like it: other schedules and micro-batches.
+
+    Layouts are told by the least seconds of cuts, which are cheap; the least of them are solved.
+    Of the fastest the program chooses stages and recomputation.
+    """
     best, layout = known, known.plan.layout
     groups = {stage.group for stage in known.plan.stages}
     space = next(
@@ -122,15 +128,41 @@ def _rescheduled(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
     )
     if space is None or layout.pipeline == 1:
         return best
-    count = 0
-    for name, virtual in timetables(
-        space.model, layout.pipeline, layout.micro_batches, space.pins, space=space.request.space
-    ):
-        other = replace(layout, schedule=name, virtual_stages=virtual)
-        if space.refusal(other) is not None or count >= effort.tried:
-            continue
-        count += 1
-        plan = space.quick(other, best.prediction.step_time_s)
+    limit_s = best.prediction.step_time_s * (1 + NEAR)
+    closed = [(space.own.bound_s(one), one) for one in _alike(space, layout)]
+    estimated = []
+    for bound_s, one in heapq.nsmallest(effort.likely // 2, closed, key=itemgetter(0)):
+        least_s = space.estimate_s(one, limit_s)
+        if max(least_s, bound_s) < limit_s:
+            estimated.append((least_s, one))
+    for _, one in heapq.nsmallest(effort.tried // 2, estimated, key=itemgetter(0)):
+        plan = space.quick(one, best.prediction.step_time_s)
         if plan is not None and plan.prediction.step_time_s < best.prediction.step_time_s:
             best = plan
-    return best
+    space.solve(best.plan.layout, best.prediction.step_time_s)
+    return min([best, *space.found], key=lambda one: one.prediction.step_time_s)
+
+
+def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:
+    """Yield layouts with the same degrees that can run, once for each schedule and micro-batch."""
+    data = Degrees(
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        expert=layout.expert,
+    )
+    for size, count in micro_batches(space.job, data, space.pins):
+        for name, virtual in timetables(
+            space.model, layout.pipeline, count, space.pins, space=space.request.space
+        ):
+            one = replace(
+                layout,
+                micro_batch=size,
+                micro_batches=count,
+                schedule=name,
+                virtual_stages=virtual,
+                compile=compiles(space.request, data, name),
+            )
+            if not one.executed.stale and space.refusal(one) is None:
+                yield one

@@ -50,6 +50,11 @@ from planner.solver.unequal.unequal import least_s, solve_unequal
 from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
 from planner.tolerances import EQUAL, ROUNDING
 
+MOST_MOVES = 120
+"""Splits near the best of a layout that are simulated."""
+FEW_COLUMNS = 300
+"""Of programs that are tried where only one may be: larger ones may take seconds."""
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
@@ -167,10 +172,6 @@ class SimulatedMixed(MixedSpace):
             1
         ]
 
-    def room_s(self, every: Callable[[], Iterator[Layout]]) -> float:
-        """Return no bound: layouts that differ in sharing are told apart at once."""
-        return 0.0
-
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit.
 
@@ -248,10 +249,21 @@ class SimulatedMixed(MixedSpace):
         low_s = min(low_s, step_s)
         return Found(step_s, low_s, layout, Simulated(best, low_s >= step_s * (1 - EQUAL)))
 
+    def estimate_s(self, layout: Layout, limit_s: float) -> float:
+        """Return seconds that no split simulates below, of cuts with the least each rank takes."""
+        each = self.columns(layout, limit_s)
+        if each is None:
+            return 0.0
+        loose = choices_of(self, layout, each, limit_s, least=True)
+        return 0.0 if loose is None else loose.cut_s(limit_s)
+
     def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
         """Return the fastest plan of some splits of a layout, if any is below the cutoff."""
         search = _Layout(self, layout, cutoff_s)
         search.near_s()
+        each = self.columns(layout, cutoff_s)
+        if each is not None:
+            search.improve(each, MOST_MOVES)
         return search.best
 
     def simulated(self, layout: Layout, split: UnequalSolution) -> Ranked:
@@ -294,9 +306,10 @@ class SimulatedMixed(MixedSpace):
         """How far it is looked."""
         return self._effort
 
-    def may_program(self) -> bool:
-        """Whether the program of another layout may be tried."""
-        return self._may("programs", self._effort.programs)
+    def may_program(self, columns: int) -> bool:
+        """Whether the program of another layout, with so many columns, may be tried."""
+        few = columns <= FEW_COLUMNS or self._effort.programs > 1
+        return few and self._may("programs", self._effort.programs)
 
     @property
     def looked_at(self) -> dict[str, int]:
@@ -328,6 +341,8 @@ class _Layout:
         self._space, self._layout = space, layout
         self._limit_s = cutoff_s * (1 - EQUAL)
         self.best: Ranked | None = None
+        self._split: UnequalSolution | None = None
+        """That of the best plan."""
 
     def _try(self, split: UnequalSolution) -> float:
         """Simulate a split and return its step; inf if it does not fit."""
@@ -336,7 +351,7 @@ class _Layout:
         if not plan.prediction.fits:
             return math.inf
         if self.best is None or step_s < self.best.prediction.step_time_s:
-            self.best = plan
+            self.best, self._split = plan, split
             self._limit_s = min(self._limit_s, step_s * (1 - EQUAL))
         return step_s
 
@@ -378,12 +393,15 @@ class _Layout:
             return low_s
         choices = choices_of(space, layout, each, self._limit_s, least=False)
         if choices is None:
-            return max(low_s, self.near_s())
+            low_s = max(low_s, self.near_s())
+            self.improve(each, MOST_MOVES)
+            return low_s
         low_s = max(low_s, choices.cut_s(self._limit_s))
         if low_s >= self._limit_s:
             return low_s
         low_s = max(low_s, self.near_s())
-        if low_s >= self._limit_s or not space.may_program():
+        self.improve(each, MOST_MOVES)
+        if low_s >= self._limit_s or not space.may_program(choices.size):
             return low_s
         effort = space.effort
         return max(
@@ -397,9 +415,66 @@ class _Layout:
             ),
         )
 
+    def improve(self, each: Sequence[OnGroup], most: int) -> None:
+        """Let single entries move while the best split simulates faster, for so many trials."""
+        while self._split is not None:
+            split = self._split
+            sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
+            for order, numbers in moves(split.order, sizes):
+                moved = self._fastest(each, order, numbers)
+                if moved is None:
+                    continue
+                if most <= 0:
+                    return
+                most -= 1
+                self._try(moved)
+                if self._split is not split:
+                    break
+            else:
+                return
+
+    def _fastest(
+        self, each: Sequence[OnGroup], order: Sequence[int], sizes: Sequence[int]
+    ) -> UnequalSolution | None:
+        """Return the split into ranks of these types and sizes, each at its fastest that fits."""
+        cuts = [0, *itertools.accumulate(sizes)]
+        options: list[int] = []
+        for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
+            if sizes[rank] < each[number].chain.stages[rank].least_layers:
+                return None
+            columns = each[number].of(rank, *span, least=False)
+            if not columns:
+                return None
+            options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
+        return closed(self._space, self._layout, order, cuts, options)
+
     def _closed(self, found: UnequalSolution) -> UnequalSolution:
         """Return a split with its seconds in the closed form."""
         return closed(self._space, self._layout, found.order, found.split.cuts, found.split.options)
+
+
+def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield types and sizes of ranks one step away.
+
+    First each as it is; an entry goes from a rank to another; two ranks of different types change
+    places.
+
+    >>> list(moves([0, 1], [2, 1]))
+    [([0, 1], [2, 1]), ([0, 1], [1, 2]), ([1, 0], [1, 2]), ([1, 0], [2, 1])]
+    """
+    yield list(order), list(sizes)
+    for giver, taker in itertools.permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1:
+            yield (
+                list(order),
+                [n - (r == giver) + (r == taker) for r, n in enumerate(sizes)],
+            )
+    for one, two in itertools.combinations(range(len(sizes)), 2):
+        if order[one] != order[two]:
+            places = list(range(len(sizes)))
+            places[one], places[two] = two, one
+            yield [order[r] for r in places], [sizes[r] for r in places]
+            yield [order[r] for r in places], list(sizes)
 
 
 def closed(
@@ -553,6 +628,11 @@ class Choices:
         costs = each[0].group.own
         self._step_s = costs.step_s
         self._transfer_s = (1 - costs.waits) * costs.transfer_s
+
+    @property
+    def size(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
 
     @cached_property
     def _possible(self) -> bool:

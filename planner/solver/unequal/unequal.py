@@ -299,7 +299,7 @@ def evened(stages: Floats, whole_s: Floats, steady: float, fill: float) -> Float
     >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=1.0, fill=1.0).tolist()
     [1.0, 0.0]
     """
-    if steady <= 0:
+    if steady <= ROUNDING * fill:
         return np.zeros(len(stages))
     used = np.ones(len(stages), dtype=bool)
     while True:

@@ -1,0 +1,122 @@
+"""Bounds and splits in simulated time where devices differ, against every split there is."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from planner.expressions import resolve_cluster
+from planner.pins import Pins
+from planner.plan import Job, Layout
+from planner.request import Request
+from planner.search.best_first import search
+from planner.search.layout_queue import Found
+from planner.search.simulated_proof import FULL, USUAL
+from planner.search.spaces.mixed import MixedSpace
+from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
+from planner.solver.unequal.unequal_instance import UnequalSolution
+from tests.planner.search.spaces.test_mixed import llama
+
+JOB = Job(seq_len=2048, global_batch=12, precision="fp32")
+TWO, THREE = "2xa100-sxm-40gb+2xv100-sxm-32gb", "2xa100-sxm-40gb+4xv100-sxm-32gb"
+
+
+def spaces(cluster: str, layers: int, pins: Pins) -> tuple[MixedSpace, SimulatedMixed]:
+    own = MixedSpace(Request(llama(layers), resolve_cluster(cluster), JOB, pins))
+    return own, SimulatedMixed(own, replace(FULL, seconds=1e9))
+
+
+def every_split(space: SimulatedMixed, layout: Layout) -> Iterator[UnequalSolution]:
+    """Yield every order of types, cuts and options of a chain."""
+    problem = space.own.instance(layout)
+    layers, ranks = problem.layers, layout.pipeline
+    types = [number for number, one in enumerate(problem.types) for _ in range(one.stages)]
+    tables = problem.types[0].kinds
+    for order in sorted(set(itertools.permutations(types))):
+        for inner in itertools.combinations(range(1, len(layers)), ranks - 1):
+            cuts = (0, *inner, len(layers))
+            least = [stage.least_layers for stage in problem.types[0].rooms]
+            if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
+                continue
+            for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):
+                yield closed(space, layout, order, cuts, options)
+
+
+LAYOUTS = [
+    (TWO, 2, Layout(pipeline=2, data_shard=2, zero=1, micro_batch=1, micro_batches=6)),
+    (
+        TWO,
+        2,
+        Layout(
+            pipeline=4, data_shard=1, schedule="zb-h1", micro_batch=2, micro_batches=6, tensor=1
+        ),
+    ),
+    (
+        TWO,
+        4,
+        Layout(pipeline=2, data_shard=2, zero=1, schedule="zbv", virtual_stages=2, micro_batches=6),
+    ),
+    (
+        THREE,
+        4,
+        Layout(pipeline=3, data_shard=2, zero=1, schedule="gpipe", micro_batch=3, micro_batches=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("cluster", "layers", "layout"), LAYOUTS, ids=lambda one: str(one)[:40])
+def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout: Layout) -> None:
+    recompute = None if layers < 4 else "full"
+    own, space = spaces(cluster, layers, Pins(recompute=recompute))
+    assert space.refusal(layout) is None
+    plans = (
+        own.ranked(Found(1.0, 1.0, layout, split)).prediction
+        for split in every_split(space, layout)
+    )
+    least_s = min(one.step_time_s for one in plans if one.fits)
+
+    bounds_s = [bound(layout) for _, bound in space.bounds]
+    bounds_s.append(space.estimate_s(layout, 2 * least_s))
+    found = space.solve(layout, 2 * least_s)
+
+    assert all(isinstance(one, float) and 0 < one <= least_s * (1 + 1e-9) for one in bounds_s)
+    assert isinstance(found, Found)
+    assert found.objective_s == pytest.approx(least_s, rel=1e-9)
+    # Transfers count as over the fastest link that there may be between two neighbours.
+    slack = 1e-5 if layout.pipeline == 2 else 2e-2
+    assert found.lower_bound_s == pytest.approx(least_s, rel=slack)
+    assert found.lower_bound_s <= least_s * (1 + 1e-9)
+    assert not isinstance(space.solve(layout, least_s * (1 - 1e-6)), Found)
+
+
+def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
+    pins = Pins(tensor=1, micro_batch=1, recompute="full")
+    request = Request(llama(3), resolve_cluster("1xa100-sxm-40gb+2xv100-sxm-32gb"), JOB, pins)
+
+    usual, full = (search(request, effort=effort) for effort in (USUAL, FULL))
+
+    said = full.certificate.simulated
+    assert said is not None and said.lower_bound_s is not None and said.gap is not None
+    # Shares of ranks without a pipeline are bounded up to what groups do once.
+    assert said.gap < 2e-2
+    assert said.lower_bound_s <= full.prediction.step_time_s
+    assert usual.certificate.simulated is not None
+    bound_s = usual.certificate.simulated.lower_bound_s
+    assert bound_s is not None and bound_s <= full.prediction.step_time_s
+    least_s = float("inf")
+    for groups in (request.cluster.groups, *((one,) for one in request.cluster.groups)):
+        own = MixedSpace(request.on(groups), request.cluster)
+        space = SimulatedMixed(own, FULL)
+        for _, bundle in own.bundles(Counter()):
+            for layout in bundle.layouts():
+                if own.refusal(layout) is None and layout.virtual_stages == 1:
+                    for split in every_split(space, layout):
+                        one = own.ranked(Found(1.0, 1.0, layout, split)).prediction
+                        if one.fits:
+                            least_s = min(least_s, one.step_time_s)
+    assert full.prediction.step_time_s <= least_s * (1 + 1e-9)
+    assert said.lower_bound_s <= least_s
