@@ -4,7 +4,7 @@ BIN := .venv/bin
 OLDEST := .venv-oldest
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test oldest matrix check format schemas hashes clean
+.PHONY: help demo test oldest matrix check format docs schemas hashes clean
 .DEFAULT_GOAL := help
 
 help:  ## print these commands
@@ -34,6 +34,11 @@ format: .venv/installed  ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: .venv/docs-installed  ## build the documentation site into site/ and check its links
+	$(BIN)/python -m meshwright.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
 schemas: .venv/installed  ## regenerate docs/schemas from the document types
 	$(BIN)/python -m planner.schemas
 
@@ -44,13 +49,17 @@ hashes: .venv/installed  ## write hashes.txt: every package of an installation, 
 	mv hashes.part hashes.txt
 
 clean:  ## delete what these commands made
-	rm -rf .venv $(OLDEST) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		--build-constraint constraints.txt -e '.[torch]' --group test --group tools
+	touch $@
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --group docs
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints.txt

@@ -4,8 +4,9 @@
                                 [--markdown]
 
 Every request is planned.  Then random plans and neighbours of good ones (cuts, recomputation,
-schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload) are written as
-documents, read as documents and predicted.  A plan is a hit if it fits and
+schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload, compiled blocks,
+the loss, how ZeRO-3 gathers, scales, how tokens are dispatched) are written as documents, read as
+documents and predicted.  A plan is a hit if it fits and
 
     closed form   it lies in the space that the certificate speaks of, and its objective there is
                   below the proven bound
@@ -25,7 +26,10 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     ranks of several stages share the longest run of like layers evenly: what stands before it is
     on the first stage, what stands behind it on the last, the stages of a rank have equally many
     up to one, and the last stage may have fewer
-    expert parallelism keeps the usual order of axes
+    expert parallelism keeps the usual order of axes, and tokens go all to all
+    the loss is of all logits or in chunks of 1,024 rows, whose gradients wait for
+    backward; with LoRA they are made in backward
+    ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the
     request allows otherwise; nothing is one step old
@@ -68,7 +72,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import RECOMPUTES
 from planner.pins import Pins, read_allowances
 from planner.pipeline_model import pace
-from planner.plan import INSIDE_OUT, Layout, Plan
+from planner.plan import INSIDE_OUT, ChunkedLoss, Layout, Plan
 from planner.predict import (
     Placement,
     placement_prediction,
@@ -161,14 +165,10 @@ class Attack:
             simulated_bound_s=self._simulated_bound_s,
             own_objective_s=None,
         )
-        self.starts = [
-            self.drafts.of(plan.model_dump(mode="json"))
-            for plan in self._own_plans()
-            if plan.shares is None
-        ]
+        self.starts = [self.drafts.of(plan) for plan in self._own_plans() if plan.shares is None]
         optimum = (self.answer.closed_form or self.answer.top[0]).plan
         if optimum.shares is None:
-            judged = self.judged(self.drafts.of(optimum.model_dump(mode="json")))
+            judged = self.judged(self.drafts.of(optimum))
             self.outcome.own_objective_s = judged.objective_s if judged else None
 
     @property
@@ -258,10 +258,27 @@ class Attack:
             "ranks that share a sequence": layout.context > LARGEST_CONTEXT,
             "stages on a rank": layout.virtual_stages > MOST_STAGES,
             "experts in another order": layout.expert > 1 and layout.order != INSIDE_OUT,
+            "how the loss is computed": layout.loss not in (None, self._chunks),
+            "how parameters are gathered": self._gathered(layout),
+            "scales": layout.scales != "tensorwise",
+            "how tokens are dispatched": layout.dispatch != "alltoall",
         }
         if layout.virtual_stages > 1:
             reasons["layers unevenly on a rank's stages"] = not self._even(draft)
         return next((reason for reason, holds in reasons.items() if holds), None)
+
+    @property
+    def _chunks(self) -> ChunkedLoss:
+        return ChunkedLoss(gradients="recomputed" if self.job.lora else "precomputed")
+
+    def _gathered(self, layout: Layout) -> bool:
+        """Whether ZeRO-3 gathers in a way that no plan of the space does."""
+        if not layout.prefetch and layout.reshard is None:
+            return False
+        node = self.cluster.groups[0].devices_per_node // layout.tensor
+        alone = layout.pipeline == layout.expert == 1 and layout.offload != "parameters"
+        kept = layout.reshard is None or (layout.reshard == node and layout.context == 1)
+        return not (layout.zero == 3 and alone and layout.prefetch <= 1 and kept)
 
     def _even(self, draft: Draft) -> bool:
         """Whether ranks of several stages share the run of like layers as the space has it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, get_args
 
@@ -20,10 +20,18 @@ from planner.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
+    ChunkedLoss,
+    Compile,
+    Dispatch,
     GradientWire,
     Job,
     Layout,
+    Mesh,
     Offload,
+    Plan,
+    Prefetch,
+    Scales,
+    WeightWire,
 )
 from planner.predict import balanced_cuts
 from planner.schedule import obstacle, rank_of_stage
@@ -33,6 +41,8 @@ LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64
 MOST_STAGES = 8
 """On a rank."""
+LOSSES = ChunkedLoss(), ChunkedLoss(gradients="recomputed"), ChunkedLoss(rows=256)
+"""In chunks, as a space has them or not."""
 DRAINED = tuple(schedule for schedule in SCHEDULES.values() if not schedule.stale)
 Choice = tuple[str, str]
 """What a layer recomputes, and what becomes of its activations."""
@@ -84,10 +94,29 @@ class Drafts:
         self.wires: tuple[GradientWire, ...] = ("full",)
         if "compress" in allowed:
             self.wires = get_args(GradientWire)
+        self.chosen = self._chosen()
+        """What a layout may say of how it trains, by its field; the plainest first."""
         self.layer_s: Callable[[Layout, Sequence[Choice]], list[float]] = lambda _, choices: (
             [1.0] * len(choices)
         )
         """Seconds of each layer, to balance stages by; the attack has them."""
+
+    def _chosen(self) -> dict[str, tuple[Any, ...]]:
+        group = self.cluster.groups[0]
+        found: dict[str, tuple[Any, ...]] = {
+            "compile": get_args(Compile),
+            "loss": (None, *LOSSES),
+        }
+        if group.accelerator.kind != "cpu":
+            found["prefetch"] = get_args(Prefetch)
+            within = [d for d in divisors(self.cluster.devices) if d < self.cluster.devices]
+            found["reshard"] = (None, *within)
+        if self.job.precision == "fp8":
+            found |= {"scales": get_args(Scales), "weight_wire": get_args(WeightWire)}
+        a = self.model.architecture
+        if a is not None and a.experts is not None:
+            found["dispatch"] = get_args(Dispatch)
+        return found
 
     def document(self, draft: Draft, *, name: str) -> dict[str, Any]:
         """Return a draft as the contents of a plan.yaml."""
@@ -117,58 +146,25 @@ class Drafts:
             "seq_len": self.job.seq_len,
             "global_batch": self.job.global_batch,
             "precision": self.job.precision,
-            "mesh": {
-                "tensor": layout.tensor,
-                "context": layout.context,
-                "data_shard": layout.data_shard,
-                "data_replicate": layout.data_replicate,
-                "pipeline": layout.pipeline,
-                "expert": layout.expert,
-                "order": list(layout.order),
-            },
-            "zero": layout.zero,
-            "schedule": layout.schedule,
-            "virtual_stages": layout.virtual_stages,
-            "micro_batch": layout.micro_batch,
-            "micro_batches": layout.micro_batches,
-            "offload": layout.offload,
-            "gradient_wire": layout.gradient_wire,
-            "compile": layout.compile,
-            "prefetch": layout.prefetch,
-            "reshard": layout.reshard,
+            **_written(layout),
             "stages": stages,
+            **({"document_len": self.job.document_len} if self.job.document_len else {}),
             **({"training": {"lora": lora.model_dump(mode="json")}} if lora else {}),
             **({"groups": groups} if draft.groups else {}),
         }
 
-    def of(self, document: dict[str, Any]) -> Draft:
-        """Return the draft that a plan's document stands for."""
-        mesh = document["mesh"]
-        every = [item for stage in document["stages"] for item in stage["layers"]]
-        layout = Layout(
-            **{axis: mesh[axis] for axis in ("tensor", "context", "pipeline", "expert")},
-            data_shard=mesh["data_shard"],
-            data_replicate=mesh["data_replicate"],
-            order=tuple(mesh["order"]),
-            zero=document["zero"],
-            schedule=document["schedule"],
-            virtual_stages=document["virtual_stages"],
-            micro_batch=document["micro_batch"],
-            micro_batches=document["micro_batches"],
-            offload=document["offload"],
-            gradient_wire=document["gradient_wire"],
-            compile=document.get("compile", "none"),
-            prefetch=document.get("prefetch", 0),
-            reshard=document.get("reshard"),
-        )
-        of_rank = dict(zip(homes(layout), document["stages"], strict=True))
-        grouped = document.get("groups") is not None
+    def of(self, plan: Plan) -> Draft:
+        """Return the draft that a plan stands for."""
+        layout = plan.layout
+        of_rank = dict(zip(homes(layout), plan.stages, strict=True))
         return Draft(
             layout=layout,
-            sizes=tuple(len(stage["layers"]) for stage in document["stages"]),
-            choices=tuple((one["recompute"], one.get("activations", "keep")) for one in every),
-            groups=tuple(of_rank[rank]["group"] for rank in range(layout.pipeline))
-            if grouped
+            sizes=tuple(len(stage.layers) for stage in plan.stages),
+            choices=tuple(
+                (one.recompute, one.activations) for stage in plan.stages for one in stage.layers
+            ),
+            groups=tuple(of_rank[rank].group or "" for rank in range(layout.pipeline))
+            if plan.groups is not None
             else (),
         )
 
@@ -205,9 +201,22 @@ class Drafts:
             order=self._order(),
             offload=rng.choice(self.offloads),
             gradient_wire=rng.choice(self.wires),
+            **self._drawn(gathers=zero == 3 and pipeline == 1),
         )
         kind: Choice = (rng.choice(("none", "selective", "full")), rng.choice(self.activations))
         return self.laid(layout, (kind,) * len(self.model.chain))
+
+    def _drawn(self, *, gathers: bool) -> dict[str, Any]:
+        """Return what a random layout says of how it trains, most of it plain."""
+        rng = self.rng
+        found: dict[str, Any] = {
+            name: rng.choice(self.chosen[name]) for name in ("compile", "loss")
+        }
+        for name, every in self.chosen.items():
+            fits = gathers or name not in ("prefetch", "reshard", "weight_wire")
+            if name not in found and fits and rng.random() < 0.3:
+                found[name] = rng.choice(every)
+        return found
 
     def laid(self, layout: Layout, choices: tuple[Choice, ...]) -> Draft | None:
         """Return a draft with stages as equal as they can be; None if the layout cannot run."""
@@ -348,6 +357,7 @@ class Drafts:
             for zero in range(4)
             for shard in ([d for d in divisors(data) if d > 1] if zero else [1])
         ]
+        changes += [{name: value} for name, every in self.chosen.items() for value in every]
         changes += [{"micro_batch": 2 * size, "micro_batches": count // 2}] * (count % 2 == 0)
         changes += [{"micro_batch": size // 2, "micro_batches": 2 * count}] * (size % 2 == 0)
         for change in changes:
@@ -365,6 +375,7 @@ class Drafts:
             (1, self._swap),
             (1, self._reshard),
             (0 if self.cluster.mixed else 1, self._reorder),
+            (2, self._choose),
         ]
         if self.model.architecture is not None and self.model.architecture.experts is not None:
             moves.append((1, self._move_experts))
@@ -497,6 +508,10 @@ class Drafts:
             gradient_wire=self.rng.choice(self.wires),
         )
 
+    def _choose(self, draft: Draft) -> Draft | None:
+        name = self.rng.choice(list(self.chosen))
+        return self._changed(draft, **{name: self.rng.choice(self.chosen[name])})
+
     def _reseat(self, draft: Draft) -> Draft | None:
         if len(draft.groups) < 2:
             return None
@@ -504,6 +519,15 @@ class Drafts:
         one, other = self.rng.sample(range(len(names)), 2)
         names[one], names[other] = names[other], names[one]
         return replace(draft, groups=tuple(names))
+
+
+def _written(layout: Layout) -> dict[str, Any]:
+    """Return the fields of a layout as a plan's document has them."""
+    values = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+    mesh = {name: values.pop(name) for name in Mesh.model_fields}
+    loss = values.pop("loss")
+    dumped = {"loss": loss.model_dump(mode="json")} if loss is not None else {}
+    return {**values, **dumped, "mesh": {**mesh, "order": list(layout.order)}}
 
 
 def numbers_of_stages(schedule: Schedule) -> list[int]:

@@ -20,6 +20,7 @@ class Target:
     precision: str = "bf16"
     lora: int | None = None
     allow: str = ""
+    document_len: int | None = None
 
     @property
     def job(self) -> Job:
@@ -29,6 +30,7 @@ class Target:
             global_batch=self.global_batch,
             precision=self.precision,  # type: ignore[arg-type]
             lora=lora,
+            document_len=self.document_len,
         )
 
     @property
@@ -36,6 +38,7 @@ class Target:
         more = [f"lora rank {self.lora}"] * bool(self.lora) + [f"allow {self.allow}"] * bool(
             self.allow
         )
+        more += [f"documents of {self.document_len}"] * bool(self.document_len)
         figures = f"seq {self.seq_len}, batch {self.global_batch}, {self.precision}"
         return ", ".join([f"{self.model} on {self.cluster}", figures, *more])
 
@@ -144,6 +147,15 @@ REQUESTS = {
             seq_len=4096,
             global_batch=32,
             allow="offload,compress",
+        ),
+        Target(
+            name="fp8-documents",
+            model="llama-3.1-8b",
+            cluster="2x8xh100-sxm-80gb",
+            seq_len=8192,
+            global_batch=64,
+            precision="fp8",
+            document_len=1024,
         ),
         Target(
             name="deep-3b",

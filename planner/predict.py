@@ -391,7 +391,7 @@ def _hosts_fit(
     ]
     if rooms:
         return all(used <= room * (1 + ROUNDING) for used, room in rooms)
-    return overfull(tables.cluster, layout, on_host) is None
+    return overfull(tables.cluster, layout, on_host, seats.stages[0].costs.host_share) is None
 
 
 def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds]:

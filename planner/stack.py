@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
-from planner.stack_space import Space, StageRule
+from planner.stack_space import ConditionText, Space, StageRule
 from planner.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
 
 Kernel = Literal["module", "fused"]
@@ -313,6 +313,8 @@ class PipelineRule(Part):
     """So does what the last stage returns, beside its loss."""
     stages: StageRule = "even"
     """How blocks are divided among stages (planner.stage_rules)."""
+    polled_s: Amount = 0.0
+    """What the host sleeps between two looks at whether a message has come."""
 
 
 class PerPass(Part):
@@ -320,14 +322,6 @@ class PerPass(Part):
 
     forward: Amount = 0.0
     backward: Amount = 0.0
-
-
-class Pipelined(Part):
-    """Least seconds of a block where pipelines run over several nodes: fixed + each x degree."""
-
-    fixed: Amount = 0.0
-    each: Amount = 0.0
-    """Per tensor-parallel rank, a quarter more for each further node that their group spans."""
 
 
 class Host(Part):
@@ -350,7 +344,10 @@ class Host(Part):
     """What tensor parallelism adds to a block, both passes."""
     rank_s: Amount = 0.0
     """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
-    pipelined_s: Pipelined = Pipelined()
+    checked_s: Amount = 0.0
+    """What each rank of a tensor-parallel group adds to each of a block's collectives where c10d
+    compares them first (TORCH_DISTRIBUTED_DEBUG=DETAIL), a quarter more for each further node that
+    the group spans: at its barrier rank 0 meets the others one by one."""
     action_s: Amount = 0.0
     """Each forward and each backward of a micro-batch on a stage, beside its layers."""
     action_of: Literal["stage", "rank"] = "stage"
@@ -379,6 +376,9 @@ class OffloadRule(Part):
     updates: Literal["streamed", "on_host"] = "on_host"
     """Where an optimizer on the host steps: its state goes through the device, or the host's
     processors update what it has of the parameters, whose working copies go back."""
+    host_share: Fraction = 0.5
+    """Of a host's memory, what may be held there.  Half, where torch pins each block: those are
+    powers of two, up to twice what they hold, and processes and the operating system need some."""
     activations_share: Fraction = 1.0
     """Of a block's activations, where they are offloaded."""
 
@@ -417,6 +417,15 @@ class Seen(Part):
     eight_bits: Flag = False
 
 
+class RunsWith(Part):
+    """What measured runs had beside the stack, which a table of them does not say."""
+
+    options: tuple[Text, ...]
+    when: tuple[ConditionText, ...] = ()
+    """All of them hold of such a run's layout."""
+    why: Text
+
+
 class Accuracy(Part):
     """How far steps lie from their prediction."""
 
@@ -425,6 +434,7 @@ class Accuracy(Part):
     pipelined_spread: Amount = 0.0
     """The same above the prediction where pipelines run over several nodes, if it is larger."""
     seen: Seen | None = None
+    runs_with: tuple[RunsWith, ...] = ()
 
 
 class Versions(Part):
@@ -586,6 +596,11 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "tp-overlap": {"tensor.overlap": 0.4},
     "16-bit-gathers": {"eight_bit.gathered": ("activations",)},
+    "polled-transfers": {"pipeline.polled_s": 0.1},
+    # Four messages of 50 µs for each rank: two of ProcessGroupGloo::monitoredBarrier and two of
+    # CollectiveFingerPrint::verify (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp).  Of Gloo,
+    # one takes 35 µs on an idle CPU and 46 to 63 µs while it checks (measured 2026-11-23).
+    "checked-collectives": {"host.checked_s": 0.2e-3},
     "cheap-recompute": {"recompute.selective": "cheap"},
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},

@@ -1,13 +1,14 @@
 """Host memory beside a device: room to put tensors in, and the way there and back.
 
 On CUDA host memory is pinned and copies run on side streams, beside computation: one for each
-direction, which a link carries at the same time.  Where the
-device is the CPU itself, the same copies are made between two places of the same memory, so that
-whatever uses this file does the same everywhere; room on the "host" is then made behind torch's
-back, and `on_host` tells it from what a device would hold.
+direction, which a link carries at the same time.  Where the device is the CPU itself, the same
+copies are made between two places of the same memory, so that whatever uses this file does the same
+everywhere.  On both the memory is of one arena (runtime/arena.py), behind torch's back, and
+`on_host` tells it from what a device would hold.
 
-Memory of a copy under way is guarded without `record_stream`: whoever frees a tensor that was read
-or written by the side stream lets the computing stream wait for that copy first (`Copied.wait`).
+Device memory of a copy under way is guarded without `record_stream`: whoever frees a tensor that
+was read or written by a side stream lets the computing stream wait for that copy first
+(`Copied.wait`).  Host memory that is used anew waits here for the last copy from or into it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from planner.errors import LaunchError
+from runtime.arena import Arena, Memory
+
+_blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, Memory] = weakref.WeakKeyDictionary()
+"""The memory of each room, which it keeps."""
+_latest: dict[int, torch.cuda.Event] = {}
+"""Behind the last copy from or into a block, by its address."""
 _rooms: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 
@@ -39,21 +46,52 @@ def makes_room() -> bool:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return unfilled host memory for a tensor of a device.
+    """Return unfilled host memory for a tensor of a device; the host may write it at once.
 
     >>> on_host(room((2, 3), torch.float32, torch.device("cpu"))), on_host(torch.empty(2, 3))
     (True, False)
     """
-    if device.type != "cpu":
-        return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+    made = _room(shape, dtype, device)
+    busy = _latest.pop(_address(made), None)
+    if busy is not None:
+        busy.synchronize()
+    return made
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host memory from which or into which a copy may still be under way."""
     size_bytes = math.prod(shape) * dtype.itemsize
+    block = arena(device.type).block(max(1, size_bytes))
     _making.append(None)
     try:
-        plain = torch.from_numpy(np.empty(max(1, size_bytes), dtype=np.uint8))
+        plain = torch.from_numpy(block)
     finally:
         _making.pop()
     settle(plain)
+    _blocks[plain.untyped_storage()] = block
     return plain[:size_bytes].view(dtype).view(tuple(shape))
+
+
+@functools.cache
+def arena(kind: str) -> Arena:
+    """Return where host memory beside devices of a kind is taken from."""
+    return Arena(pin if kind == "cuda" else lambda segment: None)
+
+
+def pin(segment: Memory) -> None:
+    """Let a device copy from and to memory by itself."""
+    error = torch.cuda.cudart().cudaHostRegister(segment.ctypes.data, segment.nbytes, 0)
+    if int(error):
+        raise LaunchError(
+            f"the host cannot pin {segment.nbytes:,} bytes for offload (CUDA error {int(error)}); "
+            "free memory, raise the limit of locked memory (ulimit -l), or plan without offload"
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the block of a room lies; 0 of memory that is not of the arena."""
+    block = _blocks.get(tensor.untyped_storage())
+    return 0 if block is None else int(block.ctypes.data)
 
 
 def settle(tensor: Tensor) -> None:
@@ -84,7 +122,7 @@ class Copied:
 
 def to_host(tensor: Tensor) -> Copied:
     """Start to copy a contiguous tensor into new host memory."""
-    home = room(tensor.shape, tensor.dtype, tensor.device)
+    home = _room(tensor.shape, tensor.dtype, tensor.device)
     return _copied(tensor, home, tensor.device, "to host")
 
 
@@ -104,16 +142,21 @@ Way = Literal["to host", "to device"]
 def _copied(source: Tensor, target: Tensor, device: torch.device, way: Way) -> Copied:
     """Start a copy behind all that the current stream was asked for.
 
-    A copy to the device therefore waits for one to the host only if the current stream has waited
-    for it (`Copied.wait`): whoever fetches what it sent away does so.
+    It waits for the last copy from or into its host memory too, whatever that was for.
     """
     if device.type != "cuda":
         return Copied(target.copy_(source))
     side = _side_stream(device, way)
     side.wait_stream(torch.cuda.current_stream(device))
+    home = _address(target if way == "to host" else source)
+    if home in _latest:
+        side.wait_event(_latest[home])
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
-    return Copied(target, side.record_event())
+    done = side.record_event()
+    if home:
+        _latest[home] = done
+    return Copied(target, done)
 
 
 @functools.cache

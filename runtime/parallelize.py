@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from runtime.initialize import first_buffer, materialize
 from runtime.mesh import DataRanks, Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
 from runtime.published import Region, Weights
-from runtime.torch_internals import act_around, replicate, share_memory
+from runtime.torch_internals import act_around, let_go_of_reduced, replicate, share_memory
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 _HALVES = {
@@ -163,6 +163,7 @@ def parallel_stage(
             narrow.take(layer)
     if wraps:
         over_data(chain, plan, place.data, device, root=True)
+        _let_go(chain, [chain.get_submodule(item.layer) for item in placed], plan, place)
     _prefetch([chain.get_submodule(item.layer) for item in placed], plan.prefetch)
     return ParallelStage(
         chain=chain,
@@ -426,6 +427,18 @@ def _prefetch(layers: Sequence[nn.Module], depth: int) -> None:
     for at, unit in enumerate(units if depth else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
         unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
+
+
+def _let_go(chain: nn.Module, layers: Sequence[nn.Module], plan: Plan, place: Place) -> None:
+    """Let what the last reduction of a micro-batch read be gone before the next one's loss.
+
+    In the middle of the forward the reduction has ended, unseen behind half of the layers.
+    """
+    if plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
+        middle = layers[len(layers) // 2]
+        middle.register_forward_pre_hook(
+            lambda *_: let_go_of_reduced(cast(FSDPModule, chain)), prepend=True
+        )
 
 
 def _moved_home(parameter: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import experts
+from runtime import compiled, eight_bits, experts
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
@@ -67,19 +67,22 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     """Run three steps of one rank: to set up, to find the fullest moment, and to look into it.
 
     The process must not be in a process group; for the time of the call it is in a fake one.
+    Where the plan counts on documents, samples hold some.
     """
-    with fake_job(plan, rank=rank):
-        engine = TokenEngine(plan, model, device=CPU)
+    documents = plan.document_len is not None
+    with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
+        engine = TokenEngine(plan, model, device=CPU, documents=documents)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
-        engine.step(tokens)
+        starts = torch.zeros(samples, plan.seq_len, dtype=torch.int64) if documents else None
+        engine.step(tokens, starts=starts)
         with LiveMemory(_everything(engine)) as live:
-            engine.step(tokens)
+            engine.step(tokens, starts=starts)
         found: list[Rehearsal] = []
         look = _Look(engine, found)
         with LiveMemory(_everything(engine), notice=(live.peak_change, look)) as again:
             look.live = again
-            engine.step(tokens)
+            engine.step(tokens, starts=starts)
     assert found and found[0].peak_bytes == live.peak_bytes, "two steps are not alike"
     return found[0]
 
@@ -107,6 +110,31 @@ def _make_groups(plan: Plan, device: torch.device) -> None:
         place.data.mesh  # noqa: B018 - made on first use, and kept
         if plan.mesh.pipeline > 1:
             place.ends()
+
+
+@contextlib.contextmanager
+def _as_on_devices() -> Iterator[None]:
+    """Let products of blocks be those of a device that has them, whose results are in 16 bits."""
+    before = eight_bits.multiplies_blocks
+    eight_bits.multiplies_blocks = lambda device: True
+    try:
+        yield
+    finally:
+        eight_bits.multiplies_blocks = before
+
+
+@contextlib.contextmanager
+def _traced_blocks() -> Iterator[None]:
+    """Let compiled blocks keep for backward what the compiler would, and run operator by operator.
+
+    What a generated kernel computes without storing is stored here, for as long as it is needed.
+    """
+    before = compiled.BACKEND
+    compiled.BACKEND = "aot_eager_decomp_partition"
+    try:
+        yield
+    finally:
+        compiled.BACKEND = before
 
 
 def _shapes_apart() -> contextlib.AbstractContextManager[None]:

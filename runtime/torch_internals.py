@@ -56,6 +56,7 @@ __all__ = [
     "has_ordered_effect",
     "in_backward",
     "is_traced",
+    "let_go_of_reduced",
     "reduce_scatter",
     "replicate",
     "shapes_found_in",
@@ -195,6 +196,25 @@ def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]
             groups = () if one is None else (one,)
         for group in groups:
             yield from group.fsdp_params
+
+
+def let_go_of_reduced(module: FSDPModule) -> None:
+    """Wait for the reduction of gradients that began last, and free what it read.
+
+    FSDP itself does so before its next reduction.  Between micro-batches that is a forward and a
+    loss later, beside which the widest unit would lie in the type of the reduction.
+    """
+    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
+    context = cast(Any, wrapper).state(module)._comm_ctx
+    if hasattr(context, "reduce_scatter_states"):
+        begun = list(context.reduce_scatter_states)
+        context.reduce_scatter_states.clear()
+    else:  # 2.11: one, or none
+        begun = [one for one in (context.reduce_scatter_state,) if one is not None]
+        context.reduce_scatter_state = None
+    for one in begun:
+        if one.event is not None:
+            context.device_handle.current_stream().wait_event(one.event)
 
 
 def act_around(outer: nn.Module, inner: FSDPModule) -> None:

@@ -59,9 +59,7 @@ READERS = (
     ),
     Reader("torchtitan@0.2", "torchtitan", "torchtitan==0.2.2", ".toml", (*_TITAN, "tomli")),
     Reader("megatron", "megatron", MEGATRON, ".args", ("einops", "six")),
-    Reader(
-        "megatron-bridge", "megatron_bridge", BRIDGE, ".yaml", ("omegaconf", "hydra-core", "einops")
-    ),
+    Reader("megatron-bridge", "megatron_bridge", BRIDGE, ".yaml", (*_OMEGA, "einops")),
     Reader(
         "deepspeed",
         "deepspeed",

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from planner.cluster import Provenance
 from planner.costs.layer_seconds import ENDS
 from planner.layers.operator_table import Setting, smaller
+from planner.plan import Activations
 from planner.profile import LayerMeasurement, Profile, Recompute
 
 SURE = 0.2
@@ -48,6 +49,8 @@ class Figures:
     backward_transient_bytes: float
     returned_bytes: float
     """What the layer itself returns; a head returns logits, and the loss is beside it."""
+    returned_anew_bytes: float
+    """Of them, what is not among stored_bytes."""
     stores_input: bool
     provenance: Provenance
     spread: float
@@ -63,6 +66,14 @@ class Figures:
     """Of both passes, what the device waits for its host and can copy in."""
     kept_bytes: float = 0.0
     """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
+    fresh_bytes: float = 0.0
+    """Beside backward_transient_bytes at the fullest, gradients of weights made by then."""
+    late_bytes: float = 0.0
+    """The same of I: what W will need of what there is by then."""
+
+    def passed_bytes(self, activations: Activations) -> float:
+        """Return what stays of a micro-batch where what the layer returns stays as it is."""
+        return self.returned_anew_bytes if activations == "keep" else self.returned_bytes
 
     @property
     def weight_s(self) -> float:

@@ -82,7 +82,7 @@ class GroupCosts:
                     costs=costs[g],
                     accelerator=held[g].accelerator,
                     passing=passing,
-                    host_room_bytes=host_room_bytes(held[g]),
+                    host_room_bytes=host_room_bytes(held[g], costs[g].host_share),
                 )
                 for g, passing in zip(groups, passings, strict=True)
             ),

@@ -14,11 +14,11 @@ from planner.costs import memory
 from planner.costs.crossings import sink_kind
 from planner.costs.layer_seconds import ENDS
 from planner.costs.lora import adapter_parameters
-from planner.costs.memory import FP32, Sharing, States
+from planner.costs.memory import FP32, End, Sharing, Start, States
 from planner.costs.sharding import POWERSGD_RANK
 from planner.layers import arithmetic
 from planner.model import Layer, ModelGraph
-from planner.plan import Job, Layout
+from planner.plan import Job, Layout, LossGradients
 from planner.stack import Stack
 
 
@@ -100,7 +100,7 @@ class HeldStates:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
-            layout.loss is None,
+            loss_gradients(layout),
             sharing,
         )
         found = self._known.get(key)
@@ -133,8 +133,7 @@ class HeldStates:
             sharing,
             largest=largest,
             factors=POWERSGD_RANK * sides,
-            # In chunks the loss works while the head's parameters are still gathered.
-            loss=a is not None and layer.kind == self.end_kinds[1] and layout.loss is None,
+            end=self._end(layer.kind, layout),
         )
         tied = a is not None and a.tied_embeddings and layer.kind == self.end_kinds[0]
         tied = tied and sharing.types.unit == "layer"
@@ -167,6 +166,35 @@ class HeldStates:
             experts=apart,
             wide=routed,
         )
+
+    def _end(self, kind: str, layout: Layout) -> End | Start | None:
+        """Return what is different of a language model's ends; None of other layers."""
+        a, (first, last) = self._model.architecture, self.end_kinds
+        kinds = self._model.chain_kinds
+        if a is None or len(kinds) < 2:
+            return None
+        if kind == last:
+            return End(
+                before=self._unit(kinds[-2], layout),
+                logits=layout.loss is None,
+                made=loss_gradients(layout) == "precomputed",
+            )
+        # A table that both ends use is of the root unit (memory.in_root).
+        if kind == first and not a.tied_embeddings:
+            return Start(behind=self._unit(kinds[1], layout))
+        return None
+
+    def _unit(self, kind: str, layout: Layout) -> float:
+        """Return the parameters of a unit of sharing; experts on ranks of their own are others."""
+        dense, routed = arithmetic.local_parameters(
+            self._model,
+            next(layer for layer in self._model.layers if layer.kind == kind),
+            tensor=layout.tensor,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            shared_whole=self._stack.experts.shared == "whole",
+        )
+        return dense + (routed if layout.expert == 1 else 0.0)
 
     def _frozen(
         self, layer: Layer, layout: Layout, sharing: Sharing, dense: float, routed: float
@@ -240,6 +268,11 @@ def of_experts(sharing: Sharing, tensor: int, expert: int, expert_tensor: int = 
     spread = max(1, sharing.shard * tensor // (expert * expert_tensor))
     same = max(1, sharing.data * tensor // (expert * expert_tensor))
     return replace(sharing, shard=spread if sharing.sharded else 1, data=same)
+
+
+def loss_gradients(layout: Layout) -> LossGradients | None:
+    """Return how a loss in chunks makes its gradients; None where all logits are made."""
+    return None if layout.loss is None else layout.loss.gradients
 
 
 def weight_versions(layout: Layout) -> int:

@@ -13,35 +13,44 @@ from functools import lru_cache
 
 from planner.cluster import ClusterSpec, DeviceGroup
 from planner.costs.collectives import group_steps
-from planner.plan import Layout
+from planner.plan import Layout, Offload
 from planner.prediction import Assumption
 from planner.solver.sides import Host
+from planner.stack import Stack
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 
-USABLE = 0.5
-"""Of a host's memory: pinned blocks are powers of two, so what is held takes up to twice its bytes,
-and the operating system and the ranks' own processes need the rest."""
+PINNED_BY_TORCH = 0.5
+"""Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""
 
 
-def hosts(cluster: ClusterSpec, layout: Layout) -> tuple[Host, ...]:
-    """Return one host for each kind of node; none if the cluster does not say its memory."""
+def usable_share(stack: Stack, offload: Offload) -> float:
+    """Return how much of a host's memory may be filled."""
+    share = stack.offload.host_share
+    return min(share, PINNED_BY_TORCH) if offload == "parameters" else share
+
+
+def hosts(cluster: ClusterSpec, layout: Layout, share: float) -> tuple[Host, ...]:
+    """Return one host for each kind of node, of whose memory a `share` may be filled.
+
+    None if the cluster does not say its memory.
+    """
     memory = cluster.groups[0].host_memory_bytes
     if memory is None or len(cluster.groups) > 1:
         return ()
     return tuple(
-        Host(capacity_bytes=USABLE * memory, ranks=ranks)
+        Host(capacity_bytes=share * memory, ranks=ranks)
         for ranks in ranks_on_nodes(cluster, layout)
     )
 
 
-def host_room_bytes(group: DeviceGroup) -> float | None:
-    """Return an even share of a host's memory for each of its devices, None if nobody says.
+def host_room_bytes(group: DeviceGroup, share: float) -> float | None:
+    """Return an even part of what may be filled of a host's memory, None if nobody says.
 
     Where groups differ a stage's devices are held to it: then hosts have room for any stages.
     """
     memory = group.host_memory_bytes
-    return None if memory is None else USABLE * memory / group.devices_per_node
+    return None if memory is None else share * memory / group.devices_per_node
 
 
 def ranks_on_nodes(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -68,12 +77,12 @@ def _kinds(size: int, devices: int, ranks: int, stride: int) -> tuple[tuple[int,
 
 
 def overfull(
-    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float]
+    cluster: ClusterSpec, layout: Layout, rank_bytes: Sequence[float], share: float
 ) -> tuple[float, float] | None:
     """Return bytes and room of the fullest host if it has too little; `rank_bytes` by rank."""
     used = [
         (sum(n * size for n, size in zip(host.ranks, rank_bytes, strict=True)), host.capacity_bytes)
-        for host in hosts(cluster, layout)
+        for host in hosts(cluster, layout, share)
     ]
     most = max(used, default=(0.0, 0.0))
     return most if most[0] > most[1] * (1 + ROUNDING) else None
@@ -90,8 +99,7 @@ def unknown(
         for ranks in ranks_on_nodes(cluster, layout)
     )
     yield Assumption(
-        what=f"each host has room for the {bytes_text(most)} that its devices put there, up to "
-        "twice that as pinned blocks",
+        what=f"each host has room for the {bytes_text(most)} that its devices put there",
         provenance="assumed",
         source="the cluster does not say groups[0].host_memory_bytes",
     )

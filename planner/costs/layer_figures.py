@@ -285,6 +285,12 @@ class LayerFigures:
         inputs = {name for op in late for name in op.inputs}
         stored_bytes = table.stored_bytes(recompute)
         packable_bytes, elements = table.packable(recompute, setting.element_bytes)
+        working_bytes = table.backward_transient_bytes(recompute)
+        each = setting.element_bytes
+        fresh_bytes = table.backward_transient_bytes(recompute, weight_bytes=each)
+        if setting.compiled:  # a graph hands all on at its end
+            fresh_bytes = working_bytes + each * sum(op.weights for op in table.operators)
+        late_bytes = table.backward_transient_bytes(recompute, late={op.name for op in late})
         return Figures(
             forward_s=seen.forward_s,
             forward_tensor_s=forward_tensor_s,
@@ -301,8 +307,11 @@ class LayerFigures:
             packable_share=share(packable_bytes, stored_bytes),
             elements_per_stored_byte=share(elements, stored_bytes),
             forward_transient_bytes=table.forward_transient_bytes(recompute),
-            backward_transient_bytes=table.backward_transient_bytes(recompute),
+            backward_transient_bytes=working_bytes,
+            fresh_bytes=fresh_bytes - working_bytes,
+            late_bytes=late_bytes - working_bytes,
             returned_bytes=table.returned_bytes,
+            returned_anew_bytes=table.returned_anew_bytes(recompute),
             stores_input="x" in table.stored(recompute),
             provenance=on.curve.provenance,
             spread=on.curve.spread,

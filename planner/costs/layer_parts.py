@@ -15,7 +15,13 @@ from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
-from planner.costs.held import Held, HeldStates, matrices_bytes, weight_versions
+from planner.costs.held import (
+    Held,
+    HeldStates,
+    loss_gradients,
+    matrices_bytes,
+    weight_versions,
+)
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_seconds import ENDS
 from planner.costs.memory import Sharing, States
@@ -175,7 +181,10 @@ class LayerParts:
                 activations=activations,
                 states=held.states,
                 treated=treated(
-                    activations, choice, self._rates, passed=choice.returned_bytes if last else 0.0
+                    activations,
+                    choice,
+                    self._rates,
+                    passed=choice.passed_bytes(activations) if last else 0.0,
                 ),
                 sync_s=sync_s + once.shard_s,
                 stream_s=stream_s + once.host_s,
@@ -399,6 +408,6 @@ def _sharing_key(layout: Layout) -> tuple[object, ...]:
         layout.prefetch,
         layout.reshard,
         layout.weight_wire,
-        layout.loss is None,
+        loss_gradients(layout),
         weight_versions(layout),
     )

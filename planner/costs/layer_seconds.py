@@ -34,6 +34,9 @@ from planner.profile import Recompute
 from planner.stack import Stack
 
 ENDS = ("embedding", "head")
+BLOCK_COLLECTIVES = 10
+"""Of a tensor-parallel block: each of its two products that divide outputs gathers in the forward
+and again in the backward, and reduces there; each of the other two reduces, then gathers."""
 
 
 class LinkSeconds(Protocol):
@@ -363,7 +366,7 @@ def host_passes(
     """Return the least seconds that the host takes for a layer's passes.
 
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
-    both passes.  In pipelines over several nodes a divided block has a least time of its own.
+    both passes, and so do checks of the collectives of a divided block.
     """
     host = stack.host
     each = host.kernel_s
@@ -377,14 +380,11 @@ def host_passes(
             there, back = there + host.compiled_s.forward, back + host.compiled_s.backward
         more = host.experts_s if routes(table.kind) else 0.0
         if setting.divides_tensors:
-            more = more + host.tensor_s + (setting.tensor - 1) * host.rank_s
+            spanned = -(-setting.tensor // devices_per_node)
+            checked = host.checked_s * setting.tensor * (0.75 + 0.25 * spanned)
+            ranks_s = (setting.tensor - 1) * host.rank_s
+            more = more + host.tensor_s + ranks_s + BLOCK_COLLECTIVES * checked
         there = there + host.layer_s.forward + more / 2
         back = back + host.layer_s.backward + more / 2
         again = again + host.layer_s.forward * recomputes
-        if setting.pipelined and setting.divides_tensors:
-            spanned = -(-setting.tensor // devices_per_node)
-            waits = host.pipelined_s
-            least = waits.fixed + waits.each * setting.tensor * (0.75 + 0.25 * spanned)
-            missing = larger(0.0, least - there - back - again) / 2
-            there, back = there + missing, back + missing
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import Held, HeldStates
+from planner.costs.held import Held, HeldStates, loss_gradients
+from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, parts_key
 from planner.costs.memory import Sharing, States
@@ -100,6 +101,8 @@ class LayoutCosts:
     """Freed buffers of collectives, held back until these end on the device."""
     workspace_bytes: float
     """Of matrix-product libraries, in the caching allocator."""
+    host_share: float
+    """Of a host's memory, what may be filled."""
     assumptions: tuple[Assumption, ...]
 
 
@@ -135,8 +138,6 @@ class CostTables:
             frozen=frozen,
             quantised=job.lora is not None and job.lora.quantised,
         )
-        waits = self._rates.stack.host.pipelined_s
-        self._stalls = cluster.groups[0].nodes > 1 and waits.fixed + waits.each > 0
         warning = caveat(model, cluster) if request.stack.name == "native" else None
         self._assumptions = (
             *assumptions(cluster, profile, self._rates),
@@ -192,7 +193,7 @@ class CostTables:
             slack=self.slack,
             tight=self.tight,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
-            step_s=self._step_s,
+            step_s=self._step_s + self._rates.polled_s(layout),
             parts=shared.parts,
             transfer_s=shared.transfer_s,
             waits=self._rates.waits(layout),
@@ -204,12 +205,13 @@ class CostTables:
             reduce_bytes=shared.reduce_bytes,
             recorded_bytes=shared.recorded_bytes,
             workspace_bytes=self._workspace_bytes,
+            host_share=usable_share(self._rates.stack, layout.offload),
             assumptions=shared.assumptions,
         )
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no layer causes, of any layout."""
+        """Seconds of a step that no layer causes, of any layout; transfers that poll add to it."""
         return self._step_s
 
     @property
@@ -266,6 +268,7 @@ class CostTables:
             layout.tensor,
             layout.expert,
             layout.expert_tensor,
+            loss_gradients(layout),
             sharing := self._holding.sharing(layout),
         )
         found = self._known_states.get(key)
@@ -306,7 +309,6 @@ class CostTables:
             scales=layout.scales,
             dispatch=layout.dispatch,
             narrow_weights=layout.weight_wire == "fp8",
-            pipelined=self._stalls and layout.pipeline > 1,
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,
         )

@@ -45,8 +45,9 @@ from, the next unit's buffer), and in backward its fresh gradients e N, the redu
 (not in a pipeline, which reduces when no activations are left), and for ZeRO-3 again copy and next
 buffer.  The optimizer is fused and needs no temporaries.
 
-A loss holds its logits several times over, and lets go of them before its weight's gradient is
-made: fresh gradients and the reduction's input come after it, and under a pipeline the copies too.
+Where whole gradients are summed over micro-batches, fresh ones are in the sum before its reduction
+begins.  A loss holds its logits several times over, and lets go of them before its weight's
+gradient is made: gathered copies, fresh gradients and the reduction's input come after it.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
 Rajbhandari et al., 2020 (ZeRO) for the stages; Megatron-LM, distributed optimizer: 6 + 12 / d.
@@ -268,6 +269,26 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """What is different of the layer with the loss, whose backward comes first."""
+
+    before: float
+    """Parameters of the layer before it, which its backward asks for ahead."""
+    logits: bool
+    """All of them are made, and when the loss runs the layer's parameters have been let go of."""
+    made: bool = False
+    """The gradient of its weight waits since forward, and is among what the layer stores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What is different of the first layer, whose backward comes last."""
+
+    behind: float
+    """Parameters of the layer behind it, which is reduced while its backward runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class States:
     """Bytes of one layer on one rank."""
 
@@ -281,8 +302,10 @@ class States:
     host_bytes: float = 0.0
     bucket_bytes: float = 0.0
     """Of moments on the host, the largest that come to the device together."""
-    after_loss_bytes: float = 0.0
-    """Of backward_transient_bytes, what comes when a loss's own working memory is gone."""
+    after_backward_bytes: float = 0.0
+    """What is there when the layer's own working memory is gone: its gradients on their way."""
+    waiting_gradients: float = 0.0
+    """Whether fresh gradients of weights wait for the end of the layer's backward, as 1 or 0."""
     gradient_buffers_bytes: float = 0.0
     """Of gradients, what is there from the start, whatever has been made of it."""
     between_bytes: float = 0.0
@@ -306,7 +329,8 @@ class States:
             backward_transient_bytes=self.backward_transient_bytes + other.backward_transient_bytes,
             host_bytes=self.host_bytes + other.host_bytes,
             bucket_bytes=max(self.bucket_bytes, other.bucket_bytes),
-            after_loss_bytes=self.after_loss_bytes + other.after_loss_bytes,
+            after_backward_bytes=self.after_backward_bytes + other.after_backward_bytes,
+            waiting_gradients=max(self.waiting_gradients, other.waiting_gradients),
             gradient_buffers_bytes=self.gradient_buffers_bytes + other.gradient_buffers_bytes,
             between_bytes=self.between_bytes + other.between_bytes,
         )
@@ -332,14 +356,14 @@ def states(
     largest: float = 0.0,
     factors: float = 0.0,
     pieces: int = 0,
-    loss: bool = False,
+    end: End | Start | None = None,
 ) -> States:
     """Return what a layer with this many parameters on the rank holds; the table is above.
 
     `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
     does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
-    parameters are divided into `pieces` at most, 0 being as many as one likes.  A layer with the
-    `loss` makes its weight's gradient when the loss is done.  In buffers `largest` alone counts.
+    parameters are divided into `pieces` at most, 0 being as many as one likes.  `end` says what is
+    different of the first and the last layer.  In buffers `largest` alone counts.
 
     >>> from planner.catalog import native
     >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
@@ -364,13 +388,16 @@ def states(
         if sharing.wire == "powersgd":
             moments += FP32 * (n + factors)
         added = sharing.accumulated or sharing.data > 1
+        fresh = e * largest if added and not _made(end) else 0.0
+        apart = isinstance(end, End) and end.logits
         return States(
             parameters_bytes=sharing.versions * types.stored * n,
             gathered_bytes=0.0,
             gradients_bytes=types.gradient * n,
             optimizer_bytes=moments,
             forward_transient_bytes=0.0,
-            backward_transient_bytes=e * largest if added else 0.0,
+            backward_transient_bytes=0.0 if apart else fresh,
+            after_backward_bytes=fresh if apart else 0.0,
             host_bytes=on_host,
             bucket_bytes=bucket,
         )
@@ -381,7 +408,6 @@ def states(
         size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
     )
     gathered = (NARROW if sharing.narrow else e) * whole if sharing.gathers_again else 0.0
-    reduced = 0.0 if sharing.pipelined else sharing.wire_bytes * whole
     masters = types.stored * whole / d
     gradients = types.gradient * (n if whole_gradients else whole / d)
     arriving = 0.0
@@ -393,18 +419,50 @@ def states(
     if sharing.wire == "powersgd":
         moments += FP32 * (n + factors)
     ahead = _gathered_ahead(gathered, sharing)
+    if end is not None and not sharing.pipelined:
+        ahead = _at_an_end(gathered, gathered / whole if whole else 0.0, sharing, end)
+    fresh = 0.0 if _made(end) else e * n
+    behind, after = _reductions(fresh, whole, sharing, end, summed=once and whole_gradients)
+    beside = behind + ahead.backward
+    if isinstance(end, End) and end.logits:
+        after = max(after, fresh + (2 * gathered if sharing.pipelined else ahead.backward))
+        beside, ahead = 0.0, ahead._replace(forward=0.0)
+    else:
+        after = max(after, fresh + beside)
+        beside += fresh if isinstance(end, End) else 0.0  # chunks add to it from the first on
+    if isinstance(end, Start) and sharing.reduces_each_micro_batch:
+        # What the reduction of the micro-batch before reads (runtime/parallelize.py).
+        ahead = ahead._replace(forward=ahead.forward + sharing.wire_bytes * whole)
     return States(
         parameters_bytes=sharing.versions * (masters + (0.0 if gathered else e * whole)),
         gathered_bytes=gathered if sharing.pipelined else 0.0,
         gradients_bytes=gradients,
         optimizer_bytes=moments,
         forward_transient_bytes=ahead.forward + arriving,
-        backward_transient_bytes=e * n + reduced + ahead.backward + arriving,
+        backward_transient_bytes=beside + arriving,
         host_bytes=on_host,
         bucket_bytes=bucket,
         between_bytes=ahead.between,
-        after_loss_bytes=(e * n + reduced + (2 * gathered if sharing.pipelined else 0.0)) * loss,
+        after_backward_bytes=after + arriving,
+        waiting_gradients=0.0 if isinstance(end, End) else 1.0,
     )
+
+
+def _reductions(
+    fresh: float, whole: float, sharing: Sharing, end: End | Start | None, *, summed: bool
+) -> tuple[float, float]:
+    """Return bytes of the reduction beside a layer's backward, and of its own with fresh gradients.
+
+    A reduction reads `whole` elements; while a layer works that of the layer behind it is under
+    way, about as large.  With sums over micro-batches fresh gradients are in the sum by then.
+    """
+    wire = 0.0 if sharing.pipelined else sharing.wire_bytes
+    if summed:
+        return 0.0, wire * whole
+    behind = whole
+    if end is not None and not sharing.pipelined:
+        behind = end.behind if isinstance(end, Start) else 0.0
+    return wire * behind, fresh + wire * whole
 
 
 class _Gathered(NamedTuple):
@@ -415,27 +473,49 @@ class _Gathered(NamedTuple):
     between: float
 
 
+def _made(end: End | Start | None) -> bool:
+    return isinstance(end, End) and end.made
+
+
 def _gathered_ahead(gathered: float, sharing: Sharing) -> _Gathered:
     """Return what a unit of so many gathered bytes G holds of its own and of those asked for ahead.
 
     With depth p of prefetching (p = 0 acts like 1) and k ranks that divide it between its passes:
 
-        forward     3 G + (p - 1) G    it, the next one and a buffer; each more that is ahead
-        backward    2 G + (p - 1) G    it and the next one, and those ahead
+        forward     2 G + p G          it, the buffer that it came in, and those ahead
+        backward    G + p G            it and those ahead
         between     G / k              kept from forward to backward
 
     When a unit's gradients are reduced the next one runs, so that of both nothing is kept any more;
     with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
     data (`runtime.rehearsal`).
     """
-    more = max(0, sharing.prefetch - 1) * gathered
+    ahead = max(1, sharing.prefetch) * gathered
     ranks = sharing.between
     if ranks is None:
-        return _Gathered(3 * gathered + more, 2 * gathered + more, 0.0)
+        return _Gathered(2 * gathered + ahead, gathered + ahead, 0.0)
     between = gathered / ranks
     if ranks == 1:
-        return _Gathered(2 * gathered + more, -between, between)
-    return _Gathered(3 * gathered + more, 2 * gathered + more - 2 * between, between)
+        return _Gathered(gathered + ahead, -between, between)
+    return _Gathered(2 * gathered + ahead, gathered + ahead - 2 * between, between)
+
+
+def _at_an_end(gathered: float, each: float, sharing: Sharing, end: End | Start) -> _Gathered:
+    """Return the same of the first or the last unit; `each` are gathered bytes of a parameter.
+
+    Nothing is ahead of the last one in forward, nor of the first one in backward.
+    """
+    first = isinstance(end, Start)
+    other = max(1, sharing.prefetch) * each * (end.behind if isinstance(end, Start) else end.before)
+    forward = 2 * gathered + (other if first else 0.0)
+    backward = gathered + (0.0 if first else other)
+    ranks = sharing.between
+    if ranks is None:
+        return _Gathered(forward, backward, 0.0)
+    between = gathered / ranks
+    if ranks == 1:
+        return _Gathered(forward - gathered, 0.0, between)
+    return _Gathered(forward, backward * (1 - 1 / ranks), between)
 
 
 def _buffers(n: float, sharing: Sharing, largest: float) -> States:
@@ -510,7 +590,7 @@ def in_root_unit(held: States, parameters: float, sharing: Sharing) -> States:
         held,
         parameters_bytes=held.parameters_bytes + copy,
         forward_transient_bytes=0.0,
-        backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
+        backward_transient_bytes=max(0.0, held.backward_transient_bytes - 2 * copy),
     )
 
 

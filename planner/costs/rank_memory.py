@@ -308,12 +308,10 @@ def stage_bytes(
     forward = backward = input_backward = (0.0, 0.0)
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
         so_far += layer.stored
-        working = layer.backward + beside
-        forward = max(forward, (so_far, layer.forward + beside), key=sum)
-        backward = max(backward, (so_far, working), key=sum)
-        # At its end the layer itself has left its part for W too.
-        input_backward = max(input_backward, (so_far + behind, working), key=sum)
         behind -= layer.kept
+        forward = max(forward, (so_far, layer.forward + beside), key=sum)
+        backward = max(backward, (so_far, layer.backward + beside), key=sum)
+        input_backward = max(input_backward, (so_far + behind, layer.input + beside), key=sum)
     received = 0 if first or not layers or not layers[0].receives else 1
     sent = 0 if last else int(keeps_sent)
     return StageBytes(

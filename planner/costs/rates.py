@@ -35,6 +35,8 @@ from planner.units import bytes_text
 Hidden = Literal["units", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, or once per step."""
 
+POLLED_MESSAGES = 3
+"""Of a transfer between stages whose host polls, the mean of 4 forward and 2 backward."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
@@ -91,6 +93,22 @@ class Rates:
         """Return the share of a transfer to the next stage for which its sender waits."""
         rule = self.stack.pipeline
         return 1 - (rule.interleaved_overlap if layout.virtual_stages > 1 else rule.overlap)
+
+    def polled_s(self, layout: Layout) -> float:
+        """Seconds that a step's transfers between stages sleep, where their hosts poll.
+
+            t = 3 s n (m + (p - 1) / 2)
+
+        A stage between two others takes part in n = 4 transfers for each of m micro-batches, one of
+        two stages in 2, one after another; the first micro-batch passes p - 1 of them forward, and
+        the last one p - 1 backward.  Of an activation and its mask, and of a gradient, two messages
+        of metadata each are slept for: 3 s in the middle of both ways.
+        Source: nanotron, branch nouamane/bench2 at 67c5ebb6, parallel/pipeline_parallel/p2p.py.
+        """
+        ranks = layout.pipeline
+        each = (0 if ranks == 1 else 2) if ranks <= 2 else 4
+        asleep = POLLED_MESSAGES * self.stack.pipeline.polled_s
+        return asleep * each * (layout.micro_batches + (ranks - 1) / 2)
 
     def link_s(self, operation: Collective, size_bytes: Amount, group: Levels) -> Amount:
         """Seconds of a collective, of one size or of each in an array."""
@@ -262,9 +280,16 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
         source=curve.source,
     )
     if used.device.eight_bit_flops is not None:
+        casts = used.stack.eight_bit
+        fused = sorted({casts.input_bytes, casts.gradient_bytes})
+        moved = " to ".join(f"{each:g}" for each in fused)
+        if casts.cast_bytes:
+            moved = f"{casts.cast_bytes:g} bytes an element, {moved} in compiled blocks"
+        else:
+            moved = f"{moved} bytes an element"
         yield Assumption(
             what="products of Linears in 8 bits reach the same share of their peak as others of "
-            "theirs, and rounding an operand moves 33 bytes an element; not timed on a device",
+            f"theirs, and rounding an operand moves {moved}; not timed on a device",
             provenance="assumed",
             source="planner/costs/compute.py",
         )

@@ -27,6 +27,8 @@ class LayerBytes(NamedTuple):
     forward: float
     backward: float
     """Working memory of both passes."""
+    input: float
+    """Working memory of I, where backward is split."""
     moving: float
     """On the way to the host or back while it runs."""
     parameters: float
@@ -152,21 +154,23 @@ class StrategyParts:
     @property
     def forward_transient_bytes(self) -> float:
         """Working memory of forward: gathered parameters, tensors about to leave or be packed."""
-        working, gathered = (
-            self.figures.forward_transient_bytes,
-            self.states.forward_transient_bytes,
-        )
-        # The copies are gone when the loss begins.
-        loss = larger(working, self.figures.returned_bytes + gathered)
-        working = either(self.states.after_loss_bytes > 0, loss, working + gathered)
+        working = self.figures.forward_transient_bytes + self.states.forward_transient_bytes
         return working + self.treated.moving_bytes
 
     @property
     def backward_transient_bytes(self) -> float:
         """Working memory of backward: gathered parameters, reduce buffers, tensors come back."""
-        sharing = self.states.backward_transient_bytes
-        beside = sharing - self.states.after_loss_bytes
-        working = larger(self.figures.backward_transient_bytes + beside, sharing)
+        return self._in_backward(self.figures.fresh_bytes * self.states.waiting_gradients)
+
+    @property
+    def input_transient_bytes(self) -> float:
+        """The same of I in a split backward: no less, since it keeps what W will need."""
+        return larger(self.backward_transient_bytes, self._in_backward(self.figures.late_bytes))
+
+    def _in_backward(self, made: float) -> float:
+        beside = self.states.backward_transient_bytes
+        working = self.figures.backward_transient_bytes + made + beside
+        working = larger(working, self.states.after_backward_bytes)
         return working + self.treated.moving_bytes
 
     @property
@@ -178,6 +182,7 @@ class StrategyParts:
             kept=self.figures.kept_bytes,
             forward=self.forward_transient_bytes,
             backward=self.backward_transient_bytes,
+            input=self.input_transient_bytes,
             moving=self.treated.moving_bytes if offloaded else 0.0,
             parameters=states.parameters_bytes,
             gathered=states.gathered_bytes,

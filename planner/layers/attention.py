@@ -234,27 +234,20 @@ def _rotary(
 
     Where a part of a head is turned the rest is copied beside it.  A compiled block has one kernel.
     """
-    if setting.kernels.compiled:
-        moved = 2 * (query + key)
-        return Operator(
-            name="rotary",
-            kind="memory",
-            inputs=tuple(dict.fromkeys((q, k))),
-            outputs={"q": query, "k": key},
-            moved_bytes=moved,
-            backward_moved_bytes=setting.kernels.back(moved, moved),
-        )
+    compiled = setting.kernels.compiled
     turned = a.rotary_dim / a.head_dim if a.rotary_dim else 1.0
-    size = (query + key) * (10 * turned + 2 * bool(a.rotary_dim))
+    passes = 2.0 if compiled else 10 * turned + 2 * bool(a.rotary_dim)
+    kernels = 12 if a.rotary_dim else 10
+    moved = passes * (query + key)
     return Operator(
         name="rotary",
         kind="memory",
         inputs=tuple(dict.fromkeys((q, k))),
         outputs={"q": query, "k": key},
-        moved_bytes=size,
-        backward_moved_bytes=setting.kernels.back(size, size),
-        kernels=12 if a.rotary_dim else 10,
-        workspace_bytes=2 * query,
+        moved_bytes=moved,
+        backward_moved_bytes=setting.kernels.back(moved, moved),
+        kernels=1 if compiled else kernels,
+        workspace_bytes=0.0 if compiled else 2 * query,
     )
 
 

@@ -12,7 +12,7 @@ Which operators a transformer has is in `planner.layers.arithmetic`; seconds are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, assert_never, cast
@@ -74,8 +74,6 @@ class Setting:
     """Tensor parallelism divides the residual stream along the sequence."""
     loss: ChunkedLoss | None = None
     """How the head's loss is computed; None: from all logits."""
-    pipelined: bool = False
-    """The layer is of a pipeline over several nodes, whose hosts wait for each other."""
     gathers_heads: bool = False
     """There are fewer heads of keys than tensor ranks: outputs of their projection are gathered,
     and each rank takes its own."""
@@ -124,7 +122,6 @@ class Setting:
             self.sequence_parallel,
             self.loss is not None,
             self.loss is not None and self.loss.gradients == "recomputed",
-            self.pipelined,
             self.compiled,
             self.overlaps_tensors,
             self.gathers_heads,
@@ -188,7 +185,6 @@ class ManySettings(Setting):
             expert=column("expert"),
             expert_tensor=column("expert_tensor"),
             sequence_parallel=some.sequence_parallel,
-            pipelined=some.pipelined,
             gathers_heads=some.gathers_heads,
             compiled=some.compiled,
             overlaps_tensors=some.overlaps_tensors,
@@ -328,6 +324,14 @@ class Table:
             return self.output_bytes
         return sum(self._inside[-1].outputs.values())
 
+    def returned_anew_bytes(self, recompute: Recompute) -> float:
+        """Bytes of what the layer's own operators return that backward does not keep anyway."""
+        if self.backward_peak is not None:
+            return self.output_bytes
+        stored = self.stored(recompute)
+        returned = self._inside[-1].outputs.items()
+        return sum((size for name, size in returned if name not in stored), 0.0)
+
     @property
     def forward_flops(self) -> float:
         """FLOPs of one forward pass."""
@@ -409,14 +413,25 @@ class Table:
         held_input = 0.0 if "x" in stored else self.input_bytes
         return larger(0.0, peak - beyond - self.output_bytes - held_input)
 
-    def backward_transient_bytes(self, recompute: Recompute) -> float:
+    def backward_transient_bytes(
+        self,
+        recompute: Recompute,
+        *,
+        weight_bytes: float = 0.0,
+        late: Collection[str] = (),
+    ) -> float:
         """Peak inside backward above what was stored at its begin.
 
-        Gradients of activations count, the output's included; those of parameters do not.
-        Recomputation starts when backward enters the layer's own operators.
+        Gradients of activations count, the output's included.  Those of weights count where an
+        element has `weight_bytes`, from the product that makes them on.  Operators that are `late`
+        make theirs another time, and keep what they need for it.  Recomputation starts when
+        backward enters the layer's own operators.
         """
         if self.backward_peak is not None:
             return self.backward_peak + larger(0.0, self.recomputed_bytes(recompute))
+        waits = {
+            name for operator in self.operators if operator.name in late for name in operator.saved
+        }
         first_save: dict[str, int] = {}
         for index, operator in enumerate(self.operators):
             for name in operator.saved:
@@ -424,19 +439,24 @@ class Table:
         gradients = {self.output: self.output_bytes}
         inside = len(self._inside)
         again = self.recomputed_bytes(recompute)
-        freed = peak = 0.0
+        freed = peak = left = 0.0
         for index in range(len(self.operators) - 1, -1, -1):
             operator = self.operators[index]
             if gradients.keys().isdisjoint(operator.outputs):
                 continue
             made = sum(self.sizes[name] for name in operator.inputs) + operator.workspace_bytes
             back = again if index < inside else 0.0
-            peak = larger(peak, sum(gradients.values()) + made + back - freed)
+            if operator.name not in late and not operator.frozen:
+                left = left + weight_bytes * operator.weights
+            peak = larger(peak, sum(gradients.values()) + made + back + left - freed)
             gradients |= {name: self.sizes[name] for name in operator.inputs}
             for name in operator.outputs:
-                gradients.pop(name, None)
+                gone = gradients.pop(name, 0.0)
+                left = left + (gone if operator.name in late else 0.0)
             freed += sum(
-                self.sizes[n] for n in dict.fromkeys(operator.saved) if first_save[n] == index
+                self.sizes[n]
+                for n in dict.fromkeys(operator.saved)
+                if first_save[n] == index and n not in waits
             )
         return peak
 

@@ -1,11 +1,11 @@
 """Layouts that need not be solved, because another can do all that they can.
 
 A layout's *twin* differs from it in one choice: 1F1B instead of GPipe (`Schedule.no_slower`),
-ZeRO-1 instead of the other levels, states divided among all data-parallel ranks, the usual order of
-axes.  Where the twin's
-costs are no higher in any figure, every split of the layout is a split of the twin that takes no
-longer and needs no more memory, so the twin's optimum is at least as good.  Whether they are no
-higher is looked up in the costs each time; nothing is taken for granted.
+ZeRO-1 instead of the other levels, states divided among all data-parallel ranks, the loss of all
+logits, the usual order of axes.  Where the twin's costs are no higher in any figure, every split of
+the layout is a split of the twin that takes no longer and needs no more memory, so the twin's
+optimum is at least as good.  Whether they are no higher is looked up in the costs each time;
+nothing is taken for granted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, prefetch=0)
     if layout.reshard is not None:
         yield replace(layout, reshard=None)
+    if layout.loss is not None:
+        yield replace(layout, loss=None)
     if layout.order != INSIDE_OUT:
         yield replace(layout, order=INSIDE_OUT)
 

@@ -65,7 +65,7 @@ def instance_of(
     return replace(
         instance,
         sides=tuple(side for side in sides if side is not None),
-        hosts=hosts(cluster, layout) if on_host else (),
+        hosts=hosts(cluster, layout, costs.host_share) if on_host else (),
     )
 
 

@@ -88,6 +88,10 @@ class Group(Protocol):
         """The simplest."""
 
     @property
+    def complexity(self) -> tuple[int, ...]:
+        """That of the simplest."""
+
+    @property
     def size(self) -> int:
         """How many there are."""
 
@@ -157,6 +161,11 @@ class Bundle:
     better_s: Callable[[], float] | None = None
     """A dearer bound on them all, worked out before they are told apart; inf if none fits."""
 
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """That of the simplest."""
+        return complexity(self.first)
+
     def corners(self) -> Iterable[Layout]:
         """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
         widest: dict[int, Layout] = {}
@@ -215,6 +224,10 @@ def _first(item: Item) -> Layout:
     return item if isinstance(item, Layout) else item.first
 
 
+def _complexity(item: Item) -> tuple[int, ...]:
+    return complexity(item) if isinstance(item, Layout) else item.complexity
+
+
 class _Line(Generic[S]):
     """What waits of one space, and what was found in it."""
 
@@ -236,7 +249,7 @@ class _Line(Generic[S]):
 
     def push(self, bound_s: float, known: int, item: Item) -> None:
         """Put an item in its place."""
-        heapq.heappush(self._entries, _Entry(bound_s, complexity(_first(item)), known, item))
+        heapq.heappush(self._entries, _Entry(bound_s, _complexity(item), known, item))
         if not isinstance(item, Layout):
             heapq.heappush(self._coming.setdefault(known, []), (bound_s, id(item), item))
 

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from planner.costs.hosts import USABLE
+from planner.costs.hosts import usable_share
 from planner.costs.layout_costs import LayoutCosts
 from planner.model import ModelGraph
 from planner.pins import Pins
@@ -136,9 +136,10 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     named = closest.plan.stages[index].group
     group = next(one for one in request.cluster.groups if named in (None, one.name))
     needs, host = group.devices_per_node * stage.host_bytes, group.host_memory_bytes or 0
+    share = usable_share(request.stack, closest.plan.offload)
     return (
         f"The closest, {closest.prediction.layout}, fits the devices with {bytes_text(needs)} in "
-        f"each node's host memory, of which {bytes_text(USABLE * host)} of {bytes_text(host)} may "
+        f"each node's host memory, of which {bytes_text(share * host)} of {bytes_text(host)} may "
         "be so filled."
     )
 

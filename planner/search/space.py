@@ -39,7 +39,7 @@ from planner.plan import (
 )
 from planner.request import Request
 from planner.schedule import obstacle, too_long
-from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
@@ -186,6 +186,20 @@ class Family:
     def first(self) -> Layout:
         """The least complex layout."""
         return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """That of the first layout, which need not be made for it."""
+        sharing = self.sharings[0]
+        return _complexity(
+            self.degrees,
+            sharing,
+            self.timetables[0],
+            replicate=sharing.replicate,
+            saving=self.savings[0],
+            chunked=self.loss is not None,
+            micro_batch=self.micro_batch,
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -345,14 +359,16 @@ def families(
             for prefetch, reshard in gathers(request, degrees, zero, shard, saved):
                 choice = ShardingChoice(zero, shard, replicate, order, prefetch, reshard)
                 by_place.setdefault(inner, []).append(choice)
-    compiled: dict[str, Compile] = {}
+    ways: dict[str, tuple[tuple[Compile, ChunkedLoss | None], ...]] = {}
     for size, count in micro_batches(job, degrees, pins):
-        every: dict[Compile, list[Timetable]] = {}
+        every: dict[tuple[Compile, ChunkedLoss | None], list[Timetable]] = {}
         for one in timetables(model, degrees.pipeline, count, pins, space=space):
-            if one.schedule not in compiled:
-                compiled[one.schedule] = compiles(request, degrees, one.schedule)
-            every.setdefault(compiled[one.schedule], []).append(one)
-        for blocks, alike in every.items():
+            if one.schedule not in ways:
+                blocks = compiles(request, degrees, one.schedule)
+                ways[one.schedule] = tuple((blocks, loss) for loss in losses(request, one.schedule))
+            for way in ways[one.schedule]:
+                every.setdefault(way, []).append(one)
+        for (blocks, loss), alike in every.items():
             for place, found in by_place.items():
                 yield Family(
                     degrees=degrees,
@@ -363,7 +379,7 @@ def families(
                     savings=saved,
                     place=place,
                     sequence_parallel=divided,
-                    loss=pins.chunks,
+                    loss=loss,
                     compile=blocks,
                     tensor_overlap=tensor_overlap(request, degrees),
                     scales=pins.scales or "tensorwise",
@@ -416,16 +432,37 @@ def compiles(request: Request, degrees: Degrees, schedule: str) -> Compile:
     pinned = request.pins.compile
     if pinned is not None:
         return pinned
-    group = request.cluster.groups
-    gpus = all(one.accelerator.kind in ("cuda", "rocm") for one in group)
-    if not gpus or "block" not in request.space.compile or request.model.architecture is None:
+    space, known = request.space, request.model.architecture is not None
+    if not (gpus(request) and "block" in space.compile and known):
         return "none"
     layout = Layout(
         pipeline=degrees.pipeline, expert=degrees.expert, schedule=schedule, compile="block"
     )
-    found = conflicts(request.space, Facts(request.model, request.cluster, request.job, layout))
+    found = conflicts(space, Facts(request.model, request.cluster, request.job, layout))
     hindered = any(conflict.place == "compile" for conflict in found)
     return "none" if hindered else "block"
+
+
+def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
+    """Return the ways to compute the loss: of all logits, or in chunks of the usual size.
+
+    Gradients are made in forward, but where the output projection is frozen: its chunks then hold
+    nothing from forward to backward if they are made anew.  On CPUs products rule and nothing is
+    gained by chunks, unless the user asks for them.
+    """
+    if request.pins.loss is not None:
+        return (request.pins.chunks,)
+    known, a = request.model, request.model.architecture
+    if a is None or a.classes or known.edges or not (request.space.chunked_loss and gpus(request)):
+        return (None,)
+    if schedule_of(schedule).stale:
+        return (None,)
+    return None, ChunkedLoss(gradients="recomputed" if request.job.lora else "precomputed")
+
+
+def gpus(request: Request) -> bool:
+    """Whether all devices are GPUs."""
+    return all(one.accelerator.kind in ("cuda", "rocm") for one in request.cluster.groups)
 
 
 def tensor_overlap(request: Request, degrees: Degrees) -> TensorOverlap:
@@ -503,22 +540,43 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
     No two layouts of a space have the same complexity.
     """
+    return _complexity(
+        layout,
+        layout,
+        layout,
+        replicate=layout.data_replicate,
+        saving=Saving(layout.offload, layout.gradient_wire),
+        chunked=layout.loss is not None,
+        micro_batch=layout.micro_batch,
+    )
+
+
+def _complexity(
+    degrees: Degrees | Layout,
+    sharing: ShardingChoice | Layout,
+    timetable: Timetable | Layout,
+    *,
+    replicate: int,
+    saving: Saving,
+    chunked: bool,
+    micro_batch: int,
+) -> tuple[int, ...]:
     return (
-        layout.pipeline,
-        layout.tensor,
-        layout.context,
-        layout.expert,
-        layout.zero,
-        layout.data_replicate if layout.zero else 0,
-        _place(layout.schedule),
-        layout.virtual_stages,
-        _PLACES[layout.offload],
-        _PLACES[layout.gradient_wire],
-        layout.prefetch,
-        layout.reshard or 0,
-        layout.loss is not None,
-        *_axes(layout.order),
-        -layout.micro_batch,
+        degrees.pipeline,
+        degrees.tensor,
+        degrees.context,
+        degrees.expert,
+        sharing.zero,
+        replicate if sharing.zero else 0,
+        _place(timetable.schedule),
+        timetable.virtual_stages,
+        _PLACES[saving.offload],
+        _PLACES[saving.wire],
+        sharing.prefetch,
+        sharing.reshard or 0,
+        chunked,
+        *_axes(sharing.order),
+        -micro_batch,
     )
 
 

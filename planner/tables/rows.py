@@ -25,6 +25,7 @@ from planner.request import Request
 from planner.schedules import PLAIN, looped
 from planner.setup import Setup
 from planner.stack import Stack, with_options, without_one_source
+from planner.stack_space import Facts, condition_of
 from planner.tables import cells
 from planner.tables.cells import Row, degree, flag, number, optional, seen, word
 from planner.tables.figures import architecture_of_row
@@ -177,38 +178,43 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
             targets=ATTENTION if stack.kernels.adapters == "attention" else ("all-linear",),
             quantised=quantised or task == "qlora",
         )
+    job = Job(
+        seq_len=architecture.max_positions,
+        global_batch=global_batch,
+        precision=precision,
+        lora=lora,
+    )
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        data_shard=shard,
+        data_replicate=data // shard,
+        zero=zero,
+        schedule=looped.INTERLEAVED.name if virtual > 1 else PLAIN,
+        virtual_stages=virtual,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        offload="parameters"
+        if "params" in on_host
+        else "optimizer"
+        if "optimizer" in on_host
+        else "none",
+        sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
+    )
+    facts = Facts(_graph(architecture), cluster, job, layout)
+    further = _runs_with(stack, facts)
+    compiled = bool(flag(row, "compiled"))
     return Setup(
         request=Request(
-            _graph(architecture),
+            facts.model,
             cluster,
-            Job(
-                seq_len=architecture.max_positions,
-                global_batch=global_batch,
-                precision=precision,
-                lora=lora,
-            ),
-            stack=_with_options(stack.name, fused, bool(flag(row, "compiled")), frozenset(apart)),
+            job,
+            stack=_with_options(stack.name, fused, compiled, frozenset(apart), further),
         ),
-        layout=Layout(
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            expert=expert,
-            expert_tensor=expert_tensor,
-            data_shard=shard,
-            data_replicate=data // shard,
-            zero=zero,
-            schedule=looped.INTERLEAVED.name if virtual > 1 else PLAIN,
-            virtual_stages=virtual,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
-            offload="parameters"
-            if "params" in on_host
-            else "optimizer"
-            if "optimizer" in on_host
-            else "none",
-            sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
-        ),
+        layout=layout,
         recompute=recompute,
         activations="offload" if "activations" in on_host else "keep",
         known=known,
@@ -245,6 +251,16 @@ def stack_of_framework(
     return close, False
 
 
+def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
+    """Return the options that runs of a stack had as far as is known; its name will tell them."""
+    return tuple(
+        option
+        for known in stack.accuracy.runs_with
+        if all(condition_of(text).holds(facts) for text in known.when)
+        for option in known.options
+    )
+
+
 def _own_stack(framework: str) -> Stack | None:
     """Return the stack that a framework's name or alias stands for; None for an unknown one."""
     try:
@@ -256,9 +272,15 @@ def _own_stack(framework: str) -> Stack | None:
 
 @lru_cache(maxsize=256)
 def _with_options(
-    name: str, flash_attention: bool | None, compiled: bool, apart: frozenset[str]
+    name: str,
+    flash_attention: bool | None,
+    compiled: bool,
+    apart: frozenset[str],
+    further: tuple[str, ...],
 ) -> Stack:
-    """Return a stack with what a row says of its kernels; `native` has none to choose.
+    """Return a stack with what a row says of its kernels, and `further` options that its runs had.
+
+    `native` has no kernels to choose.
 
     What it has from one source alone, of those `apart`, is left out.
     """
@@ -266,7 +288,7 @@ def _with_options(
         return stacks()[name]
     options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
     stack = without_one_source(stacks()[name], apart, stacks()["unknown"])
-    return with_options(stack, [*options, *(["compiled"] if compiled else [])])
+    return with_options(stack, [*options, *(["compiled"] if compiled else []), *further])
 
 
 @lru_cache(maxsize=1024)

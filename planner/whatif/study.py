@@ -254,8 +254,8 @@ class Failures(Part):
         Quantity, 1.22e8, 5e7, 1e9, "LLAMA3, 2 TB/s over 16,384; a node with disks of its own more"
     )
     """Written while training waits."""
-    other: ShareQuantity = _assumed(
-        ShareQuantity, 0.03, 0.01, 0.1, "evaluation, data, restarts by people"
+    other: ShareQuantity = _known(
+        ShareQuantity, 0.03, 0.01, 0.3, "assumed: evaluation, data, steps done again; high OPT_DAYS"
     )
     """Share of hours lost at any size."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from runtime import host
 from tests.cuda.streams import WORLD, Event, Stream, is_pinned, pin
 
 MEMORY_BYTES = 80 * 10**9
@@ -82,6 +83,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.accelerator, "current_stream", names["current_stream"])
         )
+        stack.enter_context(mock.patch.object(host, "pin", lambda segment: None))
         stack.enter_context(mock.patch.object(torch, "empty", empty))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin_memory))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.host import on_host
+
 ROOT = f"{Path(__file__).parents[2]}/"
 OWN = (f"{ROOT}runtime/", f"{ROOT}profiler/")
 TYPED = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_fused_adamw_")
@@ -182,8 +184,9 @@ class World:
         key = storage._cdata
         use = self.uses.get(key)
         if use is None:
-            self._taken(stream)
-            use = self.uses[key] = Use(made_on=stream)
+            maker = self.host if on_host(tensor) else stream  # whose blocks wait by themselves
+            self._taken(maker)
+            use = self.uses[key] = Use(made_on=maker)
             use.life = weakref.ref(storage, lambda _: self.freed(key))
         return use
 
@@ -302,7 +305,7 @@ _pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_pinned(tensor: Tensor, *_: Any) -> bool:
-    return tensor.untyped_storage()._cdata in _pinned
+    return tensor.untyped_storage()._cdata in _pinned or on_host(tensor)
 
 
 def pin(tensor: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Common commands as a user gives them, and what they print on 80 columns.
 
-`python -m tests.meshwright.answers_at_80` writes `golden/`; read what changed aloud before it is
-committed.
+`python -m tests.meshwright.answers_at_80` writes `golden/` and the blocks of `docs/` that show one
+of them; read what changed aloud before it is committed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,20 @@ def main() -> None:
             )
             text = f"$ meshwright {command}\n{done.stdout}{done.stderr}"
             (GOLDEN / f"{name}.txt").write_text(text)
+    for page in (GOLDEN.parents[2] / "docs").glob("*.md"):
+        page.write_text(with_answers(page.read_text()))
+
+
+def with_answers(page: str) -> str:
+    """Return a page with what the common commands print in blocks that begin with one of them."""
+
+    def answered(block: re.Match[str]) -> str:
+        for name, command in COMMANDS.items():
+            if block[1] == f"$ meshwright {command}":
+                return f"```\n{(GOLDEN / f'{name}.txt').read_text().rstrip()}\n```"
+        return block[0]
+
+    return re.sub(r"^```\n(\$ meshwright .*)\n(?:(?!```).*\n)*```$", answered, page, flags=re.M)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_16_bits_halve_what_a_reduction_sends(node: ClusterSpec, h100: Rates) ->
     assert reduce_s("bf16") - latency_s == pytest.approx((reduce_s("full") - latency_s) / 2)
     assert reduce_s("fp16") == reduce_s("bf16")
     narrow, wide = (states(N, sharing(wire=w)) for w in ("bf16", "full"))
-    assert wide.backward_transient_bytes - narrow.backward_transient_bytes == 2 * N
+    assert wide.after_backward_bytes - narrow.after_backward_bytes == 2 * N
     assert narrow.gradients_bytes == wide.gradients_bytes
 
 

@@ -216,7 +216,6 @@ def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -
 
     assert unexplained == {
         ("deepspeed@0.3", "sharding.network_rate"),
-        ("nanotron", "host.pipelined_s"),
         ("nanotron", "host.ring_step_s"),
     }
     for owner, path in unexplained:

@@ -164,6 +164,13 @@ def global_tokens(
     return torch.randint(vocabulary, (global_batch, SEQ_LEN + 1), generator=generator)
 
 
+def global_starts(step: int, global_batch: int = GLOBAL_BATCH) -> torch.Tensor:
+    """Return where the document of each token of a step begins, [sample, position]."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    first = torch.rand(global_batch, SEQ_LEN, generator=generator) < 0.2
+    return (first * torch.arange(SEQ_LEN)).cummax(dim=1).values
+
+
 def library_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Return the loss that a model of transformers computes by itself."""
     targets = tokens[:, 1:].contiguous()

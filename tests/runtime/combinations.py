@@ -25,7 +25,7 @@ from planner.native import obstacle
 from planner.plan import INSIDE_OUT, Axis, ChunkedLoss, Job, Layout, Plan
 from planner.profile import Recompute
 from runtime.factory import graph_of_factory
-from runtime.supported import supported
+from runtime.supported import documents_refused, supported
 from tests.runtime import cases, chains
 from tests.runtime.runs import TOLERANCE
 
@@ -44,11 +44,16 @@ CHOSEN = (
     "reshard",
     "loss",
     "compile",
+    "scales",
+    "weight_wire",
+    "dispatch",
     "precision",
 )
 """Fields whose values name themselves."""
 LOSS_ROWS = 10
 """Positions of a chunk: neither one nor a divisor of a micro-batch's."""
+DOCUMENT_LEN = 6
+"""Tokens of the document that a token of `cases.global_starts` is in, about."""
 TRIES = 4
 """Rows that are tried for each place of a cover; the one with most new pairs is taken."""
 
@@ -77,6 +82,11 @@ class Row:
     loss: str = "plain"
     """Of all logits, or how gradients of a loss in chunks are made."""
     compile: str = "none"
+    scales: str = "tensorwise"
+    weight_wire: str = "full"
+    dispatch: str = "alltoall"
+    documents: bool = False
+    """Samples hold several."""
     precision: str = "fp32"
     family: str = "reference"
     tied: bool = False
@@ -143,6 +153,7 @@ class Row:
             value = getattr(self, field)
             if value != getattr(plain, field):
                 parts.append(f"{field} {value}" if field != "precision" else value)
+        parts += ["documents"] if self.documents else []
         parts += ["uneven"] if self.uneven else []
         parts += ["axes outside in"] if self.outside_in else []
         return ", ".join(parts)
@@ -164,7 +175,10 @@ class Row:
             prefetch=self.prefetch,  # type: ignore[arg-type]
             reshard=self.reshard,
             loss=self._loss,
-            compile=self.compile,
+            compile=self.compile,  # type: ignore[arg-type]
+            scales=self.scales,  # type: ignore[arg-type]
+            weight_wire=self.weight_wire,  # type: ignore[arg-type]
+            dispatch=self.dispatch,  # type: ignore[arg-type]
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
 
@@ -196,8 +210,15 @@ class Row:
             expert=self.expert,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
-        others = {name: getattr(self, name) for name in DEAR}
-        return made.model_copy(update={"loss": self._loss, **others})
+        others = {name: getattr(self, name) for name in DEAR if name != "documents"}
+        return made.model_copy(
+            update={"loss": self._loss, "document_len": self.document_len, **others}
+        )
+
+    @property
+    def document_len(self) -> int | None:
+        """Of the document that a token is in; None where samples are one."""
+        return DOCUMENT_LEN if self.documents else None
 
     def _cuts(self, layers: int) -> list[int]:
         """Return each stage's number of layers; the first gives one of its own to the last."""
@@ -223,9 +244,9 @@ class Row:
 
 
 OTHERS = tuple(f.name for f in fields(Row) if f.name not in (*DEGREES, "expert"))
-DEAR = ("compile", "prefetch", "reshard")
-"""Choices with rows of their own, which covers leave plain: what is compiled takes a rank seconds
-to begin with, and when ZeRO-3 gathers goes with few others."""
+DEAR = ("compile", "prefetch", "reshard", "scales", "weight_wire", "dispatch", "documents")
+"""Choices that the small cover leaves plain, and `dear_rows` has: what is compiled takes a rank
+seconds to begin with, and the others go with few."""
 
 
 @functools.cache
@@ -253,7 +274,12 @@ def reason(row: Row) -> str | None:
     found = next((why for holds, why in idle if holds), None)
     if found:
         return found
-    job = Job(seq_len=cases.SEQ_LEN, global_batch=row.global_batch, precision=row.precision)
+    job = Job(
+        seq_len=cases.SEQ_LEN,
+        global_batch=row.global_batch,
+        precision=row.precision,  # type: ignore[arg-type]
+        document_len=row.document_len,
+    )
     obstructed = obstacle(row.graph(), job, row.layout())  # much faster than a plan
     if obstructed:
         return str(obstructed)
@@ -261,7 +287,9 @@ def reason(row: Row) -> str | None:
         made = row.plan()
     except (DocumentError, ValidationError) as error:
         return str(error)
-    return supported(made, row.graph())
+    return supported(made, row.graph()) or (
+        documents_refused(made, row.graph()) if row.documents else None
+    )
 
 
 @functools.cache
@@ -285,6 +313,10 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "compile": get_args(plan_types.Compile),
         "prefetch": get_args(plan_types.Prefetch),
         "reshard": (None, 1, 2),
+        "scales": get_args(plan_types.Scales),
+        "weight_wire": get_args(plan_types.WeightWire),
+        "dispatch": get_args(plan_types.Dispatch),
+        "documents": (False, True),
         "precision": get_args(Precision),
         "family": (*cases.COVERED, OWN),
         "tied": (False, True),
@@ -391,8 +423,35 @@ def by_mesh(row: Row) -> tuple[Property, ...]:
     together = tuple(
         (_TOGETHER.join(names), tuple(getattr(row, name) for name in names)) for names in TRIPLES
     )
-    dear = tuple((name, getattr(row, name)) for name in DEAR)
-    return (("mesh", mesh), *by_axis(row), *dear, *together)
+    return (("mesh", mesh), *by_axis(row), *dear(row), *together)
+
+
+def dear(row: Row) -> tuple[Property, ...]:
+    """Return what a row has of the dear choices."""
+    return tuple((name, getattr(row, name)) for name in DEAR)
+
+
+def dear_rows(rows: Iterable[Row], *, seed: int = 0) -> tuple[Row, ...]:
+    """Return those of some rows that can be compiled, with the dear choices that go with them.
+
+    Every second loss is in chunks, and of documents every second row that can has some.
+    """
+    rng, table, found = random.Random(seed), choices(), []
+    for place, row in enumerate(rows):
+        loss = row.loss if row.loss != "plain" or place % 2 else "precomputed"
+        wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
+        one = next((one for one in wished if reason(one) is None), None)
+        if one is None:
+            continue
+        for name in rng.sample(DEAR, len(DEAR)):
+            plain, *others = table[name]
+            if getattr(one, name) != plain or (name == "documents" and rng.random() < 0.5):
+                continue
+            rng.shuffle(others)
+            changed = (replace(one, **{name: value}) for value in others)
+            one = next((other for other in changed if reason(other) is None), one)
+        found.append(one)
+    return tuple(found)
 
 
 def _others(row: Row) -> tuple[Property, ...]:

@@ -34,15 +34,21 @@ class Run:
 def train(
     plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[TokenEngine] | None = None
 ) -> Run:
-    """Train this rank's part and return the weights it holds, whole; `engines` gets what did it."""
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    """Train this rank's part and return the weights it holds, whole; `engines` gets what did it.
+
+    Samples hold several documents where the plan counts on it.
+    """
+    documents = plan.document_len is not None
+    engine = TokenEngine(plan, model, device=torch.device("cpu"), documents=documents)
     if engines is not None:
         engines.append(engine)
     losses, norms = [], []
     for step in range(steps):
         tokens = cases.global_tokens(step, global_batch=plan.global_batch)
+        starts = cases.global_starts(step, global_batch=plan.global_batch) if documents else None
         own = plan.samples_of(engine.data_rank)
-        result = engine.step(tokens[own.start : own.stop])
+        own = slice(own.start, own.stop)
+        result = engine.step(tokens[own], starts=None if starts is None else starts[own])
         losses.append(result.loss)
         norms.append(result.grad_norm)
     weights = {

@@ -61,16 +61,18 @@ def ready() -> None:
         TokenEngine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
 
 
-Alone = tuple[tuple[str, bool, int], str, int]
-"""(model, precision, global batch): what one process trains for comparison."""
+Alone = tuple[tuple[str, bool, int], str, str, int | None, int]
+"""(model, precision, scales, document_len, global batch): what one process trains to compare."""
 
 
 @functools.cache
 def alone(wanted: Alone, steps: int) -> Run:
     """Train in one process, in one micro-batch, with nothing else that plans can say."""
-    model, precision, global_batch = wanted
+    model, precision, scales, document_len, global_batch = wanted
     graph = combinations.graph_of(model)
-    plan = cases.plan(graph, precision=precision, global_batch=global_batch, micro_batches=1)
+    plan = cases.plan(
+        graph, precision=precision, scales=scales, global_batch=global_batch, micro_batches=1
+    ).model_copy(update={"document_len": document_len})
     # In a process of its own: 16 bits need a process group.
     ((run, _),) = on_ranks(1, train_all, [(graph.name, plan, graph)], steps)[0]
     return run
@@ -90,7 +92,9 @@ def results_of(rows: Sequence[Row], ranks: int, steps: int = STEPS) -> Iterator[
 
 def result_of(row: Row, crew: Crew, steps: int) -> Result:
     runs = crew.do(train_all, [(row.text, row.plan(), row.graph())], steps)
-    expected = alone((row.model, row.precision, row.global_batch), steps)
+    expected = alone(
+        (row.model, row.precision, row.scales, row.document_len, row.global_batch), steps
+    )
     found = errors([run for ((run, _),) in runs], expected)
     return Result(row, found, max(seconds for ((_, seconds),) in runs))
 
@@ -113,25 +117,38 @@ def test_every_pair_trains_like_one_process(ranks: int, part: int, parts: int) -
 
 @functools.cache
 def compiled_rows() -> tuple[Row, ...]:
-    """Rows of the small cover that can be compiled, with every second loss in chunks."""
-    found = []
-    for place, row in enumerate(small()):
-        loss = row.loss if row.loss != "plain" or place % 2 else "precomputed"
-        wished = (replace(row, compile="block", loss=loss), replace(row, compile="block"))
-        found += [one for one in wished if reason(one) is None][:1]
-    return tuple(found)
+    return combinations.dear_rows((*small(), *GATHERED, *NARROW))
+
+
+GATHERED = (
+    Row(family="llama", data_shard=4, zero=3, prefetch=2),
+    Row(family="llama", data_shard=4, zero=3, reshard=2, recompute="full"),
+    Row(data_shard=2, tensor=2, zero=3, prefetch=1, reshard=1, precision="bf16"),
+    Row(data_replicate=2, data_shard=2, zero=3, reshard=1, offload="optimizer"),
+    Row(data_shard=2, context=2, zero=3, prefetch=3, recompute="selective"),
+)
+"""Choices of when ZeRO-3 gathers, which go with few others."""
+NARROW = (
+    Row(family="llama", data_shard=2, zero=3, precision="fp8", weight_wire="fp8", documents=True),
+    Row(data_shard=4, zero=3, precision="fp8", weight_wire="fp8", prefetch=1, recompute="full"),
+    Row(family="llama", data_shard=2, tensor=2, zero=3, precision="fp8", weight_wire="fp8"),
+    Row(family="llama", data_shard=4, zero=3, precision="fp8", scales="rowwise", reshard=2),
+    Row(tensor=2, precision="fp8", scales="rowwise", recompute="selective"),
+    Row(family="mixtral", data_shard=2, expert=2, zero=1, dispatch="allgather", documents=True),
+)
+"""Choices of products in 8 bits, and others that few rows can have."""
 
 
 @pytest.mark.ranks
 @pytest.mark.matrix
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "part", "parts"), PARTS)
 def test_every_row_that_can_be_compiled_trains_like_one_process(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, part: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs are traced and differentiated; inductor's are in the test below."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    rows = [row for row in compiled_rows() if row.ranks == ranks]
+    rows = [row for row in compiled_rows() if row.ranks == ranks][part::parts]
 
     check(list(results_of(rows, ranks)))
 
@@ -154,16 +171,9 @@ def test_compiled_by_inductor_each_axis_trains_like_one_process() -> None:
 
 @pytest.mark.ranks
 def test_whenever_zero_3_gathers_it_trains_like_one_process() -> None:
-    rows = [
-        Row(family="llama", data_shard=4, zero=3, prefetch=2),
-        Row(family="llama", data_shard=4, zero=3, reshard=2, recompute="full"),
-        Row(data_shard=2, tensor=2, zero=3, prefetch=1, reshard=1, precision="bf16"),
-        Row(data_replicate=2, data_shard=2, zero=3, reshard=1, offload="optimizer"),
-        Row(data_shard=2, context=2, zero=3, prefetch=3, recompute="selective"),
-    ]
-    assert not [row.text for row in rows if reason(row) is not None]
+    assert not [row.text for row in GATHERED if reason(row) is not None]
 
-    check(list(results_of(rows, 4)))
+    check(list(results_of(GATHERED, 4)))
 
 
 def test_some_rows_of_every_axis_can_be_compiled() -> None:
@@ -172,6 +182,9 @@ def test_some_rows_of_every_axis_can_be_compiled() -> None:
     assert len(compiled_rows()) > 50
     assert {(axis, True) for axis in combinations.DEGREES[1:]} <= met
     assert {("loss", how) for how in combinations.choices()["loss"]} <= met
+    drawn = {p for row in compiled_rows() for p in combinations.dear(row)}
+    choices = {(name, v) for name in combinations.DEAR for v in combinations.choices()[name]}
+    assert choices - drawn == {("compile", "none")}
 
 
 @pytest.mark.ranks
@@ -258,7 +271,7 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
         "micro_batches": "several",
         "virtual_stages": "schedule",
     }
-    set_by_rows |= {"order": "outside_in", "stages": "uneven"}
+    set_by_rows |= {"order": "outside_in", "stages": "uneven", "document_len": "documents"}
     layout = {set_by_rows.get(field.name, field.name) for field in fields(Layout)}
     mesh = {set_by_rows.get(name, name) for name in Mesh.model_fields}
     placed = set(PlacedLayer.model_fields) - {"layer"}
@@ -267,12 +280,6 @@ def test_every_field_of_a_plan_is_a_field_of_the_rows() -> None:
     no_choice |= {"training", "timeout_s", "groups", "shares", "batch"}
     # What other frameworks alone execute; planner/native.py refuses it by name.
     no_choice |= {"expert_tensor", "sequence_parallel"}
-    # What precision fp8 alone has: tests/runtime/test_eight_bits.py.
-    no_choice |= {"scales", "weight_wire"}
-    # Of the data alone: tests/runtime/test_documents.py.
-    no_choice |= {"document_len"}
-    # Of experts on ranks of their own: tests/runtime/test_experts.py.
-    no_choice |= {"dispatch"}
     # Of devices that share memory: tests/runtime/test_async_tensor.py.
     no_choice |= {"tensor_overlap"}
 

@@ -12,7 +12,7 @@ import torch
 
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
-from planner.plan import Mesh, Plan
+from planner.plan import ChunkedLoss, Mesh, Plan
 from planner.predict import predict
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
@@ -133,6 +133,32 @@ def test_a_table_that_both_ends_use_is_whole_through_a_step_of_zero_3() -> None:
     parts = predict(plan, graph, resolve_cluster("8xh100-sxm-80gb")).stages[0].memory_parts
     predicted = sum(size for name, size in parts.items() if name not in ("context", "slack"))
     assert predicted == pytest.approx(found.peak_bytes, rel=0.06)
+
+
+def rehearsed_all(rows: list[tuple[Plan, ModelGraph]]) -> list[int]:
+    return [rehearse(plan, graph, rank=0).peak_bytes for plan, graph in rows]
+
+
+def test_when_the_loss_runs_nothing_of_the_micro_batch_before_is_left() -> None:
+    """Neither what its last reduction read, nor what was gathered ahead."""
+    graph = cases.transformer("llama", vocab_size=16384, layers=2, **FIGURES)
+    plan = cases.plan(
+        graph, global_batch=32, data_shard=8, zero=3, precision="bf16", micro_batches=2
+    ).model_copy(update={"seq_len": 128})
+    chunks = [ChunkedLoss(rows=64, gradients=how) for how in ("precomputed", "recomputed")]
+    changes: list[dict[str, Any]] = [{}, {"prefetch": 2, "reshard": 2}, {"reshard": 1}]
+    changes += [{"loss": loss} for loss in chunks]
+    rows = [(plan.model_copy(update=change), graph) for change in changes]
+
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=gc.freeze) as apart:
+        found = apart.submit(rehearsed_all, rows).result()
+
+    cluster = resolve_cluster("8xh100-sxm-80gb")
+    for (changed, _), peak in zip(rows, found, strict=True):
+        parts = predict(changed, graph, cluster).stages[0].memory_parts
+        predicted = sum(size for name, size in parts.items() if name not in ("context", "slack"))
+        assert predicted == pytest.approx(peak, rel=0.01), changed.layout.text()
 
 
 def test_places_of_the_pipeline_are_told_apart_by_the_order_of_axes() -> None:

@@ -124,7 +124,9 @@ class Rooms:
         self._host_bytes: float | None = None
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
-            self._host_bytes = host_room_bytes(tables.cluster.groups[0])
+            self._host_bytes = host_room_bytes(
+                tables.cluster.groups[0], tables.request.stack.offload.host_share
+            )
 
     def of(self, chain: ChainFigures) -> Rooms:
         """Return the same with other credits."""
@@ -434,8 +436,9 @@ class LayersTogether:
             if recompute not in choices_of(self._recompute, kind):
                 continue
             figures = taken(many, self._settings)
-            passed = either(self._pipelined, figures.returned_bytes, 0.0) if last else 0.0
             for activations in self._tables.activations:
+                passed = figures.passed_bytes(activations) if last else 0.0
+                passed = either(self._pipelined, passed, 0.0)
                 yield StrategyParts(
                     recompute=recompute,
                     activations=activations,

@@ -172,8 +172,10 @@ class GraphSpace(AlikeSpace):
         )
         if not on_host:
             return found
+        costs = self.candidates.tables.of(layout)
         chain = replace(
-            problem.chain_along(found.order), hosts=hosts(self.candidates.cluster, layout)
+            problem.chain_along(found.order),
+            hosts=hosts(self.candidates.cluster, layout, costs.host_share),
         )
         if broken(chain, found.split) is None:
             return found

@@ -58,7 +58,10 @@ def _problem(
 ) -> UnequalInstance:
     stages = costs.stages_of(layout)
     some = next(iter(chains.values()))
-    rooms = {group.name: host_room_bytes(group) for group in costs.cluster.groups}
+    shares = {name: own.host_share for name, own in costs.costs(layout).items()}
+    rooms = {
+        group.name: host_room_bytes(group, shares[group.name]) for group in costs.cluster.groups
+    }
     return UnequalInstance(
         layers=some.layers,
         types=tuple(

@@ -196,7 +196,9 @@ class ShareSpace(GroupSpace):
             room_bytes(group.accelerator.memory_bytes, costs[group.name])
             for group in self.cluster.groups
         )
-        on_host = [host_room_bytes(group) for group in self.cluster.groups]
+        on_host = [
+            host_room_bytes(group, costs[group.name].host_share) for group in self.cluster.groups
+        ]
         limits = [limit for limit in on_host if limit is not None]
         offloads = "offload" in self.activations
         return {

@@ -37,6 +37,7 @@ FIGURES = Figures(
     forward_transient_bytes=1e8,
     backward_transient_bytes=2e8,
     returned_bytes=0.0,
+    returned_anew_bytes=0.0,
     stores_input=True,
     provenance="quoted",
     spread=0.1,
@@ -85,12 +86,15 @@ def test_what_the_last_stage_returns_stays_for_stacks_that_keep_it(
     layout = Layout(pipeline=8, micro_batches=8)
     forgets = with_figures(native(), {"pipeline.keeps_results": False})
 
-    kept, gone = (
-        CostTables(Request(llama, node, JOB, stack=stack)).of(layout).parts["head"][0]
+    (kept, again, _), (gone, once, _) = (
+        CostTables(Request(llama, node, JOB, stack=stack)).of(layout).parts["head"]
         for stack in (native(), forgets)
     )
 
     assert kept.stored_bytes - gone.stored_bytes == kept.figures.returned_bytes > 0
+    # Logits are what selective recomputation keeps of the head anyway.
+    assert again.stored_bytes == once.stored_bytes
+    assert again.stored_bytes > gone.stored_bytes
 
 
 def test_packed_tensors_take_a_byte_per_element_and_a_scale_per_128(h100: Rates) -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog import native, stacks
 from planner.cluster import ClusterSpec
-from planner.costs.hosts import USABLE, hosts, overfull, ranks_on_nodes, unknown
+from planner.costs.hosts import hosts, overfull, ranks_on_nodes, unknown, usable_share
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import INSIDE_OUT, Axis, Job, Layout
 from planner.predict import layout_prediction
@@ -54,17 +55,17 @@ def test_every_kind_of_node_is_found(four_nodes: ClusterSpec, layout: Layout) ->
     assert len(set(found)) == len(found)
 
 
-def test_half_of_a_hosts_memory_is_there_to_fill(four_nodes: ClusterSpec) -> None:
+def test_a_share_of_a_hosts_memory_is_there_to_fill(four_nodes: ClusterSpec) -> None:
     layout = Layout(tensor=2, pipeline=4, data_shard=4, zero=1)
     memory = four_nodes.groups[0].host_memory_bytes
 
-    (host, *_) = hosts(four_nodes, layout)
+    (host, *_) = hosts(four_nodes, layout, 0.5)
 
     assert memory is not None
-    assert host.capacity_bytes == USABLE * memory
+    assert host.capacity_bytes == 0.5 * memory
     each = host.capacity_bytes / 8
-    assert overfull(four_nodes, layout, [each] * 4) is None
-    assert overfull(four_nodes, layout, [each, each, each, 1.1 * each]) is not None
+    assert overfull(four_nodes, layout, [each] * 4, 0.5) is None
+    assert overfull(four_nodes, layout, [each, each, each, 1.1 * each], 0.5) is not None
 
 
 def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) -> None:
@@ -72,7 +73,7 @@ def test_a_host_that_nobody_describes_is_an_assumption(four_nodes: ClusterSpec) 
     silent = four_nodes.model_copy(update={"groups": (group,)})
     layout = Layout(data_shard=32, zero=3, order=INSIDE_OUT)
 
-    assert hosts(silent, layout) == ()
+    assert hosts(silent, layout, 0.5) == ()
     assert not list(unknown(silent, layout, [0.0]))
     (assumed,) = unknown(silent, layout, [2.0**30])
     assert "8.0 GiB" in assumed.what
@@ -95,3 +96,9 @@ def test_a_prediction_that_overfills_its_host_does_not_fit(four_nodes: ClusterSp
     assert not full.fits
     assert 8 * full.stages[0].host_bytes == pytest.approx(8 * llama.parameters / 4)
     assert layout_prediction(Request(llama, small, job), layout).fits
+
+
+def test_torch_pins_parameters_in_powers_of_two_and_the_arena_nothing() -> None:
+    assert usable_share(native(), "optimizer") == 0.8
+    assert usable_share(native(), "parameters") == 0.5
+    assert {usable_share(stacks()["deepspeed"], one) for one in ("none", "optimizer")} == {0.5}

@@ -243,6 +243,21 @@ def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
     assert host(stack, "head") == (0.0, 0.0, 0.0)
 
 
+def test_checks_of_collectives_add_to_each_of_a_divided_blocks_collectives_by_hand() -> None:
+    plain, checked = stacks()["nanotron"], stack("nanotron+checked-collectives")
+    each = checked.host.checked_s
+    assert plain.host.checked_s == 0.0 < each
+
+    def more(tensor: int) -> float:
+        return sum(host(checked, "block", tensor=tensor)) - sum(host(plain, "block", tensor=tensor))
+
+    # Ten collectives, of which each rank takes its share; 16 ranks are on two nodes of 8.
+    assert more(1) == 0.0
+    assert more(2) == pytest.approx(10 * 2 * each)
+    assert more(8) == pytest.approx(10 * 8 * each)
+    assert more(16) == pytest.approx(10 * 16 * 1.25 * each)
+
+
 def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
     found = Passes(forward_s=1.0, backward_s=2.0, recompute_s=0.5, kernels=0, kernels_again=0)
     least = HostPasses(forward_s=2.0, backward_s=3.0, recompute_s=0.5)

@@ -6,7 +6,9 @@ import pytest
 
 from planner.catalog import native, stacks
 from planner.costs.memory import (
+    End,
     Sharing,
+    Start,
     frozen_states,
     in_root_unit,
     padded,
@@ -92,14 +94,59 @@ def test_ranks_beyond_the_experts_divide_nothing_more() -> None:
     assert over.forward_transient_bytes == 2 * states(8e9, sixteen).forward_transient_bytes
 
 
-def test_a_loss_is_done_before_its_weights_gradient_is_reduced() -> None:
-    shared = Sharing(types=HALF, zero=1, shard=8, data=8, pipelined=False, accumulated=True)
+LOGITS = End(before=5e8, logits=True)
+CHUNKS = End(before=5e8, logits=False)
+"""Heads of 10^9 parameters, behind blocks of half as many."""
 
-    head = states(1e9, shared, loss=True)
 
-    assert head.after_loss_bytes == (2 + 4) * 1e9  # fresh in bf16, the reduction's input in fp32
-    assert states(1e9, shared).after_loss_bytes == 0
-    assert replace(head, after_loss_bytes=0.0) == states(1e9, shared)
+@pytest.mark.parametrize(
+    ("zero", "accumulated", "end", "beside", "after"),
+    [
+        # Fresh gradients, 2 GB, are in the sum of 4 bytes before that is copied for its reduction.
+        (1, True, None, 0, 4e9),
+        (1, True, LOGITS, 0, 4e9),
+        # Those of one micro-batch are copied themselves, while the layer before works.
+        (2, True, None, 4e9, 2e9 + 4e9),
+        (1, False, LOGITS, 0, 2e9 + 4e9),
+        (3, True, None, 4e9 + 2 * 2e9, 2e9 + 4e9 + 2 * 2e9),
+        # The head's own copy, and what is asked for of the block before; no reduction is under way.
+        (3, True, LOGITS, 0, 2e9 + 4e9),
+        (3, True, CHUNKS, 2e9 + 2e9 + 1e9, 2e9 + 4e9),
+        (3, True, replace(CHUNKS, made=True), 2e9 + 1e9, 4e9),
+        # The first layer's own copy, and the reduction of the block behind it.
+        (3, True, Start(behind=5e8), 2e9 + 2e9, 2e9 + 2e9 + 2e9),
+    ],
+)
+def test_gradients_move_beside_a_layers_backward_or_behind_it(
+    zero: int, accumulated: bool, end: End | Start | None, beside: float, after: float
+) -> None:
+    shared = Sharing(
+        types=HALF, zero=zero, shard=8, data=8, pipelined=False, accumulated=accumulated
+    )
+
+    found = states(1e9, shared, end=end)
+
+    assert (found.backward_transient_bytes, found.after_backward_bytes) == (beside, after)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "reshard", "forward", "backward"),
+    [
+        (0, None, 4e9, 2e9 + 1e9),
+        (3, None, 4e9, 2e9 + 3e9),
+        (2, 2, 4e9, 1e9 + 1e9),
+        (2, 1, 2e9, 0),
+    ],
+)
+def test_nothing_is_asked_for_ahead_of_the_last_unit_but_what_stands_before_it(
+    prefetch: int, reshard: int | None, forward: float, backward: float
+) -> None:
+    shared = replace(EIGHT, zero=3, prefetch=prefetch, reshard=reshard)
+
+    found = states(1e9, shared, end=CHUNKS)
+
+    assert found.forward_transient_bytes == forward
+    assert found.backward_transient_bytes == 2e9 + backward
 
 
 def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> Sharing:

@@ -80,6 +80,7 @@ LAYER = LayerBytes(
     kept=0.0,
     forward=2.0,
     backward=3.0,
+    input=3.0,
     moving=0.0,
     parameters=7.0,
     gathered=0.0,

@@ -16,6 +16,7 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration
 from planner.formats.imported import READERS, Imported, imported
 from planner.formats.readers import shell
+from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
 from tests.planner.formats import public_configurations as public
@@ -100,43 +101,93 @@ def asks_of(plan: Plan) -> tuple[int, ...]:
 
 PUBLISHED = [
     *(("slurm", row) for row in public.MEGATRON),
-    *(("torchtitan", row) for row in public.TORCHTITAN),
+    *(("megatron-bridge", row) for row in public.MEGATRON_BRIDGE),
+    *(("torchtitan@0.2", row) for row in public.TORCHTITAN),
     *(("torchtitan", row) for row in public.TORCHTITAN_PYTHON),
     *(("deepspeed", row) for row in public.DEEPSPEED),
     *(("accelerate", row) for row in public.ACCELERATE),
     *(("transformers", row) for row in public.TRANSFORMERS),
+    *(("nanotron", row) for row in public.NANOTRON),
+    *(("fsdp", row) for row in public.FSDP),
 ]
+KINDS = list(dict.fromkeys(of for of, _ in PUBLISHED))
 
 
-@pytest.mark.parametrize("of", ["slurm", "torchtitan", "deepspeed", "accelerate", "transformers"])
-def test_published_configurations_are_read_and_priced(of: str) -> None:
-    rows = [row for kind, row in PUBLISHED if kind == of]
-    for number, row in enumerate(rows):
-        machine = resolve_cluster(row.cluster)
-        found = imported(
-            row.text,
-            of,
-            machine,
-            model=resolve_model(row.model) if row.model else None,
-            called=row.cluster,
-            global_batch=1024 if of == "accelerate" else None,
-        )
+def model_of(row: public.Row, folder: Path) -> ModelGraph | None:
+    """Return the model that a row names; a configuration in JSON becomes a file first."""
+    if row.model is None or not row.model.startswith("{"):
+        return None if row.model is None else resolve_model(row.model)
+    file = folder / "config.json"
+    file.write_text(row.model)
+    return resolve_model(str(file))
+
+
+def imported_row(of: str, row: public.Row, folder: Path) -> tuple[Imported, ModelGraph]:
+    """Read a published configuration as a plan of its model."""
+    model = model_of(row, folder)
+    found = imported(
+        row.text,
+        of,
+        resolve_cluster(row.cluster),
+        model=model,
+        called=row.cluster,
+        global_batch=48 * 64 if of == "accelerate" else None,
+    )
+    return found, model or resolve_model(found.plan.model.source)
+
+
+@pytest.mark.parametrize("of", KINDS)
+def test_published_configurations_are_read_and_priced(of: str, tmp_path: Path) -> None:
+    for number, row in enumerate(row for kind, row in PUBLISHED if kind == of):
+        found, model = imported_row(of, row, tmp_path)
         plan = found.plan
         if of == "accelerate":  # which says nothing of micro-batches but what it accumulates
             assert asks_of(plan)[:6] == row.asks[:6], row.source
-            assert plan.global_batch == 1024
+            assert row.asks[6] in (0, plan.micro_batches), row.source
         else:
             assert asks_of(plan) == row.asks, row.source
         if number % 7 == 0:
-            told = predict(plan, resolve_model(plan.model.source), machine)
+            told = predict(plan, model, resolve_cluster(row.cluster))
             assert told.step_time_s > 0, row.source
 
 
 def test_twenty_of_each_kind_were_published() -> None:
-    for kind in ("deepspeed", "accelerate", "transformers"):
-        assert len({row.source for of, row in PUBLISHED if of == kind}) >= 20
-    assert len(public.TORCHTITAN) == len(public.TORCHTITAN_PYTHON) == 20
-    assert len(public.MEGATRON) >= 18
+    assert {*KINDS, "megatron"} == set(READERS)
+    for kind in KINDS:
+        rows = [row for of, row in PUBLISHED if of == kind]
+        assert len({row.source for row in rows}) >= 20, kind
+        # Recipes that differ in data alone say the same here.
+        assert len({(row.text, row.model, row.cluster) for row in rows}) >= 18, kind
+
+
+@pytest.mark.parametrize("of", KINDS)
+def test_compare_answers_for_a_published_configuration(of: str, tmp_path: Path) -> None:
+    """The smallest one; `make matrix` compares all of them."""
+    rows = (row for kind, row in PUBLISHED if kind == of)
+    compare(of, min(rows, key=lambda row: resolve_cluster(row.cluster).devices), tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("of", "row"), PUBLISHED, ids=[row.source for _, row in PUBLISHED])
+def test_compare_answers_for_every_published_configuration(
+    of: str, row: public.Row, tmp_path: Path
+) -> None:
+    compare(of, row, tmp_path)
+
+
+def compare(of: str, row: public.Row, folder: Path) -> None:
+    """Hold a published configuration against the best of its job."""
+    found, _ = imported_row(of, row, folder)
+    told = commands.compare_best(found.plan)
+
+    assert told.best.prediction.fits
+    saved = sum(change.saved_s for change in told.changes)
+    gained = told.prediction.step_time_s - told.best.prediction.step_time_s
+    assert saved == pytest.approx(gained, abs=1e-9 * told.prediction.step_time_s), row.source
+    if told.prediction.fits:
+        faster = told.best.prediction.step_time_s <= told.prediction.step_time_s * (1 + 1e-9)
+        assert faster or "not searched" in " ".join(told.warnings), row.source
 
 
 def test_a_script_s_variables_arrays_defaults_and_sums_are_put_in() -> None:
@@ -244,7 +295,7 @@ def test_any_text_is_read_or_refused(of: str, text: str, at: int) -> None:
 
 
 def test_compare_says_what_each_change_is_worth(tmp_path: Path) -> None:
-    row = public.MEGATRON[10]
+    row = next(one for one in public.MEGATRON if one.model == "llama-3-8b")
     file = tmp_path / "plan.yaml"
     machine, model = resolve_cluster(row.cluster), resolve_model(row.model or "")
     own = imported(row.text, "slurm", machine, model=model, called=row.cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,10 @@ from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
 from planner.search.savings import Saving
-from planner.search.space import Degrees, gathers
+from planner.search.space import Degrees, gathers, losses
+from planner.solver.inner import solve
+from planner.solver.instance import Solution
+from planner.training import Lora
 
 ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
 
@@ -34,13 +38,63 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
 # --- the loss -----------------------------------------------------------------------------------
 
 
-def test_a_loss_in_chunks_is_searched_where_it_is_asked_for() -> None:
-    asked = search(request("8xa100-sxm-40gb", "loss=precomputed/1024"))
-    plain = search(request("8xa100-sxm-40gb"))
+CHUNKS = ChunkedLoss(rows=1024)
 
-    assert asked.plan.loss == ChunkedLoss(rows=1024)
-    assert plain.plan.loss is None
-    assert asked.prediction.step_time_s <= plain.prediction.step_time_s
+
+def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
+    free, chunks, plain = (
+        search(request("8xa100-sxm-40gb", *pins))
+        for pins in ((), ("loss=precomputed/1024",), ("loss=plain",))
+    )
+
+    assert free.plan.loss == CHUNKS
+    assert free.prediction.step_time_s == pytest.approx(chunks.prediction.step_time_s)
+    assert chunks.prediction.step_time_s < 0.99 * plain.prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("cluster", "schedule", "ways"),
+    [
+        ("8xa100-sxm-40gb", "1f1b", (None, CHUNKS)),
+        ("8xa100-sxm-40gb", "pipedream-2bw", (None,)),
+        ("local", "1f1b", (None,)),
+    ],
+)
+def test_where_chunks_are_looked_at(
+    cluster: str, schedule: str, ways: tuple[ChunkedLoss | None, ...]
+) -> None:
+    assert losses(request(cluster), schedule) == ways
+    assert losses(request(cluster, "loss=recomputed/512"), schedule) == (
+        ChunkedLoss(rows=512, gradients="recomputed"),
+    )
+    assert losses(request(cluster, "loss=plain"), schedule) == (None,)
+
+
+def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
+    asked = request("8xa100-sxm-40gb")
+    asked = replace(asked, job=replace(asked.job, lora=Lora(rank=8)))
+
+    assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
+    """Every layout's own optimum, on a model small enough to solve all of them."""
+    asked = request("2xa100-sxm-40gb", f"pipeline={pipeline}", "context=1", model="llama-3.2-1b")
+
+    found = search(asked)
+
+    [candidates] = found.candidates
+    every = list(candidates.layouts())
+    assert {layout.loss for layout in every} == {None, CHUNKS}
+    least_s = math.inf
+    for layout in every:
+        solution = solve(candidates.instance(layout))
+        if isinstance(solution, Solution):
+            step_s = solution.objective_s + candidates.costs(layout).step_s
+            assert candidates.memory_s(layout) <= step_s * (1 + 1e-9)
+            least_s = min(least_s, step_s)
+    assert found.certificate.objective_s == pytest.approx(least_s)
 
 
 @pytest.mark.parametrize(

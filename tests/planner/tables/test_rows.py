@@ -152,6 +152,22 @@ def test_a_stack_that_is_left_out_is_an_unknown_one() -> None:
     assert not found.known
 
 
+def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had() -> None:
+    plain, both = "nanotron", "nanotron+checked-collectives+polled-transfers"
+    large = {"n_devices": "512", "global_batch_size": "256"}
+
+    one_node = setup(framework="nanotron", n_devices="8")
+    whole = setup(framework="nanotron", pp="1")
+    two, many = setup(framework="nanotron"), setup(framework="nanotron", **large)
+    apart = setup_of(ROW | {"framework": "nanotron"}, apart={"nanotron_usp"})
+
+    assert (one_node.request.stack.name, whole.request.stack.name) == (plain, plain)
+    assert two.request.stack.name == "nanotron+checked-collectives"
+    assert many.request.stack.name == both
+    assert isinstance(apart, Setup)
+    assert apart.request.stack.host.checked_s == two.request.stack.host.checked_s > 0
+
+
 def test_a_network_figure_is_gigabytes_per_second_of_one_device() -> None:
     tiers = setup(inter_gb_per_s_per_device="12.5").request.cluster.tiers
 

@@ -67,3 +67,14 @@ def test_a_simulation_agrees_and_finds_no_better_interval() -> None:
     )
     assert ours == pytest.approx(best, abs=0.01)
     assert best > max(simulated(every_s * f, **figures) for f in (0.3, 3.0))
+
+
+def test_the_range_by_hand_for_opt_175b() -> None:
+    # 992 A100 at the worst: 7.35e-5 x 992 = 0.072912 failures an hour, one in 49,374.6 s; 14 bytes
+    # of 175e9 parameters at 992 x 50 MB/s take 49.3952 s, every sqrt(2 x 49.3952 x 49,374.6) =
+    # 2,208.57 s: 0.0223653; half of that and 1,800 s of 49,374.6: 0.0588213.  0.7 / 1.0811866.
+    span = goodput_of(Failures(), parameters=175e9, devices=992, nodes=124, spot=False)
+
+    assert span.low == pytest.approx(0.7 / 1.0811866, rel=1e-6)
+    # Its logbook has 33 days of computing between 2021-11-11 and 2022-01-06, an unlucky run.
+    assert 0.9 * span.low < 33 / 56 < span.low

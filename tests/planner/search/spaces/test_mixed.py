@@ -255,7 +255,7 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
 
 
 def test_two_groups_of_one_device_change_nothing() -> None:
-    pins = Pins(data=1, tensor=1, schedule="1f1b")
+    pins = Pins(data=1, tensor=1, schedule="1f1b", loss="plain")
     plain = resolve_cluster("4xa100-sxm-40gb")
     twin = plain.groups[0].accelerator.model_copy(update={"tdp_w": 1.0})
     half = plain.groups[0].model_copy(update={"devices_per_node": 2})

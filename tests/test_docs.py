@@ -1,0 +1,157 @@
+"""The site is true: links resolve, commands exist, code runs, the reference is that of types."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from meshwright import cli, reference
+from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
+from tests.meshwright.test_output import words
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+GROUP: Any = typer.main.get_command(cli.app)
+
+
+def site() -> dict[str, Any]:
+    """Return the settings of the site."""
+    found: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    return found
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """Yield the fenced blocks of a page in some languages; '' is none."""
+    for language, text in re.findall(
+        r"^```([a-z]*)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    ):
+        if language in languages:
+            yield text
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as links name them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", head.lower()).strip() for head in heads)
+    return {re.sub(r"[\s]+", "-", head) for head in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        aim = (page.parent / file).resolve() if file else page
+        assert aim.exists(), target
+        assert not anchor or anchor in anchors(aim), target
+    for included in re.findall(r'^--8<-- "(.*)"$', text, flags=re.MULTILINE):
+        assert (ROOT / included).is_file()
+
+
+def test_the_site_has_every_page_once() -> None:
+    def pages(part: Any) -> Iterator[str]:
+        if isinstance(part, str):
+            yield part
+        for one in (
+            part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+        ):
+            yield from pages(one)
+
+    listed = list(pages(site()["nav"]))
+
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_the_reference_is_that_of_types_and_commands() -> None:
+    """`python -m meshwright.reference` writes it."""
+    written = {file.name: file.read_text() for file in (DOCS / "reference").glob("*.md")}
+
+    assert written == reference.texts()
+    for name in GROUP.commands:
+        assert f"\n## {name}\n" in written["commands.md"]
+
+
+def test_every_command_that_is_shown_is_one() -> None:
+    """Commands in fenced blocks parse, whatever stands around them."""
+    seen = set()
+    for page in PAGES:
+        if page.name in ("CHANGELOG.md", "studies.md"):
+            continue
+        for block in blocks(page, "", "bash", "console", "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                call = re.match(r"\$? ?(?:srun \S+ |torchrun .* )?meshwright (.*)", line.strip())
+                if call is None:
+                    continue
+                said = re.sub(r"\s#\s.*", "", call[1])
+                name, *arguments = shlex.split(said)
+                if name == "--version" or any(word.isupper() for word in arguments[:1]):
+                    continue
+                assert name in GROUP.commands, line
+                context = GROUP.commands[name].make_context(name, arguments)
+                assert context.params
+                seen.add(name)
+    assert seen >= {"plan", "launch", "show", "export", "import", "compare", "whatif", "profile"}
+
+
+def test_numbers_of_the_theory_are_computed() -> None:
+    failed, tried = doctest.testfile(str(DOCS / "theory.md"), module_relative=False)
+
+    assert not failed and tried >= 20
+
+
+def test_python_of_the_pages_is_python() -> None:
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            if ">>>" not in block:
+                compile(block, str(page), "exec")
+
+
+def test_the_tutorial_is_fifteen_commands_that_run_in_five_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = DOCS / "tutorial.md"
+    commands = [
+        line.removeprefix("$ meshwright ")
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+    ]
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path)
+    (script,) = blocks(page, "bash")
+    assert script == (tmp_path / "run.sh").read_text()
+    started = time.monotonic()
+
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, capfd.readouterr().err
+
+    assert len(commands) == 15
+    assert time.monotonic() - started < 300
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "config.py").is_file()
+    assert "predicted" in capfd.readouterr().out
+
+
+def test_answers_that_pages_show_are_those_of_the_commands() -> None:
+    seen = 0
+    for page in DOCS.glob("*.md"):
+        for block in blocks(page, ""):
+            first, _, text = block.partition("\n")
+            for name, command in COMMANDS.items():
+                if first == f"$ meshwright {command}":
+                    golden = (GOLDEN / f"{name}.txt").read_text().partition("\n")[2]
+                    assert words(text) == words(golden)
+                    seen += 1
+    assert seen >= 2
