@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planner.search.answer import Alternative, Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended
-    from runtime.report import Comparison
+    from runtime.report import Comparison, RunReport
 
 WIDE = ("network between nodes", "months", "provenance")
 """Columns of the catalogue that --json alone has."""
@@ -209,10 +209,23 @@ def run_parts(run: Run) -> Iterator[RenderableType]:
         yield f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {_steps(report.losses)}"
     for evaluation in report.evaluations[-1:]:
         yield f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}"
+    yield from compiled_texts(report)
     yield comparison_table(run.rows)
     yield f"metrics {report.metrics}, logs {report.logs}"
     if report.checkpoint:
         yield f"checkpoint {report.checkpoint}"
+
+
+def compiled_texts(report: RunReport) -> Iterator[str]:
+    """Yield what ran compiled, if anything was to be, and what ran eager and why."""
+    if report.compile_s:
+        yield f"compiled blocks, for {seconds_text(report.compile_s)} of the first step"
+    layers: dict[str, list[str]] = {}
+    for name, why in report.not_compiled.items():
+        layers.setdefault(why, []).append(name)
+    for why, names in layers.items():
+        which = names[0] if len(names) == 1 else f"{len(names)} layers, the first {names[0]}"
+        yield f"eager {which}: {why}"
 
 
 def script_parts(done: Ran) -> Iterator[RenderableType]:

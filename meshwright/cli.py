@@ -171,6 +171,7 @@ def plan(
         typer.Option("--prove", help="simulated: close the gap in simulated time, up to 2 minutes"),
     ] = Proven.USUAL,
     output: Output = None,
+    html: Html = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -195,6 +196,7 @@ def plan(
             prefer=prefer.value,
             prove=prove.value,
             output=output,
+            html=html,
             progress=progress,
         )
     if json:
@@ -208,6 +210,8 @@ def plan(
         }
     )
     said = [*defaults_facts(mine.said), next_fact(_then(answer, output), explain=explain)]
+    if html:
+        said.insert(-1, Fact(label="written", text=html, copied=True))
     out.print(
         answer_text(
             answer.plan,

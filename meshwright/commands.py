@@ -83,6 +83,7 @@ def plan(
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
     output: str | None = None,
+    html: str | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Find the fastest plan that fits, and prove it; with `top`, the best of other meshes too.
@@ -91,6 +92,7 @@ def plan(
     `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
     faster plan on the way; usually it is told how far the search got.
 
+    `html` names a page that says why, with the alternatives and the pipeline's timeline.
     `document_len` is how long the document of a token is, on average over tokens, where samples
     hold several (packed conversations): attention is priced by it.
     `lora` are settings of adapters that alone are trained (`rank=16`).  `allow` names what the
@@ -124,6 +126,17 @@ def plan(
     answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if output is not None:
         document.write(answer.plan, output)
+    if html is not None:
+        from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
+
+        page = report_page(
+            answer.plan,
+            answer.prediction,
+            timeline=plan_timeline(answer.plan, request.model, request.cluster, measured),
+            certificate=answer.certificate,
+            choices=answer.choices,
+        )
+        document.write_text(page, html)
     return answer
 
 

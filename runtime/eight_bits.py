@@ -63,6 +63,11 @@ def require(device: torch.device, precision: Precision) -> None:
         )
 
 
+def multiplies_blocks(device: torch.device) -> bool:
+    """Tell whether a device has products of blocks; elsewhere what they hold is multiplied."""
+    return device.type == "cuda"
+
+
 def products_of(precision: Precision, scales: Scales) -> Products:
     """Return how the Linears of blocks multiply."""
     if precision == "mxfp8":
@@ -259,7 +264,7 @@ def _by_blocks(one: Tensor, other: Tensor) -> Tensor:
     if not _fits(one, other) or one.shape[1] % BLOCK:
         return one @ other.t()
     (a, a_exponents), (b, b_exponents) = blocks_rounded(one), blocks_rounded(other)
-    if one.device.type != "cuda":
+    if not multiplies_blocks(one.device):
         a_wide, b_wide = _unblocked(a, a_exponents), _unblocked(b, b_exponents)
         return (a_wide @ b_wide.t()).to(one.dtype)
     return torch._scaled_mm(

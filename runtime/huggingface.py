@@ -13,7 +13,6 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,75 +22,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from planner.errors import LaunchError
-from planner.layers.parameters import block_kinds, slides
-from planner.model import Architecture, Experts, ModelGraph
+from planner.model import ModelGraph
 from runtime import capped, document_attention, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What one model family is called in transformers, and how it differs from Llama there."""
-
-    classes: str
-    """Prefix of its classes."""
-    module: str = ""
-    """Of transformers.models, where it is not the family's name."""
-    prefix: str = "model"
-    """Attribute of the base model in the causal language model; parameter names begin with it."""
-    embedding: str = "embed_tokens"
-    layers: str = "layers"
-    norm: str = "norm"
-    norm_epsilon: str = "rms_norm_eps"
-    """The configuration's name for what norms add to the variance."""
-    scaled_embedding: bool = False
-    """Token vectors are multiplied by the root of the hidden size, rounded to their type."""
-    norms_add_one: bool = False
-    """A norm multiplies by 1 + weight."""
-    rotary_of_type: bool = False
-    """Sliding layers rotate by other angles than those that attend to all tokens."""
-    own_attention: bool = False
-    """Scores are capped or share their softmax with a sink: attention is runtime.capped's."""
-
-
-FAMILIES = {
-    "deepseek_v2": Family(classes="DeepseekV2"),
-    "deepseek_v3": Family(classes="DeepseekV3"),
-    "gemma": Family(classes="Gemma", scaled_embedding=True, norms_add_one=True),
-    "gemma2": Family(
-        classes="Gemma2", scaled_embedding=True, norms_add_one=True, own_attention=True
-    ),
-    "gemma3_text": Family(
-        classes="Gemma3",
-        module="gemma3",
-        scaled_embedding=True,
-        norms_add_one=True,
-        rotary_of_type=True,
-    ),
-    "gpt2": Family(
-        classes="GPT2",
-        prefix="transformer",
-        embedding="wte",
-        layers="h",
-        norm="ln_f",
-        norm_epsilon="layer_norm_epsilon",
-    ),
-    "gpt_oss": Family(classes="GptOss", own_attention=True),
-    "granite": Family(classes="Granite"),
-    "llama": Family(classes="Llama"),
-    "mistral": Family(classes="Mistral"),
-    "mixtral": Family(classes="Mixtral"),
-    "olmo2": Family(classes="Olmo2"),
-    "olmo3": Family(classes="Olmo3", rotary_of_type=True),
-    "phi3": Family(classes="Phi3"),
-    "qwen2": Family(classes="Qwen2"),
-    "qwen2_moe": Family(classes="Qwen2Moe"),
-    "qwen3": Family(classes="Qwen3"),
-    "qwen3_moe": Family(classes="Qwen3Moe"),
-    "smollm3": Family(classes="SmolLM3"),
-    "starcoder2": Family(classes="Starcoder2", norm_epsilon="norm_epsilon"),
-}
+from runtime.library_families import FAMILIES, configuration
 
 _STYLES: dict[str, TensorStyle | None] = {
     "colwise": "columns",
@@ -545,129 +480,3 @@ def _capped(
 def _index(layer: str) -> int:
     """Return which block a layer's name means."""
     return int(layer.rpartition(".")[2])
-
-
-def has_config(folder: Path) -> bool:
-    """Tell whether this is a config.json or a folder that has one."""
-    return (folder.suffix == ".json" and folder.is_file()) or (folder / "config.json").is_file()
-
-
-def configuration(architecture: Architecture, folder: Path | None) -> Any:
-    """Return transformers' configuration: a folder's own, or one made of our figures."""
-    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
-
-    a = architecture
-    figures = {
-        "hidden_size": a.hidden_size,
-        "num_hidden_layers": a.layers,
-        "num_attention_heads": a.heads,
-        "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_positions,
-        "tie_word_embeddings": a.tied_embeddings,
-    }
-    experts_only = a.experts if a.family in ("gpt_oss", "mixtral") else None
-    if a.family == "gpt2":
-        figures["n_inner"] = a.ffn_size
-    else:
-        figures |= {
-            "intermediate_size": experts_only.ffn_size if experts_only else a.ffn_size,
-            "num_key_value_heads": a.kv_heads,
-        }
-        if a.latent is None:
-            figures["head_dim"] = a.head_dim
-    if folder is not None:
-        # Without a word transformers asks on the terminal whether to run a folder's code.
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for name, figure in figures.items():
-            known = getattr(config, name, figure)
-            if known is not None and known != figure:
-                raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
-    else:
-        figures |= _figures_left_open(a)
-        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        config = AutoConfig.for_model(a.family, **{**ends, **figures})
-    if a.family == "gemma2" and (
-        not config.attn_logit_softcapping or config.use_bidirectional_attention
-    ):
-        raise LaunchError(
-            f"{folder}: Gemma-2 has causal attention and attn_logit_softcapping here, as published"
-        )
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    # Fused kernels do not cap scores; the library's own attention does.
-    config._attn_implementation = "eager" if FAMILIES[a.family].own_attention else "sdpa"
-    if a.experts is not None:
-        config._experts_implementation = "grouped_mm"
-    return config
-
-
-def _figures_left_open(a: Architecture) -> dict[str, Any]:
-    """Return what a family's configuration says beside the sizes that all have."""
-    result: dict[str, Any] = {}
-    if a.family in ("llama", "granite", "smollm3"):
-        result |= {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
-    if a.family in ("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "qwen3", "qwen3_moe"):
-        result["attention_bias"] = a.qkv_bias
-    if a.family == "qwen2_moe":
-        result["qkv_bias"] = a.qkv_bias
-    if a.family == "starcoder2":
-        result["use_bias"] = a.mlp_bias
-    if a.family in ("gemma2", "gemma3_text", "gpt_oss", "olmo3"):
-        # No window is one that is never left.
-        result |= {"sliding_window": a.sliding_window or a.max_positions, "layer_types": _types(a)}
-    if a.family in ("gemma2", "gemma3_text"):
-        result |= {"query_pre_attn_scalar": a.head_dim}
-    if a.family in ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "starcoder2"):
-        result["sliding_window"] = a.sliding_window or None
-    if a.family in ("qwen2", "qwen3"):
-        result |= {"use_sliding_window": a.sliding_window > 0, "layer_types": _types(a)}
-    if a.latent is not None:
-        result |= {
-            "q_lora_rank": a.latent.q_rank or None,
-            "kv_lora_rank": a.latent.kv_rank,
-            "qk_rope_head_dim": a.latent.rope_head_dim,
-            "qk_nope_head_dim": a.latent.nope_head_dim,
-            "v_head_dim": a.latent.value_head_dim,
-        }
-    return result | (_experts_left_open(a, a.experts) if a.experts is not None else {})
-
-
-_GROUPS: dict[tuple[str, int], dict[str, Any]] = {
-    ("deepseek_v2", 160): {
-        "n_group": 8,
-        "topk_group": 3,
-        "topk_method": "group_limited_greedy",
-    },
-    ("deepseek_v3", 256): {"n_group": 8, "topk_group": 4},
-}
-"""Groups of experts among which a router chooses first, of the published models that have them."""
-
-
-def _experts_left_open(a: Architecture, routed: Experts) -> dict[str, Any]:
-    """Return the same of routed."""
-    result: dict[str, Any] = {"num_experts_per_tok": routed.per_token}
-    if a.family == "mixtral":
-        return result | {"num_local_experts": routed.count}
-    result["moe_intermediate_size"] = routed.ffn_size
-    if a.latent is not None:
-        return result | {
-            "n_routed_experts": routed.count,
-            "n_shared_experts": routed.shared,
-            "first_k_dense_replace": routed.dense_layers,
-            **_GROUPS.get((a.family, routed.count), {"n_group": 1, "topk_group": 1}),
-        }
-    result |= {
-        "num_experts": routed.count,
-        "mlp_only_layers": list(range(routed.dense_layers)),
-        "norm_topk_prob": True,
-    }
-    if a.family == "qwen2_moe":
-        result["shared_expert_intermediate_size"] = routed.shared_ffn_size
-    return result
-
-
-def _types(architecture: Architecture) -> list[str]:
-    """Return each layer's kind of attention."""
-    kinds = block_kinds(architecture)
-    return ["sliding_attention" if slides(kind) else "full_attention" for kind in kinds]

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import compiled, experts
+from runtime import compiled, eight_bits, experts
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
@@ -70,7 +70,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     Where the plan counts on documents, samples hold some.
     """
     documents = plan.document_len is not None
-    with fake_job(plan, rank=rank), _traced_blocks():
+    with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
         engine = TokenEngine(plan, model, device=CPU, documents=documents)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
@@ -110,6 +110,17 @@ def _make_groups(plan: Plan, device: torch.device) -> None:
         place.data.mesh  # noqa: B018 - made on first use, and kept
         if plan.mesh.pipeline > 1:
             place.ends()
+
+
+@contextlib.contextmanager
+def _as_on_devices() -> Iterator[None]:
+    """Let products of blocks be those of a device that has them, whose results are in 16 bits."""
+    before = eight_bits.multiplies_blocks
+    eight_bits.multiplies_blocks = lambda device: True
+    try:
+        yield
+    finally:
+        eight_bits.multiplies_blocks = before
 
 
 @contextlib.contextmanager

@@ -8,10 +8,12 @@ import torch
 
 from planner.errors import LaunchError
 from planner.model import ModelGraph, is_factory
-from runtime import huggingface, reference
+from runtime import reference
 from runtime.adapter import Adapter
 from runtime.context import WHOLE, Context
 from runtime.factory import FactoryModel
+from runtime.huggingface import HuggingFace
+from runtime.library_families import has_config
 
 
 def adapter_of(
@@ -41,8 +43,8 @@ def adapter_of(
         return reference.Reference(
             model, seq_len=seq_len, dtype=dtype, device=device, context=context
         )
-    folder = next((f for f in (weights, Path(source)) if f and huggingface.has_config(f)), None)
-    return huggingface.HuggingFace(
+    folder = next((f for f in (weights, Path(source)) if f and has_config(f)), None)
+    return HuggingFace(
         model,
         folder=folder,
         seq_len=seq_len,

@@ -280,9 +280,16 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
         source=curve.source,
     )
     if used.device.eight_bit_flops is not None:
+        casts = used.stack.eight_bit
+        fused = sorted({casts.input_bytes, casts.gradient_bytes})
+        moved = " to ".join(f"{each:g}" for each in fused)
+        if casts.cast_bytes:
+            moved = f"{casts.cast_bytes:g} bytes an element, {moved} in compiled blocks"
+        else:
+            moved = f"{moved} bytes an element"
         yield Assumption(
             what="products of Linears in 8 bits reach the same share of their peak as others of "
-            "theirs, and rounding an operand moves 33 bytes an element; not timed on a device",
+            f"theirs, and rounding an operand moves {moved}; not timed on a device",
             provenance="assumed",
             source="planner/costs/compute.py",
         )

@@ -6,15 +6,17 @@ dark setting, and every figure of a picture stands in a table too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from planner.on_use import OnUse
-from planner.plan import Plan
+from planner.plan import Layout, Plan
 from planner.prediction import Certificate, Prediction
-from planner.report.text import layers_text, recompute_text
+from planner.report.text import layers_text, recompute_text, why_text
+from planner.search.answer import Alternative
 from planner.shown import label
 from planner.simulate import Timeline
 from planner.units import GIB, bytes_text, seconds_text
@@ -24,8 +26,16 @@ if TYPE_CHECKING:
 else:
     go = OnUse("plotly.graph_objects", "an HTML report")
 
-FORWARD, BACKWARD, WEIGHTS = "#4c78a8", "#f58518", "#54a24b"
-MOST_SPANS = 4000
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
+"""Of a rank's stages; readable on light and on dark."""
+SHADES = {
+    "F": ("forward", 1.0),
+    "B": ("backward", 0.55),
+    "I": ("gradients of inputs", 0.55),
+    "W": ("gradients of weights", 0.3),
+}
+"""Names of kinds of actions, and how opaque they are."""
+MOST_SPANS = 24_000
 """Actions drawn; of a longer timeline each stage shows its first ones."""
 
 
@@ -35,13 +45,20 @@ def page(
     *,
     timeline: Timeline | None = None,
     certificate: Certificate | None = None,
+    choices: Sequence[Alternative] = (),
     measured: list[tuple[str, str, str, str]] | None = None,
 ) -> str:
-    """Return the report; `measured` rows are (what, predicted, measured, error)."""
+    """Return the report; `measured` rows are (what, predicted, measured, error).
+
+    `choices` are the plan and the usual ones beside it, which say why it was chosen.
+    """
     figures = [("Memory by stage", figure_html(memory_figure(prediction), first=True))]
     figures.append(("Step time by cause", figure_html(time_figure(prediction))))
     if timeline is not None:
         figures.append(("Pipeline timeline", figure_html(timeline_figure(timeline))))
+    if timeline is not None and len(timeline.orders) == len(prediction.stages):
+        memory = figure_html(resident_figure(timeline, prediction))
+        figures.append(("Memory over a step", memory))
     template = resources.files("planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -51,12 +68,30 @@ def page(
         prediction=prediction,
         certificate=certificate,
         measured=measured,
+        choices=choices,
+        why=why_text(choices) if choices else "",
+        axes=axes_of(plan.layout),
         figures=figures,
         layers_text=layers_text,
         recompute_text=recompute_text,
         seconds=seconds_text,
         size=bytes_text,
     )
+
+
+def axes_of(layout: Layout) -> list[tuple[str, int, int]]:
+    """Return the axes of a mesh that have several ranks, innermost first: name, ranks, stride.
+
+    >>> axes_of(Layout(tensor=4, data_shard=2, pipeline=2))
+    [('tensor', 4, 1), ('data_shard', 2, 4), ('pipeline', 2, 8)]
+    """
+    rows, stride = [], 1
+    for axis in layout.order:
+        ranks = getattr(layout, axis)
+        if ranks > 1:
+            rows.append((axis, ranks, stride))
+        stride *= ranks
+    return rows
 
 
 def memory_figure(prediction: Prediction) -> go.Figure:
@@ -93,35 +128,129 @@ def time_figure(prediction: Prediction) -> go.Figure:
     return figure
 
 
+def phases(timeline: Timeline) -> tuple[float, float]:
+    """Return until when the pipeline fills, and from when it drains.
+
+    It is full once every rank has begun, and drains once the first rank has done its last action.
+    """
+    working = [rank for rank in range(len(timeline.orders)) if timeline.orders[rank]]
+    filled_s = max(timeline.starts_s[rank][0] for rank in working)
+    drained_s = min(timeline.finish_s(rank) for rank in working)
+    return min(filled_s, drained_s), max(filled_s, drained_s)
+
+
 def timeline_figure(timeline: Timeline) -> go.Figure:
-    """Gantt chart of every forward and backward on every pipeline rank."""
+    """Gantt chart of every action on every pipeline rank: a colour for each of a rank's stages.
+
+    Forwards are full, backwards lighter, gradients of weights lighter still; what fills and drains
+    the pipeline is shaded.  Dragging zooms, a double click shows all.
+    """
     figure = go.Figure()
-    most = MOST_SPANS // len(timeline.orders)
-    for kind, name, colour in (
-        ("F", "forward", FORWARD),
-        ("B", "backward", BACKWARD),
-        ("I", "gradients of inputs", BACKWARD),
-        ("W", "gradients of weights", WEIGHTS),
-    ):
-        spans = [
-            (rank, start_s, end_s, action.micro_batch)
-            for rank in range(len(timeline.orders))
-            for start_s, end_s, action in timeline.actions(rank)[:most]
-            if action.kind == kind
-        ]
-        if not spans:
-            continue
-        figure.add_bar(
-            name=name,
-            orientation="h",
-            y=[f"stage {rank}" for rank, *_ in spans],
-            base=[1e3 * start_s for _, start_s, _, _ in spans],
-            x=[1e3 * (end_s - start_s) for _, start_s, end_s, _ in spans],
-            text=[str(micro_batch) for *_, micro_batch in spans],
-            marker={"color": colour, "line": {"width": 0.5, "color": "white"}},
+    ranks = len(timeline.orders)
+    most = MOST_SPANS // ranks
+    turns = [_turns(timeline, rank) for rank in range(ranks)]
+    for turn in range(max(map(len, turns))):
+        for kind, (name, opacity) in SHADES.items():
+            spans = [
+                (rank, start_s, end_s, action)
+                for rank in range(ranks)
+                for start_s, end_s, action in timeline.actions(rank)[:most]
+                if action.kind == kind and turns[rank].get(action.stage) == turn
+            ]
+            if not spans:
+                continue
+            which = f", stage {turn + 1} of the rank" if max(map(len, turns)) > 1 else ""
+            figure.add_bar(
+                name=f"{name}{which}",
+                orientation="h",
+                y=[f"rank {rank}" for rank, *_ in spans],
+                base=[1e3 * start_s for _, start_s, _, _ in spans],
+                x=[1e3 * (end_s - start_s) for _, start_s, end_s, _ in spans],
+                text=[str(action.micro_batch) for *_, action in spans],
+                hovertext=[
+                    f"{name}, stage {action.stage}, micro-batch {action.micro_batch}: "
+                    f"{seconds_text(end_s - start_s)}"
+                    for _, start_s, end_s, action in spans
+                ],
+                hoverinfo="text",
+                textposition="inside",
+                marker={
+                    "color": COLOURS[turn % len(COLOURS)],
+                    "opacity": opacity,
+                    "line": {"width": 0.5, "color": "#888"},
+                },
+            )
+    if ranks > 1:
+        filled_s, drained_s = phases(timeline)
+        for name, start_s, end_s in (
+            ("fills", 0.0, filled_s),
+            ("steady", filled_s, drained_s),
+            ("drains", drained_s, timeline.makespan_s),
+        ):
+            figure.add_vrect(
+                x0=1e3 * start_s,
+                x1=1e3 * end_s,
+                fillcolor="#888",
+                opacity=0.0 if name == "steady" else 0.15,
+                line_width=0,
+                layer="below",
+                annotation_text=name,
+                annotation_position="top left",
+                annotation_yshift=18,
+            )
+    figure.update_layout(barmode="overlay", xaxis_title="ms", dragmode="zoom")
+    figure.update_layout(height=max(360, 120 + 26 * ranks), margin={"t": 40})
+    figure.update_yaxes(autorange="reversed", dtick=1)
+    return figure
+
+
+def _turns(timeline: Timeline, rank: int) -> dict[int, int]:
+    """Return which of a rank's stages, from the model's first on, each of its stages is."""
+    stages = sorted({action.stage for action in timeline.orders[rank]})
+    return {stage: turn for turn, stage in enumerate(stages)}
+
+
+def resident_gib(
+    timeline: Timeline, prediction: Prediction
+) -> dict[int, list[tuple[float, float]]]:
+    """Return of each rank when its memory changes, in ms, and what it then holds, in GiB.
+
+    Activations are in flight from a forward to its backward (or the gradients of its weights);
+    their predicted peak is divided evenly over the most that are in flight at once.
+    """
+    found = {}
+    for rank, order in enumerate(timeline.orders):
+        split = any(action.kind == "W" for action in order)
+        ends = "W" if split else "B"
+        held, moments = 0, [(0.0, 0)]
+        for start_s, end_s, action in timeline.actions(rank):
+            if action.kind == "F":
+                held += 1
+                moments.append((start_s, held))
+            elif action.kind == ends or (action.kind == "B" and split):
+                held -= 1
+                moments.append((end_s, held))
+        parts = prediction.stages[rank].memory_parts
+        activations = parts.get("activations", 0.0)
+        kept = prediction.stages[rank].peak_memory_bytes - activations
+        each = activations / max(1, *(count for _, count in moments))
+        found[rank] = [(1e3 * at, (kept + each * count) / GIB) for at, count in moments]
+    return found
+
+
+def resident_figure(timeline: Timeline, prediction: Prediction) -> go.Figure:
+    """Lines: GiB that each rank holds while a step runs."""
+    figure = go.Figure()
+    for rank, moments in resident_gib(timeline, prediction).items():
+        figure.add_scatter(
+            name=f"rank {rank}",
+            x=[at for at, _ in moments],
+            y=[size for _, size in moments],
+            line={"shape": "hv", "width": 1.5},
+            mode="lines",
         )
-    figure.update_layout(barmode="overlay", xaxis_title="ms")
-    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(xaxis_title="ms", yaxis_title="GiB")
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 
@@ -137,12 +266,12 @@ def _labels(shown: Any) -> Any:
 def figure_html(figure: go.Figure, *, first: bool = False) -> str:
     """Return a figure as an HTML fragment; the first carries plotly's script."""
     for trace in figure.data:
-        for place in ("name", "text", "x", "y"):
+        for place in ("name", "text", "hovertext", "x", "y"):
             if place in trace and trace[place] is not None:
                 trace[place] = _labels(trace[place])
+    if figure.layout.height is None:
+        figure.update_layout(height=360, margin={"l": 60, "r": 20, "t": 20, "b": 50})
     figure.update_layout(
-        height=360,
-        margin={"l": 60, "r": 20, "t": 20, "b": 50},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#888"},
@@ -151,6 +280,6 @@ def figure_html(figure: go.Figure, *, first: bool = False) -> str:
     html: Any = figure.to_html(
         full_html=False,
         include_plotlyjs=first,
-        config={"responsive": True, "displaylogo": False},
+        config={"responsive": True, "displaylogo": False, "displayModeBar": False},
     )
     return str(html)

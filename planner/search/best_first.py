@@ -110,7 +110,9 @@ def search(
         order, said = _near_finalists(queue, winner, closed_form)
         if request.cluster.mixed and not (request.model.edges or request.pins.require):
             proof = prove_mixed(queue.spaces, order[0], effort)
-            order, said = finalists_mixed(order, closed_form, proof)
+            order, said = finalists_mixed(
+                [*order, *proof.found], closed_form, proof.lower_bound_s, proof.looked_at
+            )
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
     certificate = account.certificate(

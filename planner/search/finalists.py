@@ -17,7 +17,6 @@ from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked
 from planner.search.simulated_proof import Proof
 from planner.search.space import complexity
-from planner.search.spaces.mixed_proof import MixedProof
 from planner.tolerances import EQUAL
 from planner.units import seconds_text
 
@@ -88,17 +87,20 @@ def _bounded(
 
 
 def finalists_mixed(
-    near: Sequence[Ranked], closed_form: Ranked, proof: MixedProof
+    every: Sequence[Ranked],
+    closed_form: Ranked,
+    lower_bound_s: float,
+    looked_at: Mapping[str, int],
 ) -> tuple[list[Ranked], Simulated]:
     """Return the fastest plan of each layout, the closed form's optimum among them.
 
     With what the simulator says of them, and what is proven of all.
     """
     kept: dict[str, Ranked] = {}
-    for _, one in fastest_first([(None, one) for one in (*near, *proof.found)], closed_form):
+    for _, one in fastest_first([(None, one) for one in every], closed_form):
         kept.setdefault(one.plan.layout.text(), one)
     order = [one for at, one in enumerate(kept.values()) if at < MOST_SOLVED or one is closed_form]
-    return order, _bounded(told(order, closed_form), proof.lower_bound_s, proof.looked_at)
+    return order, _bounded(told(order, closed_form), lower_bound_s, looked_at)
 
 
 def told(order: Sequence[Ranked], closed_form: Ranked, recompute: Sequence[str] = ()) -> Simulated:

@@ -207,27 +207,44 @@ class _Search:
             for _, bounded in (*one.opened.values(), (None, self._rescheduled(one))):
                 for layout, bound_s in bounded:
                     timetable = layout.schedule, layout.virtual_stages
-                    key = place, timetable, kind(layout), layout.micro_batch, layout.zero > 2
+                    sizes = layout.micro_batch, layout.loss
+                    key = place, timetable, kind(layout), *sizes, layout.zero > 2
                     worse = key in alike and alike[key][0] <= bound_s
                     if layout.pipeline == 1 or worse or bound_s >= self._limit_s:
                         continue
                     if one.pins.allow(layout) and one.refusal(layout) is None:
                         alike[key] = bound_s, place, layout
-        first = heapq.nsmallest(self._effort.likely, alike.values(), key=itemgetter(0))
         each = []
-        for _, place, layout in first:
+        for _, place, layout in heapq.nsmallest(
+            self._effort.likely, alike.values(), key=itemgetter(0)
+        ):
             instance, more_s = self._bounded[place].likely(layout)
             each.append((bounds.counted_s(instance) + more_s, place, layout))
-        for least_s, place, layout in heapq.nsmallest(self._effort.tried, each, key=itemgetter(0)):
-            if least_s < self._limit_s * (1 + NEAR):
-                self._try_likeliest(place, layout)
+        self._try_in_turn(each)
 
-    def _try_likeliest(self, place: int, layout: Layout) -> None:
+    def _try_in_turn(self, each: list[tuple[float, int, Layout]]) -> None:
+        """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
+        off: dict[str, float] = {}
+
+        def expected_s(one: tuple[float, int, Layout]) -> float:
+            return one[0] * off.get(one[2].schedule, 1 - NEAR / 2)
+
+        for _ in range(min(self._effort.tried, len(each))):
+            first = min(each, key=expected_s)
+            if expected_s(first) >= self._limit_s:
+                return
+            each.remove(first)
+            step_s = self._try_likeliest(*first[1:])
+            if step_s < math.inf:
+                off[first[2].schedule] = step_s / first[0]
+
+    def _try_likeliest(self, place: int, layout: Layout) -> float:
         """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
         instance, more_s = self._bounded[place].likely(layout)
         solution = self._solve(instance, self._limit_s * (1 + NEAR) - more_s)
-        if isinstance(solution, Solution):
-            self._try(self._every[place], layout, solution)
+        if not isinstance(solution, Solution):
+            return math.inf
+        return self._try(self._every[place], layout, solution)
 
     def _rescheduled(self, candidates: Candidates) -> Bounded:
         """Return the best plan's layout under its other schedules."""

@@ -205,7 +205,7 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
         sequence_parallel=stack.tensor.sequence_parallel if divided is None else divided,
     )
     facts = Facts(_graph(architecture), cluster, job, layout)
-    further = () if apart else _runs_with(stack, facts)
+    further = _runs_with(stack, facts)
     compiled = bool(flag(row, "compiled"))
     return Setup(
         request=Request(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
 from meshwright import cli, examples
+from meshwright.answer_texts import compiled_texts
 from planner.report.facts import INDENT, Fact, Facts
 from planner.report.terminal import Terminal
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
@@ -204,3 +206,18 @@ def test_a_shell_can_complete(
     assert cli.main([]) == 0
 
     assert capsys.readouterr().out.split() == ["plan"]
+
+
+def test_a_run_says_what_ran_compiled_and_why_the_rest_did_not() -> None:
+    why = "there is no C++ compiler; install g++ or set CXX"
+    report = SimpleNamespace(compile_s=26.1, not_compiled={})
+
+    assert list(compiled_texts(report)) == ["compiled blocks, for 26.1 s of the first step"]  # type: ignore[arg-type]
+    report = SimpleNamespace(
+        compile_s=0.0, not_compiled={"block.0": why, "block.1": why, "block.2": "graph break"}
+    )
+    assert list(compiled_texts(report)) == [  # type: ignore[arg-type]
+        f"eager 2 layers, the first block.0: {why}",
+        "eager block.2: graph break",
+    ]
+    assert not list(compiled_texts(SimpleNamespace(compile_s=0.0, not_compiled={})))  # type: ignore[arg-type]

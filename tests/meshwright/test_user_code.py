@@ -359,7 +359,7 @@ def test_no_other_document_runs_the_file_it_names(
 def test_a_configuration_of_a_known_family_runs_nothing_either(
     ran: Callable[[], bool], tmp_path: Path
 ) -> None:
-    from runtime.huggingface import configuration  # torch
+    from runtime.library_families import configuration  # torch
 
     figures = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "evil.py").write_text(MARK)

@@ -15,7 +15,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import published as published_weights
 from runtime.engine import TokenEngine
-from runtime.huggingface import FAMILIES, configuration, has_config
+from runtime.library_families import FAMILIES, configuration, has_config
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
