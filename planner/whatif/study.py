@@ -263,8 +263,8 @@ class Failures(Part):
 class Owning(Part):
     """What bought devices cost beside their price.  Shares are of the price of the hardware."""
 
-    retained_a_year: FractionQuantity = _assumed(
-        FractionQuantity, 0.67, 0.46, 0.79, "a tenth, a third, half of the price after three years"
+    retained_a_year: FractionQuantity = _known(
+        FractionQuantity, 0.67, 0.46, 0.79, "RESALE; range assumed: a tenth to half after three"
     )
     """Share of its value that hardware keeps from one year to the next."""
     residual_by_age: tuple[Proportion, ...] = ()
