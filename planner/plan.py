@@ -123,12 +123,14 @@ class ChunkedLoss(Part):
 
 
 def loss_text(loss: ChunkedLoss | None) -> str:
-    """Return how a loss is computed as people write it.
+    """Return how a loss is computed as people write it, without the usual number of rows.
 
-    >>> loss_text(ChunkedLoss(rows=512)), loss_text(None)
-    ('precomputed/512', 'plain')
+    >>> loss_text(ChunkedLoss(rows=512)), loss_text(ChunkedLoss()), loss_text(None)
+    ('precomputed/512', 'precomputed', 'plain')
     """
-    return "plain" if loss is None else f"{loss.gradients}/{loss.rows}"
+    if loss is None:
+        return "plain"
+    return loss.gradients if loss.rows == CHUNK_ROWS else f"{loss.gradients}/{loss.rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,8 @@ def axes_of(layout: Layout) -> list[tuple[str, int, int]]:
     >>> axes_of(Layout(tensor=4, data_shard=2, pipeline=2))
     [('tensor', 4, 1), ('data_shard', 2, 4), ('pipeline', 2, 8)]
     """
-    rows, stride = [], 1
+    rows: list[tuple[str, int, int]] = []
+    stride = 1
     for axis in layout.order:
         ranks = getattr(layout, axis)
         if ranks > 1:

@@ -25,7 +25,7 @@ from planner.plan import ChunkedLoss, Plan
 from planner.profile import CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
-from runtime import compiled, experts
+from runtime import compiled, experts, parallelize
 from runtime.engine import TokenEngine
 from runtime.rehearsal import fake_job
 from tests.cuda.fake_cuda import fake_cuda
@@ -41,7 +41,7 @@ FIGURES = {
     "ffn_size": 96,
     "layers": 2,
 }
-CHOICES = ("loss", "compile", "prefetch", "reshard")
+CHOICES = ("loss", "compile", "prefetch", "reshard", "tensor_overlap")
 Path = Callable[[], None]
 
 
@@ -118,6 +118,7 @@ def untraced() -> Iterator[None]:
     """
     with (
         mock.patch.object(torch, "compile", lambda forward, **_: forward),
+        mock.patch.object(parallelize, "share_memory", lambda group, device: None),
         mock.patch.multiple(
             compiled,
             BACKEND="none",
@@ -230,6 +231,7 @@ PATHS: dict[str, Path] = {
         compile="block", data_shard=4, zero=3, precision="bf16", recompute="selective", prefetch=1
     ),
     "compiled, tensor": stepped(compile="block", tensor=2, loss=ChunkedLoss(rows=100)),
+    "compiled, tensor in pieces": stepped(compile="block", tensor=2, tensor_overlap="async"),
     "compiled, experts": stepped(
         compile="block", family="qwen2_moe", data_shard=2, expert=2, zero=3, precision="bf16"
     ),
