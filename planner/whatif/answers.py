@@ -225,9 +225,7 @@ def _solved(result: Result) -> Iterator[str]:
             "power": "The most that the power cap feeds",
             "afford": "The most that the budget pays for",
         }[offer.solve]
-        surely = ""
-        if offer.solve != "power":
-            surely = f", with probability {result.study.goal.confidence:g} or more"
+        surely = f", with probability {result.study.goal.confidence:g} or more"
         yield f"{what}{surely}: {listed(sizes)}."
 
 

@@ -12,6 +12,7 @@ from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
 from planner.tolerances import ROUNDING
 from planner.units import MOST_DEVICES
+from planner.whatif.chances import within
 from planner.whatif.changes import changed
 from planner.whatif.economics import (
     HOURS_PER_YEAR,
@@ -196,14 +197,24 @@ def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
     if cap is None:
         raise DocumentError("largest", "needs goal.power_cap_w")
     draws = [(watts_of(c.cluster, c.assumed, c.power_limit), c) for c in listed]
-    within = [c for watts, c in draws if watts is not None and watts.value <= cap]
-    if not within:
-        raise DocumentError("n", f"no number of nodes keeps {cap / 1e3:g} kW; list smaller ones")
-    return within
+    kept = [c for watts, c in draws if watts is not None and _fed(study, watts)]
+    if not kept:
+        raise DocumentError(
+            "n",
+            f"no number of nodes keeps {cap / 1e3:g} kW with probability "
+            f"{study.goal.confidence:g}; list smaller ones",
+        )
+    return kept
+
+
+def _fed(study: Study, watts: Span) -> bool:
+    """Whether a draw keeps the goal's power cap as surely as the goal wants."""
+    cap = study.goal.power_cap_w
+    return cap is None or within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
 
 
 def powered(study: Study, offer: Offer) -> int:
-    """Return the most that the goal's power cap feeds of an offer's `n`."""
+    """Return the most that the goal's power cap surely feeds of an offer's `n`."""
     cap = study.goal.power_cap_w
     if cap is None:
         raise DocumentError("solve", "power needs goal.power_cap_w")
@@ -212,8 +223,14 @@ def powered(study: Study, offer: Offer) -> int:
     if watts is None:
         raise DocumentError("solve", f"the power of {one.name} is not known")
     most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + ROUNDING)))
+    while most > 0 and not _fed(study, watts.times(most)):
+        most -= 1
     if most < 1:
-        raise DocumentError("solve", f"{cap / 1e3:g} kW feed none; one takes {watts.value:,.0f} W")
+        raise DocumentError(
+            "solve",
+            f"{cap / 1e3:g} kW feed none with probability {study.goal.confidence:g}; one takes "
+            f"{watts.value:,.0f} ({watts.low:,.0f} to {watts.high:,.0f}) W",
+        )
     return most
 
 

@@ -263,8 +263,8 @@ class Failures(Part):
 class Owning(Part):
     """What bought devices cost beside their price.  Shares are of the price of the hardware."""
 
-    retained_a_year: FractionQuantity = _assumed(
-        FractionQuantity, 0.67, 0.46, 0.79, "a tenth, a third, half of the price after three years"
+    retained_a_year: FractionQuantity = _known(
+        FractionQuantity, 0.67, 0.46, 0.79, "RESALE; range assumed: a tenth to half after three"
     )
     """Share of its value that hardware keeps from one year to the next."""
     residual_by_age: tuple[Proportion, ...] = ()
@@ -386,7 +386,7 @@ class Offer(Part):
     """As on the command line; `{n}` stands for each of `n`."""
     n: tuple[Devices, ...] = ()
     largest: bool = False
-    """Of `n`, only the largest that keeps the goal's power cap."""
+    """Of `n`, only the largest that keeps the goal's power cap as surely as the goal wants."""
     solve: Sizing | None = None
     """`n` is found: the fewest that keep the deadline, the most that the power cap feeds, or the
     most that the budget pays for."""

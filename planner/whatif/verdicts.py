@@ -33,8 +33,12 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best is None:
         return _none(result, model, ranks)
     said = f"{best.candidate} for {model}: {_costs(best)}, under {best.stack}"
+    if result.study.work.precision == "auto" and best.plan is not None:
+        said += f" in {best.plan.precision}"
     if best.native_step_s is not None and best.stack != "native":
         said += f" (our own runtime: step {seconds_text(best.native_step_s)})"
+    if best.capital_usd is not None:
+        said += f". Signing binds to {best.capital_usd:,.0f} USD"
     said += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return said
 

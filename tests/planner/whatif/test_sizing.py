@@ -64,6 +64,19 @@ def test_the_most_that_a_budget_pays_for_are_those_of_a_list(budget: float) -> N
     assert found == max(fit)
 
 
+def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
+    # A node of H100 draws less than 10,812.75 W four times in five, and than 9,578.4 W half of
+    # them (tests/planner/whatif/test_study.py): 100 kW feed 9, and 10 with a probability of 0.5.
+    def fed(**goal: float) -> int:
+        question = asked("power", {"tokens": 1e9, **goal}, cluster="{n}x8xh100-sxm-80gb")
+        return size_of(question, 0, "gpt2")
+
+    assert fed(power_cap_w=100e3) == 9
+    assert fed(power_cap_w=100e3, confidence=0.5) == 10
+    with pytest.raises(DocumentError, match=r"feed none with probability 0\.8"):
+        fed(power_cap_w=10e3)
+
+
 def test_what_is_bought_for_a_budget_is_arithmetic() -> None:
     # 9,000 a device and 600 of storage, no network, 3 % of spares: 9,888 each, 79,104 a node.
     buy = {"usd_per_device": 9_000.0, "network_usd_per_device": 0.0, **QUOTE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,21 @@ def test_keep_split_mix_or_replace_by_hand() -> None:
     assert verdicts(result(mixed_study(deadline_days=22.0), outcomes))[-1].startswith(
         "Verdict: split"
     )
+
+
+def test_the_headline_has_what_is_signed_and_what_precision_was_chosen() -> None:
+    asked = study(
+        models=["m"],
+        work={"precision": "auto"},
+        offers=[{"name": "bought", "cluster": "4xl4", "buy": {**PRICE_TO_BUY}}],
+    )
+    [bought] = candidates_of(asked)
+    plan = SimpleNamespace(precision="fp8")
+    found = outcome(bought, "m", 1440.0, 600.0, capital_usd=10_000.0, plan=plan)
+
+    [said] = verdicts(result(asked, [found]))
+
+    assert "under megatron in fp8. Signing binds to 10,000 USD." in said
 
 
 def test_a_wider_domain_is_told_from_other_devices() -> None:
