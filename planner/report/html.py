@@ -35,6 +35,7 @@ SHADES = {
     "W": ("gradients of weights", 0.3),
 }
 """Names of kinds of actions, and how opaque they are."""
+GRID = "rgba(128, 128, 128, 0.25)"
 MOST_SPANS = 24_000
 """Actions drawn; of a longer timeline each stage shows its first ones."""
 
@@ -85,7 +86,8 @@ def axes_of(layout: Layout) -> list[tuple[str, int, int]]:
     >>> axes_of(Layout(tensor=4, data_shard=2, pipeline=2))
     [('tensor', 4, 1), ('data_shard', 2, 4), ('pipeline', 2, 8)]
     """
-    rows, stride = [], 1
+    rows: list[tuple[str, int, int]] = []
+    stride = 1
     for axis in layout.order:
         ranks = getattr(layout, axis)
         if ranks > 1:
@@ -277,6 +279,8 @@ def figure_html(figure: go.Figure, *, first: bool = False) -> str:
         font={"color": "#888"},
         legend={"orientation": "h", "y": -0.25},
     )
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
     html: Any = figure.to_html(
         full_html=False,
         include_plotlyjs=first,
