@@ -44,8 +44,8 @@ ONE_SOURCE = (
 """Stacks whose figures come from one source: without it, each is one that nothing is known of."""
 
 WHY = {
-    "nanotron_usp": "Peaks are taken for reserved ones, since runs of one layout differ by up to half: "
-    "10 bytes a logit, and without a pipeline the inputs of reduce-scatters, which wait for their "
+    "nanotron_usp": "Peaks are taken for reserved ones, since runs of one layout differ by up to "
+    "half: 10 bytes a logit, and without a pipeline the inputs of reduce-scatters, which wait for their "
     "stream while the host runs a pass ahead (7.9 to 5.8 % by the median of distinct rows). "
     "Blocks take 4.4 ms of host time with tensor parallelism. Its benchmark ran on a branch "
     "that was never released (huggingface/nanotron, nouamane/bench2), and each figure is that "
