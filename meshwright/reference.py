@@ -73,10 +73,10 @@ def _python() -> Iterator[str]:
         found = getattr(meshwright, name)
         yield from ("", f"## {name}", "")
         if inspect.isfunction(found):
-            yield from ("```python", f"def {name}{inspect.signature(found)}: ...", "```", "")
+            yield from ("```", f"def {name}{inspect.signature(found)}: ...", "```", "")
         for paragraph in (inspect.getdoc(found) or "").split("\n\n"):
             example = paragraph.startswith(">>>")
-            yield from ("```python", paragraph, "```", "") if example else (paragraph, "")
+            yield from ("```", paragraph, "```", "") if example else (paragraph, "")
 
 
 def _cell(text: str) -> str:

@@ -131,12 +131,19 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     """Return why a layer cannot be treated so, or None if it can.
 
     What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
-    is one more inexactness; over several, tokens would arrive that nobody counted.
+    is one more inexactness; over several, tokens would arrive that nobody counted.  Rows of gathered
+    tokens that nobody fills hold what the memory held (NaN at times), and 8 bits share a scale
+    between neighbours.
     """
     if layout.expert > 1 and recompute != "none" and activations == "compress":
         return (
             f"recompute {recompute} of compressed activations may send tokens to other experts "
             f"than forward did, which expert={layout.expert} cannot follow; keep or offload them"
+        )
+    if layout.dispatch == "allgather" and activations == "compress":
+        return (
+            "activations compress share scales with rows that dispatch allgather leaves unfilled; "
+            "keep or offload them, or use dispatch alltoall"
         )
     return None
 

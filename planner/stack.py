@@ -69,9 +69,10 @@ class Sharding(Part):
     """ZeRO level of a run that does not say."""
     unit: Unit = "buffer"
     """What is divided between ranks, gathered and reduced together."""
-    ends: Literal["units", "root"] = "units"
-    """Embedding and head are units of their own, or parts of the root unit, which is gathered from
-    the first forward until the last backward."""
+    ends: Literal["units", "kept", "root"] = "units"
+    """Embedding and head are units of their own, and the head's copy may be kept until its backward
+    (torchtitan, apply_fsdp: the last layers are not resharded); or they are parts of the root unit,
+    which is gathered from the first forward until the last backward."""
     reduces_whole: Flag = False
     """ZeRO-1 sums all gradients on all ranks before each keeps its shard (no reduce-scatter)."""
     collectives_per_layer: Rate = 1.0

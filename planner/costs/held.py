@@ -177,6 +177,7 @@ class HeldStates:
             return End(
                 before=self._unit(kinds[-2], layout),
                 logits=layout.loss is None,
+                kept=self._stack.sharding.ends == "kept",
                 made=loss_gradients(layout) == "precomputed",
             )
         # A table that both ends use is of the root unit (memory.in_root).

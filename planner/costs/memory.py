@@ -276,6 +276,8 @@ class End:
     """Parameters of the layer before it, which its backward asks for ahead."""
     logits: bool
     """All of them are made, and when the loss runs the layer's parameters have been let go of."""
+    kept: bool = False
+    """Its gathered copy stays until its backward, and so does the buffer that it came in."""
     made: bool = False
     """The gradient of its weight waits since forward, and is among what the layer stores."""
 
@@ -426,7 +428,8 @@ def states(
     beside = behind + ahead.backward
     if isinstance(end, End) and end.logits:
         after = max(after, fresh + (2 * gathered if sharing.pipelined else ahead.backward))
-        beside, ahead = 0.0, ahead._replace(forward=0.0)
+        beside = 2 * gathered if end.kept and not sharing.pipelined else 0.0
+        ahead = ahead._replace(forward=0.0)
     else:
         after = max(after, fresh + beside)
         beside += fresh if isinstance(end, End) else 0.0  # chunks add to it from the first on

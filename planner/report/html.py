@@ -35,6 +35,7 @@ SHADES = {
     "W": ("gradients of weights", 0.3),
 }
 """Names of kinds of actions, and how opaque they are."""
+GRID = "rgba(128, 128, 128, 0.25)"
 MOST_SPANS = 24_000
 """Actions drawn; of a longer timeline each stage shows its first ones."""
 
@@ -278,6 +279,8 @@ def figure_html(figure: go.Figure, *, first: bool = False) -> str:
         font={"color": "#888"},
         legend={"orientation": "h", "y": -0.25},
     )
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
     html: Any = figure.to_html(
         full_html=False,
         include_plotlyjs=first,

@@ -39,7 +39,7 @@ COMMANDS: dict[str, str] = {
     "import": f"import run.sh --from megatron --model llama-3.1-8b {EIGHT} -o mine.yaml",
     "compare": f"compare plan.yaml mine.yaml {EIGHT}",
     "compare-best": "compare mine.yaml --best -o best.yaml",
-    "solve": "solve problem.yaml",
+    "solve": "solve small.yaml",
     "whatif": (
         "whatif --model llama-3.1-8b --clusters 8xh100-sxm-80gb,8xh200-sxm --tokens 1e11 "
         "--deadline-days 20"
@@ -52,7 +52,7 @@ COMMANDS: dict[str, str] = {
 def prepare(folder: Path) -> None:
     """Write the files that a user has."""
     (folder / "run.sh").write_text(SCRIPT)
-    (folder / "problem.yaml").write_text(PROBLEM)
+    (folder / "small.yaml").write_text(PROBLEM)
 
 
 def main() -> None:

@@ -189,6 +189,19 @@ def test_recomputing_from_8_bits_is_refused_where_experts_are_on_several_ranks()
     assert "may send tokens to other experts" in str(supported(asked("full", "compress"), graph))
 
 
+def test_8_bits_are_refused_where_gathered_tokens_leave_rows_unfilled() -> None:
+    graph = cases.transformer("mixtral")
+    plan = cases.plan(graph, expert=2, tensor=2, dispatch="allgather")
+    layers = tuple(
+        item.model_copy(update={"activations": "compress"}) for item in plan.stages[0].layers
+    )
+    packed = plan.model_copy(update={"stages": (Stage(layers=layers),)})
+
+    assert supported(plan, graph) is None
+    assert "rows that dispatch allgather leaves unfilled" in str(supported(packed, graph))
+    assert supported(packed.model_copy(update={"dispatch": "alltoall"}), graph) is None
+
+
 def test_a_model_that_nothing_builds_is_refused() -> None:
     graph = cases.transformer().model_copy(update={"architecture": None})
 

@@ -8,6 +8,7 @@ known has its degrees simulated under other schedules, with other micro-batches 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +113,10 @@ def prove_mixed(spaces: Sequence[Any], known: Ranked, effort: Effort) -> MixedPr
 def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
     """Return the fastest of a plan and of what is like it: other schedules and micro-batches.
 
-    Layouts are told by the least seconds of cuts, which are cheap; the least of them are solved.
-    Of the fastest the program chooses stages and recomputation.
+    Layouts are told by the least seconds of cuts, which are cheap; the least of them are solved,
+    first those with the fewest stages a rank, then the fastest's schedule with others: what many
+    stages of unequal ranks wait for each other is not seen in what ranks take by themselves.  Of
+    the fastest the program chooses stages and recomputation.
     """
     best, layout = known, known.plan.layout
     groups = {stage.group for stage in known.plan.stages}
@@ -129,16 +132,29 @@ def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
     if space is None or layout.pipeline == 1:
         return best
     limit_s = best.prediction.step_time_s * (1 + NEAR)
-    closed = [(space.own.bound_s(one), one) for one in _alike(space, layout)]
-    estimated = []
-    for bound_s, one in heapq.nsmallest(effort.likely // 2, closed, key=itemgetter(0)):
-        least_s = space.estimate_s(one, limit_s)
-        if max(least_s, bound_s) < limit_s:
-            estimated.append((least_s, one))
-    for _, one in heapq.nsmallest(effort.tried // 2, estimated, key=itemgetter(0)):
-        plan = space.quick(one, best.prediction.step_time_s)
-        if plan is not None and plan.prediction.step_time_s < best.prediction.step_time_s:
-            best = plan
+    every_alike = list(_alike(space, layout))
+    fewest: dict[tuple[str, int], Layout] = {}
+    for one in every_alike:
+        few = fewest.setdefault((one.schedule, one.micro_batch), one)
+        if one.virtual_stages < few.virtual_stages:
+            fewest[one.schedule, one.micro_batch] = one
+    for count in (effort.tried, effort.tried // 4):
+        estimated = [
+            (least_s, one)
+            for one in itertools.islice(fewest.values(), effort.likely)
+            if (least_s := space.estimate_s(one, limit_s)) < limit_s
+        ]
+        for _, one in heapq.nsmallest(count, estimated, key=itemgetter(0)):
+            plan = space.quick(one, best.prediction.step_time_s)
+            if plan is not None and plan.prediction.step_time_s < best.prediction.step_time_s:
+                best = plan
+        chosen = best.plan.layout
+        fewest = {
+            (one.schedule, one.virtual_stages): one
+            for one in every_alike
+            if (one.schedule, one.micro_batch) == (chosen.schedule, chosen.micro_batch)
+            and one.virtual_stages != chosen.virtual_stages
+        }
     space.solve(best.plan.layout, best.prediction.step_time_s)
     return min([best, *space.found], key=lambda one: one.prediction.step_time_s)
 

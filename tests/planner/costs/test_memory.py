@@ -111,6 +111,7 @@ CHUNKS = End(before=5e8, logits=False)
         (3, True, None, 4e9 + 2 * 2e9, 2e9 + 4e9 + 2 * 2e9),
         # The head's own copy, and what is asked for of the block before; no reduction is under way.
         (3, True, LOGITS, 0, 2e9 + 4e9),
+        (3, True, replace(LOGITS, kept=True), 2 * 2e9, 2e9 + 4e9),
         (3, True, CHUNKS, 2e9 + 2e9 + 1e9, 2e9 + 4e9),
         (3, True, replace(CHUNKS, made=True), 2e9 + 1e9, 4e9),
         # The first layer's own copy, and the reduction of the block behind it.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright import commands
 from planner.document import write
-from planner.errors import DocumentError
+from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration
 from planner.formats.imported import READERS, Imported, imported
@@ -179,7 +179,11 @@ def test_compare_answers_for_every_published_configuration(
 def compare(of: str, row: public.Row, folder: Path) -> None:
     """Hold a published configuration against the best of its job."""
     found, _ = imported_row(of, row, folder)
-    told = commands.compare_best(found.plan)
+    try:
+        told = commands.compare_best(found.plan)
+    except NoPlanFits as error:  # an answer too: the closest, or why the framework has none
+        assert "The closest" in str(error) or "can run none of" in str(error), row.source
+        return
 
     assert told.best.prediction.fits
     saved = sum(change.saved_s for change in told.changes)
