@@ -147,7 +147,7 @@ def test_an_answer_read_as_a_draft_is_written_as_it_was() -> None:
     attack = attack_on("unequal")
     plan = attack.answer.plan
 
-    judged = attack.judged(attack.drafts.of(plan.model_dump(mode="json")))
+    judged = attack.judged(attack.drafts.of(plan))
 
     assert judged is not None
     assert judged.plan.stages == plan.stages
