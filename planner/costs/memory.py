@@ -578,6 +578,7 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
         gradients_bytes=held.gradients_bytes + copy,
         forward_transient_bytes=held.forward_transient_bytes - 2 * copy,
         backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
+        after_backward_bytes=max(0.0, held.after_backward_bytes - 2 * copy),
     )
 
 
