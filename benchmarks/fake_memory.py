@@ -431,10 +431,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", default="benchmarks/results")
     parser.add_argument("--match", default="", help="only layouts whose text has this")
     parser.add_argument("--more", action="store_true", help="rehearse only what is not there yet")
+    parser.add_argument("--anew", action="store_true", help="rehearse all that match, keep others")
     parser.add_argument("--again", action="store_true", help="only predict what is there again")
     options = parser.parse_args()
     table = Path(options.output) / "fake_memory.json"
-    old = options.more or options.again
+    old = options.more or options.again or options.anew
     rows = json.loads(table.read_text("utf-8"))["rows"] if old else []
     found = {name_of(row): row for row in rows}
     date = datetime.date.today().isoformat()
@@ -444,12 +445,11 @@ def main() -> None:
         plan = case.plan(model)
         for place in sorted({0, plan.mesh.pipeline - 1}):
             row = named(case, plan, place)
-            if name_of(row) in found:
+            matches = case.model in options.models and options.match in row["layout"]
+            if name_of(row) in found and not (options.anew and matches):
                 rows.append(predicted(found[name_of(row)], plan, model))
                 continue
-            if options.again or case.model not in options.models:
-                continue
-            if options.match in row["layout"]:
+            if matches and not options.again:
                 rows.append(predicted(rehearsed(row, plan, model), plan, model))
                 seconds = rows[-1]["seconds"]
                 print(line(rows[-1]), f"{seconds:.0f} s", file=sys.stderr, flush=True)

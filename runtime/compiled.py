@@ -31,7 +31,7 @@ from runtime.torch_internals import (
 )
 from runtime.weight_gradients import act_for, deferring
 
-BACKEND = "inductor"
+BACKEND: str | Callable[..., Any] = "inductor"
 """torch's compiler behind the graphs; tests trace, differentiate and partition only."""
 MOST_GRAPHS = 64
 """Of one forward's code: kinds of layers x recompute choices x training and evaluation."""

@@ -14,6 +14,7 @@ count unless they are named in `existing`.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
@@ -24,6 +25,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from runtime.host import makes_room, on_host
+
+_left_out: list[None] = []
+"""Not empty while what operators return is left out."""
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Leave out what operators return meanwhile: what a device would not store."""
+    _left_out.append(None)
+    try:
+        yield
+    finally:
+        _left_out.pop()
 
 
 class LiveMemory:
@@ -229,7 +243,7 @@ class _Watch(TorchDispatchMode):
         if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if makes_room():
+        if makes_room() or _left_out:
             return result
         given: set[int] | None = None
         for tensor in _tensors_in(result):

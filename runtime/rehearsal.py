@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import compiled, eight_bits, experts
+from runtime import compiled, eight_bits, experts, traced_blocks
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.mesh import place_of
@@ -125,12 +125,9 @@ def _as_on_devices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _traced_blocks() -> Iterator[None]:
-    """Let compiled blocks keep for backward what the compiler would, and run operator by operator.
-
-    What a generated kernel computes without storing is stored here, for as long as it is needed.
-    """
+    """Let compiled blocks keep for backward what the compiler would, and store what kernels do."""
     before = compiled.BACKEND
-    compiled.BACKEND = "aot_eager_decomp_partition"
+    compiled.BACKEND = traced_blocks.backend
     try:
         yield
     finally:

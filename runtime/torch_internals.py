@@ -8,6 +8,7 @@ differ, one function here does the work with either.  Where a class of torch is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -49,6 +50,7 @@ __all__ = [
     "compiled_code",
     "compiled_graphs",
     "compiler_lack",
+    "divided_graphs",
     "expect_graphs",
     "extend_gather",
     "fake_store",
@@ -110,6 +112,30 @@ def compiler_lack(device: torch.device) -> str | None:
     except exc.InvalidCxxCompiler:
         return "there is no C++ compiler; install g++ or set CXX"
     return None
+
+
+def divided_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backend of torch.compile that hands on graphs of forward and of backward.
+
+    They are decomposed and divided as inductor does it, which decides what is kept for backward.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
+    from torch._functorch import config  # noqa: PLC0415
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: PLC0415
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+
+    divided = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        decompositions=select_decomp_table,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
+        with config.patch(unlift_effect_tokens=True):
+            return cast(Callable[..., Any], divided(graph, inputs))
+
+    return backend
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> None:

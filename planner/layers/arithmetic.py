@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from planner.cluster import EIGHT_BITS
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
@@ -48,6 +49,8 @@ def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
     found = _block(architecture, layer.kind, setting)
     if kernels is MODULES:
         return found
+    if kernels.compiled and setting.precision in EIGHT_BITS and not kernels.narrow:
+        found = replace(found, operators=_kept_narrow(found, setting.element_bytes))
     return replace(
         found,
         selective=kernels.selective,
@@ -170,6 +173,39 @@ def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
     yield a.hidden_size, latent.kv_rank + latent.rope_head_dim
     yield latent.kv_rank, a.heads * (latent.nope_head_dim + latent.value_head_dim)
     yield a.hidden_size, a.heads * latent.value_head_dim
+
+
+def _kept_narrow(block: Table, element_bytes: int) -> tuple[Operator, ...]:
+    """Return a compiled block's operators where its Linears multiply 8-bit copies of their inputs.
+
+    A weight's gradient reads such a copy alone.  What a norm or an activation made is made again
+    with its copy, of what they keep; of what attention, a product or a collective gave, the copy is
+    kept.  Products whose sides no 8-bit kernel takes keep their input as it is.
+    """
+    made_by = {name: one for one in block.operators for name in one.outputs}
+    others = {n for one in block.operators if not _is_linear(one) for n in one.saved}
+    operators: list[Operator] = []
+    for one in block.operators:
+        copies: dict[str, float] = {}
+        saved = []
+        for name in one.saved:
+            if not _is_linear(one) or name not in made_by:
+                saved.append(name)
+                continue
+            size = block.sizes[name]
+            copy = 0.0 if made_by[name].kind == "memory" else size / element_bytes
+            copies[f"{name}_copy"] = either(one.aligned, copy, 0.0 if name in others else size)
+        operators.append(replace(one, saved=(*saved, *copies)))
+        if copies:
+            made = Operator(name=f"{one.name}_copy", kind="memory", inputs=(), outputs=copies)
+            operators.insert(-1, replace(made, kernels=0))
+    return tuple(operators)
+
+
+def _is_linear(operator: Operator) -> bool:
+    """Whether a product is one of those that may be in 8 bits."""
+    kind, name = operator.kind, operator.name
+    return kind == "matmul" and not operator.in_core and not name.startswith(("expert", "router"))
 
 
 NORMS_BEHIND = ("olmo2", "olmo3")

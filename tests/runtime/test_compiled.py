@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from planner.cluster import EIGHT_BITS, Precision
 from planner.expressions import resolve_cluster
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import Setting
@@ -26,6 +27,7 @@ from runtime.compiled import Compiler
 from runtime.context import WHOLE
 from runtime.engine import StepResult, TokenEngine
 from runtime.initialize import materialize
+from runtime.parallelize import _choose_products
 from runtime.rehearsal import rehearse
 from runtime.source import adapter_of
 from runtime.torch_internals import compiled_graphs
@@ -125,12 +127,13 @@ def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part:
 # --- what is kept and held ----------------------------------------------------------------------
 
 
-def kept_and_planned(family: str, dtype: torch.dtype, choice: Recompute) -> tuple[int, float]:
+def kept_and_planned(family: str, precision: Precision, choice: Recompute) -> tuple[int, float]:
     """Return what a compiled block keeps of a micro-batch, and what the planner says of it."""
     figures = {"hidden_size": 128, "heads": 4, "kv_heads": 4 if family == "gpt2" else 2,
                "head_dim": 32, "ffn_size": 352, "layers": 1}  # fmt: skip
     graph = cases.transformer(family, **figures)
     samples, positions, name = 2, 64, "block.0"
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     adapter = adapter_of(
         graph,
         source=graph.name,
@@ -144,6 +147,8 @@ def kept_and_planned(family: str, dtype: torch.dtype, choice: Recompute) -> tupl
     layer = adapter.layer(name)
     materialize(name, layer, adapter, seed=0, device=CPU, weights=None, done={}, keeps={})
     layer = layer.to(dtype)
+    if precision in EIGHT_BITS:
+        _choose_products({name: layer}, cases.plan(graph, precision=precision), None)
     constants = {_storage(tensor) for tensor in (*_constants(layer), *layer.parameters())}
     layer = recompute.wrapped(layer, choice)
     Compiler(CPU).compile(name, layer)
@@ -161,7 +166,7 @@ def kept_and_planned(family: str, dtype: torch.dtype, choice: Recompute) -> tupl
     setting = Setting(
         micro_batch=samples,
         seq_len=positions,
-        precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        precision=precision,
         compiled=True,
     )
     planned = table(graph, dict(graph.chain)[name], setting).stored_bytes(choice)
@@ -174,21 +179,22 @@ RANDOM_STATE_BYTES = 5056
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("family", "dtype", "choice"),
+    ("family", "precision", "choice"),
     [
-        ("llama", torch.bfloat16, "none"),
-        ("gpt2", torch.float32, "none"),
-        ("gemma2", torch.bfloat16, "none"),
-        ("olmo2", torch.float32, "selective"),
-        ("reference", torch.bfloat16, "full"),
+        ("llama", "bf16", "none"),
+        ("llama", "fp8", "none"),
+        ("gpt2", "fp32", "none"),
+        ("gemma2", "bf16", "none"),
+        ("olmo2", "fp32", "selective"),
+        ("reference", "bf16", "full"),
     ],
 )
 def test_a_compiled_block_keeps_what_the_planner_says(
-    family: str, dtype: torch.dtype, choice: Recompute, monkeypatch: pytest.MonkeyPatch
+    family: str, precision: Precision, choice: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "BACKEND", PARTITIONED)
 
-    kept, planned = kept_and_planned(family, dtype, choice)
+    kept, planned = kept_and_planned(family, precision, choice)
 
     assert kept - RANDOM_STATE_BYTES * (choice == "full") == pytest.approx(planned, rel=0.02)
 
