@@ -130,10 +130,10 @@ def caveat(model: ModelGraph, cluster: ClusterSpec) -> Assumption | None:
 def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activations) -> str | None:
     """Return why a layer cannot be treated so, or None if it can.
 
-    What is recomputed from 8 bits may choose other experts than the forward did. On one rank that
-    is one more inexactness; over several, tokens would arrive that nobody counted. Rows of gathered
-    tokens that nobody fills hold what the memory held (NaN at times), and 8 bits share a scale
-    between neighbours.
+    What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
+    is one more inexactness; over several, tokens would arrive that nobody counted.  Rows of
+    gathered tokens that nobody fills hold what the memory held (NaN at times), and 8 bits share a
+    scale between neighbours.
     """
     if layout.expert > 1 and recompute != "none" and activations == "compress":
         return (

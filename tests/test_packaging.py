@@ -44,7 +44,7 @@ def test_an_installation_has_the_files_that_are_no_code() -> None:
 
     for package, file in (
         ("planner.catalog", "accelerators.yaml"),
-        ("planner.catalog.stacks", "native.yaml"),
+        ("planner.catalog", "stacks/native.yaml"),
         ("planner.report", "plan.html"),
     ):
         assert resources.files(package).joinpath(file).is_file()

@@ -569,7 +569,7 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
     FSDP2 holds what layers share in its root, and the root is gathered from before the first layer
     until the backward ends; autograd keeps the gradient of the later use until the earlier one's
     has come.  So a copy and a gradient, e N each, are there beside all other layers, and no more
-    come while the layer itself runs.
+    come while the layer itself runs; what is there behind its backward has that gradient in it.
     """
     copy = sharing.types.working * shared
     return replace(
@@ -578,7 +578,7 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
         gradients_bytes=held.gradients_bytes + copy,
         forward_transient_bytes=held.forward_transient_bytes - 2 * copy,
         backward_transient_bytes=held.backward_transient_bytes - 2 * copy,
-        after_backward_bytes=max(0.0, held.after_backward_bytes - 2 * copy),
+        after_backward_bytes=max(0.0, held.after_backward_bytes - copy),
     )
 
 

@@ -17,7 +17,7 @@ from planner.costs.hosts import usable_share
 from planner.costs.layout_costs import LayoutCosts
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Layout
+from planner.plan import ChunkedLoss, Layout
 from planner.request import Request
 from planner.search.layout_queue import Found, Queue, Space
 from planner.search.ranked import Ranked
@@ -164,15 +164,17 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
 
 
 def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
-    """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees.
+    """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees and
+    ways to compute the loss.
 
     Of a group's schedules the simplest that can run stands for all; 1F1B, where it is asked for,
     holds least.
     """
-    smallest: dict[tuple[int, ...], Any] = {}
+    smallest: dict[tuple[tuple[int, ...], ChunkedLoss | None], Any] = {}
     for _, group in space.bundles(Counter()):
         first = group.first
-        key = (first.tensor, first.context, first.expert, first.pipeline, first.data)
+        degrees = (first.tensor, first.context, first.expert, first.pipeline, first.data)
+        key = (degrees, first.loss)
         known = smallest.setdefault(key, group)
         if first.micro_batch < known.first.micro_batch:
             smallest[key] = group
@@ -206,7 +208,8 @@ def _least_memory(
     Hosts have room for anything; `number` is that of its space.
     """
     names = [field.name for field in fields(Pins) if hasattr(layout, field.name)]
-    pins = replace(request.pins, **{name: getattr(layout, name) for name in names})
+    pinned = {name: getattr(layout, name) for name in names}
+    pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
 
     def within(factor: float) -> tuple[Space[Any], Found[Any]] | None:
         groups = []

@@ -17,6 +17,8 @@ from planner.search.formulation import instance_of
 from planner.solver.instance import priced
 
 PLANS = 200
+LONG = ("unequal-l40s",)
+"""Requests whose answer takes 20 CPU seconds."""
 
 
 @cache
@@ -25,7 +27,10 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.matrix) if name in LONG else name for name in REQUESTS],
+)
 def test_no_plan_of_an_attack_beats_an_answer(name: str) -> None:
     attack = attack_on(name)
     outcome = attack.run(PLANS)
@@ -147,7 +152,7 @@ def test_an_answer_read_as_a_draft_is_written_as_it_was() -> None:
     attack = attack_on("unequal")
     plan = attack.answer.plan
 
-    judged = attack.judged(attack.drafts.of(plan.model_dump(mode="json")))
+    judged = attack.judged(attack.drafts.of(plan))
 
     assert judged is not None
     assert judged.plan.stages == plan.stages

@@ -16,7 +16,7 @@ from runtime.arena import LINE_BYTES, SEGMENT_BYTES, Arena, Memory
 from tests.cuda.streams import WORLD, Event, Stream
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_blocks_that_live_at_once_never_overlap_and_keep_what_is_written(seed: int) -> None:
     rng = random.Random(seed)
     arena = Arena(lambda segment: None)

@@ -89,11 +89,13 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("llama", {"data_replicate": 2, "activations": "compress"}, 3e-2),
 )
 """More of them are rows of tests/runtime/test_matrix.py."""
+PARTS = 3
+"""Of which `make test` has the first."""
 
 
-def eager_and_compiled() -> list[tuple[dict[str, float], int, dict[str, str]]]:
+def eager_and_compiled(part: int) -> list[tuple[dict[str, float], int, dict[str, str]]]:
     found = []
-    for family, layout, _ in LAYOUTS:
+    for family, layout, _ in LAYOUTS[part::PARTS]:
         graph = cases.transformer(family)
         plan = cases.plan(graph, **{"micro_batches": 2, **layout})
         expected = train(plan, graph, 2)
@@ -109,10 +111,13 @@ def eager_and_compiled() -> list[tuple[dict[str, float], int, dict[str, str]]]:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("backend")
-def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks() -> None:
-    for of_rank in on_ranks(2, eager_and_compiled):
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, PARTS))]
+)
+def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part: int) -> None:
+    for of_rank in on_ranks(2, eager_and_compiled, part):
         for (family, layout, bound), (found, graphs, fallbacks) in zip(
-            LAYOUTS, of_rank, strict=True
+            LAYOUTS[part::PARTS], of_rank, strict=True
         ):
             assert max(found.values()) <= bound, (family, layout, found)
             assert not fallbacks, (family, layout, fallbacks)
