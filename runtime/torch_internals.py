@@ -133,7 +133,7 @@ def divided_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
     def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
         with config.patch(unlift_effect_tokens=True):
-            return cast(Callable[..., Any], divided(graph, inputs))
+            return divided(graph, inputs)
 
     return backend
 
