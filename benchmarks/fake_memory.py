@@ -377,8 +377,10 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "code that trains, collectives and sends do nothing, and every tensor that is alive counts "
         "(`runtime/rehearsal.py`). The planner predicts the same plan; its allowance for the "
         "device's context, the collective library and the allocator is left out on both sides. "
-        "Compiled blocks keep what the compiler's partitioner chooses, and run operator by "
-        "operator.",
+        "Compiled blocks keep what the compiler's partitioner chooses; of chains of elementwise "
+        "operators only what leaves them is stored, as by a generated kernel "
+        "(`runtime/traced_blocks.py`). Of tokens sent to experts a rank gets what a plan allows "
+        "for the busiest one.",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/fake_memory.py`, {date}, torch {torch.__version__}: "
         f"{len(rows)} ranks, {figures(errors)}. Of these {len(new)} are of few blocks of real "

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from planner.catalog import native
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import compiled, eight_bits, experts, traced_blocks
@@ -97,7 +98,7 @@ def fake_job(plan: Plan, *others: Plan, rank: int, device: torch.device = CPU) -
     try:
         for each in (plan, *others):
             _make_groups(each, device)
-        with _shapes_apart(), _even_routes(), _no_draws(), FakeTensorMode(), _NoValues():
+        with _shapes_apart(), _spread_routes(), _no_draws(), FakeTensorMode(), _NoValues():
             yield
     finally:
         dist.destroy_process_group()
@@ -140,14 +141,17 @@ def _shapes_apart() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _even_routes() -> Iterator[None]:
-    """Let every rank send as many tokens to each of the others: which they are, nobody knows."""
-    before = experts._by_rank
+def _spread_routes() -> Iterator[None]:
+    """Let a rank send as many tokens to each of the others: which they are, nobody knows.
+
+    It gets more than it sends by what a plan adds for the busiest of them.
+    """
+    before, skew = experts._by_rank, native().experts.skew
 
     def even(rows: Tensor, sent: int) -> list[list[int]]:
         least, more = divmod(sent, rows.shape[1])
         each = [least + (rank < more) for rank in range(rows.shape[1])]
-        return [each, each]
+        return [each, [round(skew * count) for count in each]]
 
     experts._by_rank = even
     try:

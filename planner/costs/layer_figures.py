@@ -288,8 +288,6 @@ class LayerFigures:
         working_bytes = table.backward_transient_bytes(recompute)
         each = setting.element_bytes
         fresh_bytes = table.backward_transient_bytes(recompute, weight_bytes=each)
-        if setting.compiled:  # a graph hands all on at its end
-            fresh_bytes = working_bytes + each * sum(op.weights for op in table.operators)
         late_bytes = table.backward_transient_bytes(recompute, late={op.name for op in late})
         return Figures(
             forward_s=seen.forward_s,
