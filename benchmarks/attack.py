@@ -28,7 +28,7 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     up to one, and the last stage may have fewer
     expert parallelism keeps the usual order of axes, and tokens go all to all
     the loss is of all logits or in chunks of 1,024 rows, whose gradients wait for
-    backward; with LoRA they are made in backward
+    backward; with LoRA they are made in backward; on unlike devices it is of all logits
     ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the
@@ -258,7 +258,7 @@ class Attack:
             "ranks that share a sequence": layout.context > LARGEST_CONTEXT,
             "stages on a rank": layout.virtual_stages > MOST_STAGES,
             "experts in another order": layout.expert > 1 and layout.order != INSIDE_OUT,
-            "how the loss is computed": layout.loss not in (None, self._chunks),
+            "how the loss is computed": layout.loss not in self._losses,
             "how parameters are gathered": self._gathered(layout),
             "scales": layout.scales != "tensorwise",
             "how tokens are dispatched": layout.dispatch != "alltoall",
@@ -268,8 +268,10 @@ class Attack:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     @property
-    def _chunks(self) -> ChunkedLoss:
-        return ChunkedLoss(gradients="recomputed" if self.job.lora else "precomputed")
+    def _losses(self) -> tuple[ChunkedLoss | None, ...]:
+        if self.cluster.mixed:
+            return (None,)
+        return None, ChunkedLoss(gradients="recomputed" if self.job.lora else "precomputed")
 
     def _gathered(self, layout: Layout) -> bool:
         """Whether ZeRO-3 gathers in a way that no plan of the space does."""
