@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from planner.report.facts import MOST_LINES, Fact, Facts, plain_table
 from planner.report.text import choices_table, job_text
 from planner.units import bytes_text, seconds_text
@@ -213,14 +211,14 @@ def run_parts(run: Run) -> Iterator[RenderableType]:
         yield f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}"
     yield from compiled_texts(report)
     yield comparison_table(run.rows)
-    yield _copied(f"metrics {report.metrics}, logs {report.logs}")
-    if report.checkpoint:
-        yield _copied(f"checkpoint {report.checkpoint}")
+    yield _paths(metrics=report.metrics, logs=report.logs, saved=report.checkpoint)
 
 
-def _copied(text: str) -> Text:
-    """Return text with paths that readers copy: one line, however long."""
-    return Text(text, overflow="ignore", no_wrap=True)
+def _paths(**paths: str | None) -> Facts:
+    """Return paths one below the other, each whole however long, since readers copy them."""
+    shown = [(label, path) for label, path in paths.items() if path]
+    facts = [Fact(label=label, text=path, copied=True) for label, path in shown]
+    return Facts("", facts, whole=True)
 
 
 def compiled_texts(report: RunReport) -> Iterator[str]:
@@ -245,7 +243,7 @@ def script_parts(done: Ran) -> Iterator[RenderableType]:
         yield f"started again {times}"
     if done.rows:
         yield comparison_table(done.rows)
-    yield _copied(f"metrics and logs in {done.run.output}")
+    yield _paths(output=str(done.run.output))
 
 
 def _steps(losses: Sequence[float]) -> str:

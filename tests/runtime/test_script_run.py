@@ -75,7 +75,7 @@ def train(folder=None, steps=6):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    print("begun by", os.environ["RANK"])
+    sys.stdout.write(f"begun by {os.environ['RANK']}\n")  # whole, whatever else is written
     print("noted by", os.environ["RANK"], file=sys.stderr)
     engine, seen = train(folder)
     weights = engine.state_dict()
