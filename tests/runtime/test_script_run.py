@@ -75,7 +75,7 @@ def train(folder=None, steps=6):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    sys.stdout.write(f"begun by {os.environ['RANK']}\n")  # whole, whatever else is written
+    print(f"begun by {os.environ['RANK']}" + chr(10), end="")  # in one write
     print("noted by", os.environ["RANK"], file=sys.stderr)
     engine, seen = train(folder)
     weights = engine.state_dict()
