@@ -32,8 +32,9 @@ the interval's lower end and the least sum below its upper one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,20 +99,18 @@ def drained(
 
 def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
     """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less."""
-    if len(np.unique(placed.rank)) < layout.pipeline:
-        return limit_s  # nothing that some rank may hold beats it
-    return least_of(Cuts(layout, placed, transfer_s), layout, placed, limit_s)
+    return least_of(partial(Cuts, layout, placed, transfer_s), layout, placed, limit_s)
 
 
-def least_of(cuts: Cuts, layout: Layout, placed: Placed, limit_s: float) -> float:
-    """Return the same of cuts that are given."""
+def least_of(cuts_of: Callable[[], Cuts], layout: Layout, placed: Placed, limit_s: float) -> float:
+    """Return the same of cuts that `cuts_of` makes, which want a column of every rank."""
     update_s = max(
         float(placed.update_s[placed.rank == rank].min(initial=np.inf))
         for rank in range(layout.pipeline)
     )
     if update_s >= limit_s:
-        return limit_s
-    low_s, high_s = 0.0, limit_s - update_s
+        return limit_s  # of a rank without a column it is inf
+    cuts, high_s = cuts_of(), limit_s - update_s
     if not cuts.possible(high_s):
         return limit_s
     low_s = min(cuts.surely_s, high_s)

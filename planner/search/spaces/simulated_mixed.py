@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -634,17 +634,10 @@ class Choices:
         """How many columns there are."""
         return len(self._columns)
 
-    @cached_property
-    def _possible(self) -> bool:
-        """Whether every rank has anything to hold."""
-        return len(np.unique(self._typed.rank)) == self._layout.pipeline
-
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
-        if not self._possible:
-            return limit_s
-        cuts = TypedCuts(self._layout, self._typed, self._transfer_s, self._numbers)
-        low_s = least_of(cuts, self._layout, self._typed, limit_s - self._step_s)
+        cuts_of = partial(TypedCuts, self._layout, self._typed, self._transfer_s, self._numbers)
+        low_s = least_of(cuts_of, self._layout, self._typed, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
     def optimum(

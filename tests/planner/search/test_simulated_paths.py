@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from planner.plan import Layout
 from planner.schedule import orders, rank_of_stage
 from planner.schedules import schedule_of
 from planner.search.simulated_bounds import looped_fill, pace, transfers
-from planner.search.simulated_cuts import Placed, drained, least_s
+from planner.search.simulated_cuts import Placed, drained, least_of, least_s
+from planner.search.spaces.simulated_mixed import Typed, TypedCuts
 from planner.simulate import timeline
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
@@ -155,6 +157,18 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
         # Sync of rank 0 and updates are the least of any column.
         assert found_s <= min(every_s) * (1 + 1e-9)
         assert found_s >= min(every_s) - 3.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_may_hold_nothing_leaves_no_cut_below_a_limit(rank: int) -> None:
+    layout = Layout(pipeline=2, micro_batches=4)
+    own = np.array([1 - rank])
+    placed = Placed(own, own, own + 1, np.ones((1, 4, 2)), np.zeros(1), np.zeros(1))
+    typed = Typed(*(getattr(placed, name) for name in placed.__slots__), number=np.array([0]))
+
+    assert least_s(layout, placed, 0.0, 100.0) == 100.0
+    cuts_of = partial(TypedCuts, layout, typed, 0.0, [1, 1])
+    assert least_of(cuts_of, layout, typed, 100.0) == 100.0
 
 
 def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> None:
