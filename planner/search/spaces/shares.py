@@ -2,8 +2,8 @@
 
 Without a pipeline, every rank (or tensor-parallel group of one kind of devices) runs the whole
 model and may take a share of the step's micro-batches of its own; what ranks have in common comes
-once per step (ZeRO-0 and 1, parameters on hosts only with ZeRO-0).  With t_g the seconds of a micro-batch on group g, m_r >= 1 the shares
-and M = Σ m_r,
+once per step (ZeRO-0 and 1, parameters on hosts only with ZeRO-0).  With t_g the seconds of a
+micro-batch on group g, m_r >= 1 the shares and M = Σ m_r,
 
     T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
 
