@@ -309,6 +309,15 @@ def test_each_wrong_input_gets_one_clear_message(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
+@pytest.fixture(scope="module")
+def good_plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plans")
+    demo = ["plan", "demo-4m", "--seq-len", "64", "--global-batch", "64"]
+    for file, cluster in (("good", "local:2"), ("many", "local:64"), ("h100", "2xh100-sxm-80gb")):
+        assert cli.main([*demo, "--cluster", cluster, "--output", f"{folder}/{file}.yaml"]) == 0
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -331,15 +340,15 @@ def test_each_wrong_input_gets_one_clear_message(
 def test_a_good_plan_in_the_wrong_place_gets_one_clear_message(
     arguments: list[str],
     expected: str,
+    good_plans: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    demo = ["plan", "demo-4m", "--seq-len", "64", "--global-batch", "64"]
-    for file, cluster in (("good", "local:2"), ("many", "local:64"), ("h100", "2xh100-sxm-80gb")):
-        assert cli.main([*demo, "--cluster", cluster, "--output", f"{file}.yaml"]) == 0
+    for file, text in good_plans.items():
+        (tmp_path / file).write_text(text)
     before = sorted(tmp_path.rglob("*"))
     capfd.readouterr()
 
