@@ -150,9 +150,12 @@ CASES = {
     "negative sequence": (call("plan", "gpt2", *H100, "--seq-len", "-5"), "seq-len"),
     "zero batch": (call("plan", "gpt2", *H100, "--global-batch", "0"), "global-batch"),
     "indivisible batch": (
-        call("plan", "gpt2", *H100, "--global-batch", "11", "--fix", "tp=1,pp=1,cp=1"),
-        "divides a global batch of 11; ask for a global batch that the devices divide, such as 8 "
-        "or 16, or fix less",
+        call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
+        "global batch",
+    ),
+    "a batch that no backend's layout divides": (
+        call("plan", "gpt2", *H100, "--global-batch", "11", "--backend", "fsdp"),
+        "ask for a global batch that the devices divide, such as 8 or 16, or fix less",
     ),
     "no tokens in a sample": (
         call("plan", "gpt2", "--cluster", "8xh100-sxm-80gb+8xa100-sxm-80gb", "--seq-len", "0"),
