@@ -139,5 +139,5 @@ def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
     )
     every = ideals(stated.readers(), most=MOST_IDEALS, colocated=stated.colocated)
     if every is not None:
-        return float(every.crossing(stated.readers(), np.array(stated.output_s)).max())
-    return max(max(stated.chain_along(order).cut_s) for order in orders(stated).values())
+        return float(every.crossing(stated.readers(), np.array(stated.sent_s())).max())
+    return max(max(stated.along(order).cut_s) for order in orders(stated).values())
