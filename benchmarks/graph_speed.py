@@ -20,7 +20,7 @@ from functools import partial
 import networkx
 
 from planner.solver import inner
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.orders import orders
 from planner.solver.instance import Option, Solution, Stage

@@ -19,7 +19,7 @@ from dataclasses import replace
 from benchmarks.solver_speed import layer, plain
 from planner.solver import inner
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,

@@ -49,7 +49,7 @@ from planner.search.preferred import (
 )
 from planner.search.simulated_proof import EFFORTS, Prove, Told
 from planner.search.waterfall import Change, waterfall
-from planner.solver.graphs.graph_instance import GraphSolution
+from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,

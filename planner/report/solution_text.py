@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from planner.report.facts import plain_table
-from planner.solver.graphs.graph_instance import GraphSolution
+from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import (
     Fathomed,
     Infeasible,

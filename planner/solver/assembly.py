@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method
+from planner.solver.graph_instance import GraphInstance, GraphSolution, Method
 from planner.solver.instance import Instance, Solution, fits, priced, stage_fits
 from planner.solver.knapsack import Content, Knapsacks
 

@@ -77,7 +77,7 @@ from itertools import groupby, pairwise, product, starmap
 from typing import Any, NamedTuple, overload
 
 from planner.errors import MeshwrightError
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
     chain_problem,

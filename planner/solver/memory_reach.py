@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance
 from planner.solver.instance import Instance, Stage, leanest_bytes
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text

@@ -28,7 +28,7 @@ import numpy as np
 
 from planner.solver import inner
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, too_few
+from planner.solver.graph_instance import GraphInstance, GraphSolution, too_few
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort, split_alike
 from planner.solver.graphs.nearby import along_orders, of_bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.errors import DocumentError
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.sides import of_chain, unkept

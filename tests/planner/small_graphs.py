@@ -11,7 +11,7 @@ from typing import Any
 
 import networkx
 
-from planner.solver.graphs.graph_instance import GraphInstance, alike
+from planner.solver.graph_instance import GraphInstance, alike
 from planner.solver.instance import Instance, Option, Stage, UsedBytes
 
 

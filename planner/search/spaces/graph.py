@@ -39,7 +39,7 @@ from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp, sided
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
 from planner.solver.sides import unkept

@@ -1,7 +1,7 @@
 """A layout over unequal devices as a partition problem, and its solution as a plan.
 
 Every group has the partition problem that it would have alone (`planner.search.formulation`);
-together they are the problem of `planner.solver.graphs.graph_instance`, whose stages are the ranks
+together they are the problem of `planner.solver.graph_instance`, whose stages are the ranks
 of the pipeline.  What crosses from one rank to a neighbour depends on the groups of both.
 Where ranks have several stages, the last rank's output goes back to the first; it is taken to
 cross the slowest link there is.
@@ -26,7 +26,7 @@ from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
 from planner.search.spaces.groups import GroupSpace
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,

@@ -72,7 +72,7 @@ from planner.search.spaces.group_stages import graph_problem, planned, stages_pr
 from planner.search.spaces.groups import GroupSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.solver import ilp, sides
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.sides import Tie
 from planner.solver.solve import least_s, solve

@@ -2,8 +2,8 @@
 
 Without a pipeline, every rank (or tensor-parallel group of one kind of devices) runs the whole
 model and may take a share of the step's micro-batches of its own; what ranks have in common comes
-once per step (ZeRO-0 and 1).  With t_g the seconds of a micro-batch on group g, m_r >= 1 the shares
-and M = Σ m_r,
+once per step (ZeRO-0 and 1, parameters on hosts only with ZeRO-0).  With t_g the seconds of a
+micro-batch on group g, m_r >= 1 the shares and M = Σ m_r,
 
     T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
 
@@ -34,6 +34,7 @@ from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
+from planner.search.savings import savings_of
 from planner.search.space import LARGEST_MICRO_BATCH, divisors, losses
 from planner.search.spaces.groups import GroupSpace
 from planner.solver.inner import solve
@@ -107,7 +108,15 @@ class ShareSpace(GroupSpace):
                         compile=self.pins.compile or "none",
                         tensor_overlap=(self.pins.tensor_overlap if tensor > 1 else None) or "none",
                     )
-                    yield from (replace(plain, loss=loss) for loss in ways)
+                    for saving in savings_of(plain, self.request, self._unsaved):
+                        saved = replace(plain, offload=saving.offload, gradient_wire=saving.wire)
+                        yield from (replace(saved, loss=loss) for loss in ways)
+
+    def _unsaved(self, layout: Layout) -> str | None:
+        """Return why a layout cannot save what it does, or None if it can."""
+        if layout.zero and layout.offload == "parameters":
+            return "ranks that divide parameters gather those of hosts in every micro-batch"
+        return self.refusal(layout)
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""
@@ -202,7 +211,7 @@ class ShareSpace(GroupSpace):
             host_room_bytes(group, costs[group.name].host_share) for group in self.cluster.groups
         ]
         limits = [limit for limit in on_host if limit is not None]
-        offloads = "offload" in self.activations
+        offloads = layout.offload != "none" or "offload" in self.activations
         return {
             name: replace(
                 RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(

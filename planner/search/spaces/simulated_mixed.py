@@ -52,7 +52,7 @@ from planner.search.simulated_program import (
 from planner.search.simulated_proof import Effort
 from planner.search.spaces.group_stages import computing_problem
 from planner.search.spaces.mixed import MixedSpace
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Instance, priced
 from planner.solver.solve import least_s, solve
 from planner.tolerances import EQUAL, ROUNDING

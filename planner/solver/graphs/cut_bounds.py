@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from planner.on_use import OnUse
 from planner.solver.fluid import Fluid
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance
 from planner.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from planner.solver.assembly import placed
 from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
 from planner.solver.graphs.sent import Sent

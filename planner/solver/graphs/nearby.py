@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.orders import orders
 

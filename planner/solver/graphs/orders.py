@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.on_use import OnUse
-from planner.solver.graphs.contraction import Block
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.contraction import Block
+from planner.solver.graph_instance import GraphInstance
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from planner.solver.assembly import placed
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Method
+from planner.solver.graph_instance import GraphInstance, GraphSolution, Method
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Knapsacks
 from planner.solver.prefixes import Downsets, Prefixes

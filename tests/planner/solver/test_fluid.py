@@ -10,8 +10,8 @@ import pytest
 
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.bands import Bands
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.instance import Instance, Option, Stage
 from planner.solver.knapsack import Knapsacks

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from planner.errors import DocumentError
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.stated import graph_of, solve_stated

@@ -18,7 +18,7 @@ from planner.search.layout_queue import Found
 from planner.search.simulated_proof import FULL, USUAL
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
-from planner.solver.graphs.graph_instance import GraphSolution
+from planner.solver.graph_instance import GraphSolution
 from tests.planner.search.spaces.test_mixed import llama
 
 JOB = Job(seq_len=2048, global_batch=12, precision="fp32")

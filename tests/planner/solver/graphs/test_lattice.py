@@ -12,14 +12,14 @@ import pytest
 
 from planner.solver import inner
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs import lattice
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
     alike,
     graph_instance,
     in_a_row,
 )
+from planner.solver.graphs import lattice
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort, Lattice
 from planner.solver.graphs.orders import orders

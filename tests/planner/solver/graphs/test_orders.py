@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.solver.graphs.graph_instance import GraphInstance, alike
+from planner.solver.graph_instance import GraphInstance, alike
 from planner.solver.graphs.orders import Nodes, orders
 from planner.solver.instance import Instance, Option, Stage
 from tests.planner.small_graphs import random_graph

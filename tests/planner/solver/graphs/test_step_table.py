@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, alike, in_a_row
+from planner.solver.graph_instance import GraphInstance, alike, in_a_row
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.instance import Instance, Option, Stage

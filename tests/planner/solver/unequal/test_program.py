@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
 from planner.solver.sides import AtMost, Chosen, Host, Placed, Tie, Together

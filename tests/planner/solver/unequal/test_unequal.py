@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from planner.solver import inner
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     DeviceType,
     GraphInstance,
     GraphSolution,
@@ -422,7 +422,7 @@ def test_too_many_stages_for_the_layers_are_told() -> None:
         ({"types": decoder().types[:1]}, "the chains have 6 stages; the types have 3"),
         ({"types": ()}, "at least one device type"),
         ({"output_s": (((1.0,),),)}, "2 x 2 rows of 31 layers"),
-        ({"output_s": ((), (-1.0,))}, "2 x 2 rows of 31 layers"),
+        ({"output_s": (((-1.0,) * 31,) * 2,) * 2}, "output_s must not be negative"),
         ({"relayed": False}, "outputs are relayed where stages are of several types"),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible

@@ -20,7 +20,7 @@ those that read them, and what a stage pays depends on its own layers alone,
                + Σ output_s[l] over the layers l of earlier stages that it reads
 
 each output once.  Layers of a group of `colocated` are on one stage: of every group, a downset has
-all layers or none (`planner.solver.graphs.contraction`).
+all layers or none (`planner.solver.contraction`).
 
 A topological order turns the graph into a chain, hence every split of the graph is a split of some
 chain, and is evaluated as one (`laid`).  Only the order in which parallel branches are taken is
@@ -39,7 +39,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from planner.on_use import OnUse
-from planner.solver.graphs.contraction import Block, blocks
+from planner.solver.contraction import Block, blocks
 from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 from planner.solver.sides import Host
 
