@@ -103,9 +103,7 @@ def search(
             why_nothing(
                 request,
                 queue,
-                partial(
-                    spaces_of, rules=rules, store=store, effort=GraphEffort(programs=0, moves=0)
-                ),
+                partial(spaces_of, rules=rules, store=store, effort=graph.any_split()),
             )
         )
 
