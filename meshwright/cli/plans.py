@@ -85,7 +85,8 @@ def plan(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow", help="offload to the host; stale weights or compress, which change training"
+            "--allow",
+            help="offload to the host, async-tensor; stale or compress, which change training",
         ),
     ] = None,
     require: Annotated[

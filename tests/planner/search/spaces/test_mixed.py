@@ -62,14 +62,14 @@ class Case:
 
 
 CASES = [
-    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4),
+    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(loss="plain")),
     Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 3, Pins(data=1, tensor=1, loss="plain")),
     Case(
         "2xh100-sxm-80gb+2xa100-sxm-40gb+2xv100-sxm-32gb",
         4,
         Pins(zero=1, micro_batch=1, loss="plain"),
     ),
-    Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)),
+    Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1, compile="block")),
     Case("4xa100-sxm-40gb+4xv100-sxm-16gb", 4, Pins(tensor=4, schedule="gpipe")),
 ]
 
