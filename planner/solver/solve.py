@@ -68,16 +68,7 @@ def solve(
         return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
     if problem.one_order and len(problem.types) == 1:
-        order = tuple(range(len(problem.chain.layers)))
-        found = solve_chain(
-            problem.along(order), cutoff_s=cutoff_s, frontiers=store, time_limit_s=time_limit_s
-        )
-        if isinstance(found, Infeasible) and problem.names and not problem.chain.sides:
-            return Infeasible(why_no_split(problem))
-        if not isinstance(found, Solution):
-            return found
-        types = (0,) * len(problem.chain.stages)
-        return GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
+        return _chain(problem, cutoff_s, store, time_limit_s)
     relaxed = _relaxed(problem, cutoff_s, store, effort or GraphEffort())
     if not isinstance(relaxed, GraphSolution):
         return relaxed
@@ -87,6 +78,22 @@ def solve(
     return ilp.solve_graph(
         problem, time_limit_s=time_limit_s, at_least_s=relaxed.lower_bound_s, cutoff_s=cutoff_s
     )
+
+
+def _chain(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore, time_limit_s: float | None
+) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    """Return the best split of layers that have one order, on devices of one type."""
+    order = tuple(range(len(problem.chain.layers)))
+    found = solve_chain(
+        problem.along(order), cutoff_s=cutoff_s, frontiers=store, time_limit_s=time_limit_s
+    )
+    if isinstance(found, Infeasible) and problem.names and not problem.chain.sides:
+        return Infeasible(why_no_split(problem))
+    if not isinstance(found, Solution):
+        return found
+    types = (0,) * len(problem.chain.stages)
+    return GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
 
 
 def solve_chain(
