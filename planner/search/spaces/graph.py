@@ -32,7 +32,7 @@ from planner.search.certificate import (
     COMPUTATION,
     UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of, ties_of
+from planner.search.formulation import instance_of, plan_of
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.space import Family
@@ -41,8 +41,7 @@ from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.lattice import GraphEffort
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import unkept
+from planner.solver.instance import Infeasible, Solution, Unfinished, broken
 from planner.solver.solve import solve
 
 MOST_PAIRS = 10_000_000
@@ -114,6 +113,8 @@ class GraphSpace(AlikeSpace):
             layout,
             costs,
             self.candidates.pins.recompute,
+            self.candidates.pins.require,
+            self.candidates.model,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
@@ -146,29 +147,16 @@ class GraphSpace(AlikeSpace):
                 cutoff_s=cutoff_s - step_s,
                 frontiers=self._frontiers,
                 effort=self._effort,
+                time_limit_s=TIES_LIMIT_S,
             )
         )
-        if isinstance(answer, GraphSolution):
-            answer = self._kept(layout, problem, answer)
-            if isinstance(answer, Infeasible):
-                return Lost(UNKEPT)
+        if isinstance(answer, Infeasible) and self.candidates.pins.require:
+            return Lost(UNKEPT)
         if isinstance(answer, GraphSolution):
             kept = self._within_hosts(layout, problem, answer)
             answer = kept or Unfinished(answer.lower_bound_s)
         known_s = self.candidates.communication_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
-
-    def _kept(
-        self, layout: Layout, problem: GraphInstance, found: GraphSolution
-    ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
-        """Return the split if it keeps what is required, else that of the integer program."""
-        asked = self.candidates.pins.require
-        ties = ties_of(self.candidates.model, layout, asked, self._model)
-        laid = problem.along(found.order)
-        names = [laid.options_of(at)[own].name for at, own in enumerate(found.split.options)]
-        if unkept(ties, found.order, found.split.cuts, names) is None:
-            return found
-        return ilp.solve_graph(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
     def _within_hosts(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
