@@ -25,18 +25,16 @@ from planner.costs.figure_store import KindFigures
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
-from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
 from planner.schedule import rank_of_stage
 from planner.search.joint import spread
 from planner.search.joint.hosting import Options, Stages, hosted
 from planner.search.joint.spread import Spread
-from planner.search.least_bytes import sizes_of
-from planner.search.ranks import longest_run, shares_of
+from planner.search.loads import Load, binding, loads_of
+from planner.search.ranks import Shares, longest_run, shares_of
 from planner.search.space import Family, ShardingChoice, Timetable
 from planner.tolerances import SLACK
 
@@ -83,18 +81,14 @@ class ChainFigures:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a pipeline under one timetable, at the moments that count.
+    """The ranks of a pipeline under one timetable."""
 
-    `alive` and `waiting` are arrays of micro-batches [stage of its V, rank].
-    """
-
-    alive: Floats
-    waiting: Floats
-    columns: Floats
-    """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
-    last layer acts; 1 where none of the layers of the commonest kind may act."""
-    relieved: tuple[Floats, int] | None
-    """Sizes [n, stage] of the rank that does not share evenly, and which it is."""
+    loads: tuple[Load, ...]
+    """At the moments that may count."""
+    ends: tuple[int, int]
+    """Ranks of the model's first and last stage."""
+    relieved: Shares | None
+    """Where the latter does not share evenly."""
     holding: int
     """Place in `_HELD`."""
     least: tuple[float, float]
@@ -249,39 +243,65 @@ class Rooms:
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        columns = np.concatenate([one.columns for one in ranks], axis=1)
-        buffers, *ends, acting, bare = columns
-        depth = max(len(one.alive) for one in ranks)
-        alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
-        waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
         problem = np.repeat(np.arange(len(degree)), degree)
+        depths = np.array([len(one.loads[0].alive) for one in ranks])
+        working = options.transient_bytes[0][problem]
+        load = self._load(ranks, options, problem, self._capacity_bytes - working, depths, degree)
+        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        buffers = load.sent * keeps_sent + 2.0 * (depths * (degree > 1))[problem]
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
-        last_place = [np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks]
-        places = np.zeros(len(problem), dtype=int), np.concatenate(last_place)
-        for last, (kind, here) in enumerate(zip(self._tables.end_kinds, ends, strict=True)):
+        starts = np.cumsum(degree) - degree
+        ends = np.array([one.ends for one in ranks]).T
+        for last, kind in enumerate(self._tables.end_kinds):
             if kind is None or kind == self._chain.commonest:
                 continue
-            at = np.flatnonzero(here)
-            figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
+            at = starts + ends[last]
+            figures = costs.of(kind, holdings, of_unit).min(axis=1)
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
-            place = places[last][at]
+            place = depths - 1 if last else 0
             # The model's last layer has a micro-batch less while a layer before it acts.
-            number = alive[place, at] - (acting[at] if last else 0.0)
-            free_bytes[at] -= resident + number * stored + waiting[place, at] * kept
+            number = load.alive[place, at] - (load.last_acts[at] if last else 0.0)
+            free_bytes[at] -= resident + number * stored + load.waiting[place, at] * kept
             if last:
-                beside_bytes[at] = (transient + stored) * acting[at]
-        working = options.transient_bytes[0][problem]
-        spread_ = self._spread(ranks, options, problem, free_bytes - beside_bytes, degree)
+                beside_bytes[at] = (transient + stored) * load.last_acts[at]
+        spread_ = self._spread(
+            ranks, options, problem, load, free_bytes - beside_bytes - working, depths, degree
+        )
         return Stages(
             counts=degree,
             in_flight=spread_.in_flight,
             waiting=np.zeros(len(problem)),
             each_bytes=spread_.each_bytes,
-            free_bytes=free_bytes - spread_.fixed_bytes + bare * working,
+            free_bytes=free_bytes - spread_.fixed_bytes + load.bare * working,
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
+        )
+
+    def _load(
+        self,
+        ranks: Sequence[_Ranks],
+        options: Options,
+        problem: Indices,
+        room_bytes: Floats,
+        depths: Indices,
+        degree: Indices,
+    ) -> Load:
+        """Return the moments that count of all ranks in a row."""
+        early = Load.together([one.loads[0] for one in ranks])
+        if all(len(one.loads) == 1 for one in ranks):
+            return early
+        stored = options.stored_bytes
+        return binding(
+            early,
+            Load.together([one.loads[-1] for one in ranks]),
+            room_bytes=room_bytes * degree[problem] / self._chain.counts[self._chain.commonest],
+            resident=options.resident_bytes.min(axis=0)[problem],
+            kept=options.kept_bytes.min(axis=0)[problem],
+            least_stored=stored.min(axis=0)[problem],
+            most_stored=stored.max(axis=0)[problem],
+            depths=depths[problem],
         )
 
     def _spread(
@@ -289,23 +309,23 @@ class Rooms:
         ranks: Sequence[_Ranks],
         options: Options,
         problem: Indices,
+        load: Load,
         free_bytes: Floats,
+        depths: Indices,
         degree: Indices,
     ) -> Spread:
         """[rank] What a rank counts of its like layers."""
         result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
-        starts = np.cumsum([0, *(one.alive.shape[1] for one in ranks[:-1])])
         number = self._chain.counts[self._chain.commonest]
-        depths = np.array([len(one.alive) for one in ranks])
+        starts = np.cumsum(degree) - degree
         for virtual in np.unique(depths).tolist():
-            some = np.flatnonzero(depths == virtual).tolist()
-            at = np.concatenate([starts[n] + np.arange(ranks[n].alive.shape[1]) for n in some])
-            own, waiting = problem[at], np.concatenate([ranks[n].waiting for n in some], axis=1)
+            at = np.flatnonzero(depths[problem] == virtual)
+            own = problem[at]
             stored = options.stored_bytes[:, own]
             held = spread.Ranks(
-                alive=np.concatenate([ranks[n].alive for n in some], axis=1),
-                kept_bytes=options.kept_bytes.min(axis=0)[own] * waiting,
-                free_bytes=free_bytes[at] - options.transient_bytes[0][own],
+                alive=load.alive[:virtual, at],
+                kept_bytes=options.kept_bytes.min(axis=0)[own] * load.waiting[:virtual, at],
+                free_bytes=free_bytes[at],
                 number=number / degree[own],
                 least_stored=stored.min(axis=0),
                 most_stored=stored.max(axis=0),
@@ -314,17 +334,14 @@ class Rooms:
             even = spread.evenly(held) if self._like and virtual > 1 else spread.alike(held)
             for column, values in zip(result, even, strict=True):
                 column[at] = values
-            uneven: dict[int, list[int]] = {}
-            for n in some:
-                if ranks[n].relieved is not None and self._like:
-                    uneven.setdefault(id(ranks[n].relieved), []).append(n)
-            places = dict(zip(at.tolist(), range(len(at)), strict=True))
-            for members in uneven.values():
-                sizes, rank = ranks[members[0]].relieved or (np.zeros((1, 1)), 0)
-                there = np.array([starts[n] + rank for n in members])
-                mean = min(round(number / ranks[members[0]].alive.shape[1]), len(sizes) - 1)
-                local = np.array([places[one] for one in there.tolist()])
-                found = spread.by_sizes(held.of(local), sizes, mean)
+            uneven: dict[Shares, list[int]] = {}
+            for n in np.flatnonzero(depths == virtual).tolist():
+                shares = ranks[n].relieved
+                if shares is not None and self._like:
+                    uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
+            for shares, some in uneven.items():
+                there = np.array(some)
+                found = spread.relieved(held, shares, np.searchsorted(at, there))
                 for column, values in zip(result, found, strict=True):
                     column[there] = values
         return result
@@ -510,44 +527,14 @@ def _ranks(
     layout = Layout(
         pipeline=ranks, schedule=name, virtual_stages=virtual, micro_batches=micro_batches
     )
-    at = np.arange(ranks)
-    home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
-    first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    acting, bare, relieved = last, np.zeros(ranks), None
-    if not counted_by_rank(layout):
-        alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
-        waiting = np.zeros((1, ranks))
-        sent = np.where(at < ranks - 1, alive[0], 0.0) * keeps_sent
-        buffers = sent + 2.0 if ranks > 1 else bare
-        alive = alive - ((alive == micro_batches) & (alive > 1))
-    else:
-        shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
-        most = fullest(name, **shape)
-        alive, waiting = most.holding, most.waiting
-        sent = (alive.sum(axis=0) - last * alive[-1]) * keeps_sent
-        buffers = sent + 2.0 * virtual
-        acting = last * (most.place == virtual - 1)
-        shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        if shares is not None:
-            bare = first * (most.place == 0)
-            if shares.folded:
-                bare = np.maximum(bare, acting)
-            if shares.relieved(home[-1]):
-                bare = np.maximum(bare, last)
-                relieved = sizes_of(shares, home[-1])
-    least = float(alive.min()), float(buffers.min())
+    loads = loads_of(kinds, name, ranks, micro_batches, virtual)
+    home = rank_of_stage(name, stages=layout.stages, virtual_stages=virtual)
+    shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
+    buffers = float(loads[0].sent.min()) * keeps_sent + 2.0 * virtual * (ranks > 1)
     return _Ranks(
-        alive,
-        waiting,
-        np.stack([buffers, first, last, acting, bare]),
-        relieved,
+        loads,
+        (home[0], home[-1]),
+        shares if shares is not None and shares.relieved(home[-1]) else None,
         how_held(layout),
-        least,
+        (float(loads[0].alive.min()), buffers),
     )
-
-
-def _padded(numbers: Floats, depth: int) -> Floats:
-    """[stage, rank] Numbers for as many stages as any rank has."""
-    padded = np.zeros((depth, numbers.shape[1]))
-    padded[: len(numbers)] = numbers
-    return padded
