@@ -41,6 +41,10 @@ class Load(NamedTuple):
     bare: Floats
     """1 where none of the like layers may act."""
 
+    def of(self, ranks: NDArray[np.intp]) -> Load:
+        """Return those of some ranks."""
+        return Load(*(column[..., ranks] for column in self))
+
     @staticmethod
     def together(each: Sequence[Load]) -> Load:
         """Return the ranks of several pipelines in a row, with as many stages as any has."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -72,8 +73,10 @@ class ChainFigures:
     figures: KindFigures
     """Arrays [setting]."""
     members: Indices
-    """[division, loss] Settings that differ in how the last layer computes the loss; layouts of a
-    division may have any of them."""
+    """[division, loss] Settings that differ in how the last layer computes the loss, each with the
+    least figures of all places; layouts of a division may have any of them."""
+    settings: Indices
+    """[division, place and loss] All settings of the layouts of a division."""
     fastest_s: Floats
     """[kind, division]"""
     credits_s: Floats
@@ -81,18 +84,21 @@ class ChainFigures:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a pipeline under one timetable."""
+    """The ranks of pipelines of one degree under each timetable; arrays begin with [timetable]."""
 
-    loads: tuple[Load, ...]
-    """At the moments that may count."""
-    ends: tuple[int, int]
-    """Ranks of the model's first and last stage."""
-    relieved: Shares | None
+    early: Load
+    late: Load
+    """Of all ranks of all timetables in a row, at the moments that may count."""
+    depths: Indices
+    """How many stages each rank has."""
+    ends: Indices
+    """[timetable, end] Rank of the model's first, last stage."""
+    relieved: tuple[Shares | None, ...]
     """Where the latter does not share evenly."""
-    holding: int
+    holding: Indices
     """Place in `_HELD`."""
-    least: tuple[float, float]
-    """Least in flight, and least buffers."""
+    least: Floats
+    """[timetable, 2] Least in flight, and least buffers."""
 
 
 class Rooms:
@@ -118,7 +124,6 @@ class Rooms:
             and run.alike == chain.counts[chain.commonest]
         )
         self._recompute = recompute
-        self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
         self._host_bytes: float | None = None
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
@@ -145,9 +150,18 @@ class Rooms:
         `settings` [unit] are divisions; `added_s` [unit] comes on top of a step, `seen_s`
         [unit, choice] of the passes of one of the commonest layers.
         """
-        each = [self._ranks_of(unit.family) for unit in units]
-        every = [ranks for own in each for ranks in own]
-        of_unit = np.repeat(np.arange(len(units)), [len(own) for own in each])
+        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        each = [
+            _ranks_of(
+                self._kinds,
+                family.degrees.pipeline,
+                family.micro_batches,
+                family.timetables,
+                keeps_sent=keeps_sent,
+            )
+            for family, _ in units
+        ]
+        of_unit = np.repeat(np.arange(len(units)), [len(own.depths) for own in each])
         degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
         members = self._chain.members[settings]
         several = bool((members != members[:, :1]).any())
@@ -155,7 +169,7 @@ class Rooms:
         layouts = [[_layout(unit, place) for unit in units] for place in losses]
         figures, recompute = self._chain.figures, self._recompute
         costs = LayersTogether(self._tables, figures, layouts, members, recompute)
-        holdings = np.array([ranks.holding for ranks in every])
+        holdings = np.concatenate([own.holding for own in each])
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
         )
@@ -163,15 +177,13 @@ class Rooms:
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
         boundary_bytes = np.array([self._tables.boundary_bytes(one) for one in layouts[0]])[of_unit]
-        least = np.array([ranks.least for ranks in every]).T
+        least = np.concatenate([own.least for own in each]).T
         kept = np.flatnonzero(self._may_fit(options, boundary_bytes, least, degree))
-        bound_s = np.full(len(every), np.inf)
+        bound_s = np.full(len(of_unit), np.inf)
         if len(kept):
-            some = [every[at] for at in kept.tolist()]
+            ranks = _some(each, degree, of_unit, kept)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
-            stages = self._stages(
-                some, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
-            )
+            stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
             rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
             alone = np.flatnonzero(degree == 1)
@@ -234,40 +246,37 @@ class Rooms:
 
     def _stages(
         self,
-        ranks: Sequence[_Ranks],
+        ranks: _Ranks,
         options: Options,
         degree: Indices,
         boundary_bytes: Floats,
         costs: LayersTogether,
-        holdings: Indices,
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
         problem = np.repeat(np.arange(len(degree)), degree)
-        depths = np.array([len(one.loads[0].alive) for one in ranks])
         working = options.transient_bytes[0][problem]
-        load = self._load(ranks, options, problem, self._capacity_bytes - working, depths, degree)
+        load = self._load(ranks, options, problem, self._capacity_bytes - working, degree)
         keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
-        buffers = load.sent * keeps_sent + 2.0 * (depths * (degree > 1))[problem]
+        buffers = load.sent * keeps_sent + 2.0 * (ranks.depths * (degree > 1))[problem]
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
         starts = np.cumsum(degree) - degree
-        ends = np.array([one.ends for one in ranks]).T
         for last, kind in enumerate(self._tables.end_kinds):
             if kind is None or kind == self._chain.commonest:
                 continue
-            at = starts + ends[last]
-            figures = costs.of(kind, holdings, of_unit).min(axis=1)
+            at = starts + ranks.ends[:, last]
+            figures = costs.of(kind, ranks.holding, of_unit).min(axis=1)
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
-            place = depths - 1 if last else 0
+            place = ranks.depths - 1 if last else 0
             # The model's last layer has a micro-batch less while a layer before it acts.
             number = load.alive[place, at] - (load.last_acts[at] if last else 0.0)
             free_bytes[at] -= resident + number * stored + load.waiting[place, at] * kept
             if last:
                 beside_bytes[at] = (transient + stored) * load.last_acts[at]
         spread_ = self._spread(
-            ranks, options, problem, load, free_bytes - beside_bytes - working, depths, degree
+            ranks, options, problem, load, free_bytes - beside_bytes - working, degree
         )
         return Stages(
             counts=degree,
@@ -281,45 +290,42 @@ class Rooms:
 
     def _load(
         self,
-        ranks: Sequence[_Ranks],
+        ranks: _Ranks,
         options: Options,
         problem: Indices,
         room_bytes: Floats,
-        depths: Indices,
         degree: Indices,
     ) -> Load:
         """Return the moments that count of all ranks in a row."""
-        early = Load.together([one.loads[0] for one in ranks])
-        if all(len(one.loads) == 1 for one in ranks):
-            return early
+        if ranks.late is ranks.early:
+            return ranks.early
         stored = options.stored_bytes
         return binding(
-            early,
-            Load.together([one.loads[-1] for one in ranks]),
+            ranks.early,
+            ranks.late,
             room_bytes=room_bytes * degree[problem] / self._chain.counts[self._chain.commonest],
             resident=options.resident_bytes.min(axis=0)[problem],
             kept=options.kept_bytes.min(axis=0)[problem],
             least_stored=stored.min(axis=0)[problem],
             most_stored=stored.max(axis=0)[problem],
-            depths=depths[problem],
+            depths=ranks.depths[problem],
         )
 
     def _spread(
         self,
-        ranks: Sequence[_Ranks],
+        ranks: _Ranks,
         options: Options,
         problem: Indices,
         load: Load,
         free_bytes: Floats,
-        depths: Indices,
         degree: Indices,
     ) -> Spread:
         """[rank] What a rank counts of its like layers."""
         result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
         number = self._chain.counts[self._chain.commonest]
         starts = np.cumsum(degree) - degree
-        for virtual in np.unique(depths).tolist():
-            at = np.flatnonzero(depths[problem] == virtual)
+        for virtual in np.unique(ranks.depths).tolist():
+            at = np.flatnonzero(ranks.depths[problem] == virtual)
             own = problem[at]
             stored = options.stored_bytes[:, own]
             held = spread.Ranks(
@@ -335,8 +341,8 @@ class Rooms:
             for column, values in zip(result, even, strict=True):
                 column[at] = values
             uneven: dict[Shares, list[int]] = {}
-            for n in np.flatnonzero(depths == virtual).tolist():
-                shares = ranks[n].relieved
+            for n in np.flatnonzero(ranks.depths == virtual).tolist():
+                shares = ranks.relieved[n]
                 if shares is not None and self._like:
                     uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
             for shares, some in uneven.items():
@@ -364,23 +370,6 @@ class Rooms:
         once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
         bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
         return np.where(fits, bound_s, np.inf)
-
-    def _ranks_of(self, family: Family) -> tuple[_Ranks, ...]:
-        """[timetable] Return how the ranks of a family are laden."""
-        key = (family.degrees.pipeline, family.micro_batches, family.timetables)
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = tuple(
-                _ranks(
-                    self._kinds,
-                    family.degrees.pipeline,
-                    family.micro_batches,
-                    timetable,
-                    keeps_sent=self._tables.rates.stack.pipeline.keeps_sent,
-                )
-                for timetable in family.timetables
-            )
-        return found
 
 
 class LayersTogether:
@@ -514,27 +503,61 @@ def _layout(unit: Unit, loss: int = 0) -> Layout:
     return unit.family.layout(unit.leanest, Timetable(), place=place)
 
 
-def _ranks(
+@lru_cache(maxsize=1 << 12)
+def _ranks_of(
     kinds: tuple[str, ...],
     ranks: int,
     micro_batches: int,
-    timetable: Timetable,
+    timetables: tuple[Timetable, ...],
     *,
     keeps_sent: bool,
 ) -> _Ranks:
     """Return how ranks are laden, as in planner.search.least_bytes."""
-    name, virtual = timetable
-    layout = Layout(
-        pipeline=ranks, schedule=name, virtual_stages=virtual, micro_batches=micro_batches
-    )
-    loads = loads_of(kinds, name, ranks, micro_batches, virtual)
-    home = rank_of_stage(name, stages=layout.stages, virtual_stages=virtual)
-    shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-    buffers = float(loads[0].sent.min()) * keeps_sent + 2.0 * virtual * (ranks > 1)
+    loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
+    early = Load.together([each[0] for each in loads])
+    late = early
+    if any(len(each) > 1 for each in loads):
+        late = Load.together([each[-1] for each in loads])
+    homes, relieved, holding = [], [], []
+    for name, virtual in timetables:
+        layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
+        homes.append(rank_of_stage(name, stages=layout.stages, virtual_stages=virtual))
+        shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
+        uneven = shares is not None and shares.relieved(homes[-1][-1])
+        relieved.append(shares if uneven else None)
+        holding.append(how_held(layout))
+    depths = np.array([timetable.virtual_stages for timetable in timetables])
+    sent = np.array([each[0].sent.min() for each in loads]) * keeps_sent
+    least = np.array([each[0].alive.min() for each in loads]), sent + 2.0 * depths * (ranks > 1)
     return _Ranks(
-        loads,
-        (home[0], home[-1]),
-        shares if shares is not None and shares.relieved(home[-1]) else None,
-        how_held(layout),
-        (float(loads[0].alive.min()), buffers),
+        early,
+        late,
+        depths,
+        np.array([(home[0], home[-1]) for home in homes]),
+        tuple(relieved),
+        np.array(holding),
+        np.stack(least, axis=1),
+    )
+
+
+def _some(each: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
+    """Return the ranks of the timetables that are kept; `of_unit` tells whose each one is."""
+    chosen = np.unique(of_unit[kept])
+    some = [each[unit] for unit in chosen.tolist()]
+    here = np.flatnonzero(np.isin(of_unit, chosen))
+    stays = np.isin(here, kept)
+    at = np.flatnonzero(np.repeat(stays, degree[here]))
+    early = Load.together([one.early for one in some]).of(at)
+    late = early
+    if any(one.late is not one.early for one in some):
+        late = Load.together([one.late for one in some]).of(at)
+    relieved = [shares for one in some for shares in one.relieved]
+    return _Ranks(
+        early,
+        late,
+        np.concatenate([one.depths for one in some])[stays],
+        np.concatenate([one.ends for one in some])[stays],
+        tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
+        np.concatenate([one.holding for one in some])[stays],
+        np.concatenate([one.least for one in some])[stays],
     )
