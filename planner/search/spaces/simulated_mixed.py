@@ -52,9 +52,9 @@ from planner.search.simulated_program import (
 from planner.search.simulated_proof import Effort
 from planner.search.spaces.group_stages import computing_problem
 from planner.search.spaces.mixed import MixedSpace
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Instance, priced
-from planner.solver.unequal.unequal import least_s, solve_unequal
-from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.solver.solve import least_s, solve
 from planner.tolerances import EQUAL, ROUNDING
 
 MOST_MOVES = 120
@@ -191,14 +191,14 @@ class SimulatedMixed(MixedSpace):
         each = (least_s(one, frontiers=self.frontiers) for one in self.problems(layout))
         return max(each) + self.step_s(layout)
 
-    def problems(self, layout: Layout) -> tuple[UnequalInstance, ...]:
+    def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
         if layout not in self._known_instances:
             self._known_instances[layout] = self._problems(layout)
-        found: tuple[UnequalInstance, ...] = self._known_instances[layout]
+        found: tuple[GraphInstance, ...] = self._known_instances[layout]
         return found
 
-    def _problems(self, layout: Layout) -> tuple[UnequalInstance, ...]:
+    def _problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         m, chains = layout.micro_batches, self._own_chains(layout)
         stages = np.array(list(self.costs.stages_of(layout).values()))
         whole_s = np.array(
@@ -228,7 +228,9 @@ class SimulatedMixed(MixedSpace):
             }
             problem = computing_problem(self.costs, layout, priced_chains)
             # Sums of bytes are no more than what ranks hold, and quicker.
-            types = tuple(replace(one, used_bytes=None) for one in problem.types)
+            types = tuple(
+                replace(one, chain=replace(one.chain, used_bytes=None)) for one in problem.types
+            )
             found.append(replace(problem, types=types))
         return tuple(found)
 
@@ -273,7 +275,7 @@ class SimulatedMixed(MixedSpace):
             search.improve(each, MOST_MOVES)
         return search.best
 
-    def simulated(self, layout: Layout, split: UnequalSolution) -> Ranked:
+    def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
         """Return the plan of a split; those that fit are kept."""
         closed_s = split.split.objective_s + max(
             costs.step_s for costs in self.costs.costs(layout).values()
@@ -348,10 +350,10 @@ class _Layout:
         self._space, self._layout = space, layout
         self._limit_s = cutoff_s * (1 - EQUAL)
         self.best: Ranked | None = None
-        self._split: UnequalSolution | None = None
+        self._split: GraphSolution | None = None
         """That of the best plan."""
 
-    def _try(self, split: UnequalSolution) -> float:
+    def _try(self, split: GraphSolution) -> float:
         """Simulate a split and return its step; inf if it does not fit."""
         plan = self._space.simulated(self._layout, split)
         step_s = plan.prediction.step_time_s
@@ -371,20 +373,18 @@ class _Layout:
         step_s = space.step_s(layout)
         low_s = 0.0
         for problem in space.problems(layout):
-            answer = solve_unequal(
-                problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers
-            )
+            answer = solve(problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers)
             if isinstance(answer, Infeasible):
                 return math.inf
-            if isinstance(answer, UnequalSolution):
+            if isinstance(answer, GraphSolution):
                 low_s = max(low_s, answer.split.lower_bound_s + step_s)
                 self._try(self._closed(answer))
             else:
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        closed_form = solve_unequal(space.own.instance(layout), frontiers=space.frontiers)
-        if isinstance(closed_form, UnequalSolution):
+        closed_form = solve(space.own.instance(layout), frontiers=space.frontiers)
+        if isinstance(closed_form, GraphSolution):
             self._try(closed_form)
         return low_s
 
@@ -427,7 +427,7 @@ class _Layout:
         while self._split is not None:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
-            for order, numbers in moves(split.order, sizes):
+            for order, numbers in moves(split.types, sizes):
                 moved = self._fastest(each, order, numbers)
                 if moved is None:
                     continue
@@ -442,7 +442,7 @@ class _Layout:
 
     def _fastest(
         self, each: Sequence[OnGroup], order: Sequence[int], sizes: Sequence[int]
-    ) -> UnequalSolution | None:
+    ) -> GraphSolution | None:
         """Return the split into ranks of these types and sizes, each at its fastest that fits."""
         cuts = [0, *itertools.accumulate(sizes)]
         options: list[int] = []
@@ -455,9 +455,9 @@ class _Layout:
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
         return closed(self._space, self._layout, order, cuts, options)
 
-    def _closed(self, found: UnequalSolution) -> UnequalSolution:
+    def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
-        return closed(self._space, self._layout, found.order, found.split.cuts, found.split.options)
+        return closed(self._space, self._layout, found.types, found.split.cuts, found.split.options)
 
 
 def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -490,15 +490,13 @@ def closed(
     order: Sequence[int],
     cuts: Sequence[int],
     options: Sequence[int],
-) -> UnequalSolution:
+) -> GraphSolution:
     """Return a split of a chain with what it takes in the closed form."""
-    problem: UnequalInstance = space.own.instance(layout)
-    split = priced(problem.in_order(order, cuts), tuple(cuts), tuple(options))
-    return UnequalSolution(
-        names=tuple(one.name for one in problem.types),
-        order=tuple(order),
-        split=split,
-        layers=tuple(range(len(problem.layers))),
+    problem: GraphInstance = space.own.instance(layout)
+    layers = tuple(range(len(problem.chain.layers)))
+    split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
+    return GraphSolution(
+        problem=problem, order=layers, types=tuple(order), split=split, method="chain"
     )
 
 
@@ -650,7 +648,7 @@ class TypedChoices:
     def optimum(
         self,
         limit_s: float,
-        tried: Callable[[UnequalSolution], float],
+        tried: Callable[[GraphSolution], float],
         *,
         actions: int,
         nodes: int,
@@ -727,7 +725,7 @@ class TypedProgram(Program):
         placed: Typed,
         *,
         numbers: Sequence[int],
-        closed: Callable[[Sequence[int], Sequence[int], Sequence[int]], UnequalSolution],
+        closed: Callable[[Sequence[int], Sequence[int], Sequence[int]], GraphSolution],
     ) -> None:
         """`numbers` [type] are its ranks; `closed` is a split by types, cuts and options."""
         super().__init__(candidates, layout, instance, columns, placed)
