@@ -127,7 +127,7 @@ def binding(
     kept: Floats,
     least_stored: Floats,
     most_stored: Floats,
-    depths: Floats | int,
+    depths: NDArray[np.intp] | int,
 ) -> Load:
     """Return of every rank the moment at which like layers need more room; figures are [rank].
 

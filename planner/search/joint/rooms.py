@@ -73,10 +73,8 @@ class ChainFigures:
     figures: KindFigures
     """Arrays [setting]."""
     members: Indices
-    """[division, loss] Settings that differ in how the last layer computes the loss, each with the
-    least figures of all places; layouts of a division may have any of them."""
-    settings: Indices
-    """[division, place and loss] All settings of the layouts of a division."""
+    """[division, loss] Settings that differ in how the last layer computes the loss; layouts of a
+    division may have any of them."""
     fastest_s: Floats
     """[kind, division]"""
     credits_s: Floats
