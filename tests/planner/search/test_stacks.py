@@ -31,7 +31,7 @@ from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
 from planner.search.layer_options import recomputes_of
 from planner.search.ranked import ranked
-from planner.search.simulated_program import choices_of
+from planner.search.simulated_program import of_chain
 from planner.search.space import layouts
 from planner.solver.instance import fits, priced
 from planner.solver.requirements import read_requirements
@@ -314,7 +314,7 @@ def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
             (one.prediction.step_time_s for one in steps_s if one.prediction.fits),
             default=math.inf,
         )
-        choices = choices_of(candidates, layout, 1e3, ways=20_000)
+        choices = of_chain(candidates, layout, 1e3, ways=20_000)
         if choices is not None and fastest_s < math.inf:
             ratios.append(choices.cut_s(1e3) / fastest_s)
     assert ratios
