@@ -77,6 +77,7 @@ class SimulatedGraph(GraphSpace):
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(SimulatedCandidates.of(own.candidates))
         self.own, self.tried = own, tried
+        self.repeats = own.candidates.repeats
         self._closed_form_s = closed_form_s
 
     @property
@@ -87,8 +88,9 @@ class SimulatedGraph(GraphSpace):
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory and cuts ignored."""
-        least_s = self.candidates.communication_s(layout)
-        return least_s if layout.pipeline > 1 else max(least_s, self._closed_form_s)
+        if layout.pipeline == 1:
+            return max(self._closed_form_s, self.own.candidates.communication_s(layout))
+        return self.candidates.communication_s(layout)
 
     def problems(self, layout: Layout) -> Iterator[GraphInstance]:
         """Yield problems none of whose optima is above the least simulated step; see the head."""
