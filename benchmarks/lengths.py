@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fake_memory import Case
-from planner.costs.caching_allocator import Block, CachingAllocator
+from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
 from planner.document import write_text
 from planner.units import bytes_text
 from runtime.rehearsal import changes
@@ -66,7 +66,7 @@ def replayed(traces: Sequence[Trace], *, expandable: bool) -> CachingAllocator:
     allocator = CachingAllocator(expandable=expandable)
     allocator.allocate(traces[0][0])
     for _, step in traces:
-        held: dict[int, tuple[Block, int]] = {}
+        held: dict[int, tuple[MemoryBlock, int]] = {}
         for tensor, change in step:
             size = change
             if tensor in held:

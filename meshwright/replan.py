@@ -99,6 +99,8 @@ def _allowed(wanted: Plan) -> frozenset[Allowance]:
         allowed.add("offload")
     if wanted.gradient_wire != "full" or "compress" in treated:
         allowed.add("compress")
+    if wanted.tensor_overlap != "none":
+        allowed.add("async-tensor")
     return frozenset(allowed)
 
 

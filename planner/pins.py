@@ -29,9 +29,10 @@ from planner.solver.requirements import Requirement
 from planner.stack_space import Space
 from planner.units import MOST_SAMPLES, MOST_TOKENS, whole_number
 
-Allowance = Literal["stale", "compress", "offload"]
+Allowance = Literal["stale", "compress", "offload", "async-tensor"]
 """What must be asked for.  Weights one step old, 8-bit activations and gradients change the
-arithmetic of training; to offload does not, but the search takes longer."""
+arithmetic of training; to offload does not, but the search takes longer, and asynchronous tensor
+parallelism needs devices that share memory, which no cluster document says."""
 SHORT_NAMES = {
     "tp": "tensor",
     "cp": "context",

@@ -483,6 +483,11 @@ class Plan(Document):
             raise ValueError(
                 "shares: need mesh.pipeline 1 and zero 0 or 1; others talk in every micro-batch"
             )
+        if self.zero and self.offload == "parameters":
+            raise ValueError(
+                "shares: with offload parameters need zero 0; ranks that divide parameters gather "
+                "them in every micro-batch"
+            )
         if self.zero and min(counts) == 1 < max(counts):
             raise ValueError(
                 "shares: with zero 1 none may be 1 while others are more; the last micro-batch of "

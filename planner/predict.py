@@ -373,7 +373,7 @@ def placement_prediction(
         assumptions=(
             *((basis,) if basis is not None else ()),
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
-            *seats.assumptions,
+            *seats.assumptions([on_host[rank] > 0 for rank in home]),
             *unknown(tables.cluster, layout, on_host),
             *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),

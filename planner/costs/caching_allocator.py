@@ -2,9 +2,10 @@
 
 A size is rounded to 512 bytes.  Up to 1 MiB it comes from segments of 2 MiB, below 10 MiB from
 segments of 20 MiB, and from there on from a segment of its own, rounded to 2 MiB.  A request takes
-the smallest free block of its pool that is large enough, and leaves the rest of it free if that is
-at least 512 bytes of a small pool, more than 1 MiB of a large one; else a new segment is asked of
-the device.  Free neighbours within a segment are joined, segments are kept.
+the smallest free block of its pool that is large enough, of several the one with the lowest
+address, and leaves the rest of it free if that is at least 512 bytes of a small pool, more than
+1 MiB of a large one; else a new segment is asked of the device.  Free neighbours within a segment
+are joined, segments are kept.
 
 With expandable segments each pool is one segment that grows by whole pages, of 2 MiB in the small
 pool and 20 MiB in the large one, so that what is free at its end counts towards a larger request.
@@ -33,14 +34,16 @@ OWN_ROUNDED = 2 * MIB
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a segment, between its neighbours."""
 
     size: int
+    address: int
+    """Rising with every byte that its pool reserves."""
     pool: _Pool
     free: bool = True
-    before: Block | None = None
-    behind: Block | None = None
+    before: MemoryBlock | None = None
+    behind: MemoryBlock | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -48,24 +51,24 @@ class _Pool:
     """Free blocks by size; small requests and large ones have a pool each."""
 
     small: bool
-    blocks: list[Block] = field(default_factory=list)
-    end: Block | None = None
+    blocks: list[MemoryBlock] = field(default_factory=list)
+    end: MemoryBlock | None = None
     """The last block of the segment that expands."""
 
-    def insert(self, block: Block) -> None:
+    def insert(self, block: MemoryBlock) -> None:
         insort(self.blocks, block, key=_order)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         self.blocks.pop(bisect_left(self.blocks, _order(block), key=_order))
 
-    def smallest(self, size: int) -> Block | None:
+    def smallest(self, size: int) -> MemoryBlock | None:
         """Return and remove the smallest free block of so many bytes or more."""
         at = bisect_left(self.blocks, (size, 0), key=_order)
         return self.blocks.pop(at) if at < len(self.blocks) else None
 
 
-def _order(block: Block) -> tuple[int, int]:
-    return block.size, id(block)
+def _order(block: MemoryBlock) -> tuple[int, int]:
+    return block.size, block.address
 
 
 class CachingAllocator:
@@ -87,7 +90,7 @@ class CachingAllocator:
         self._expandable = expandable
         self._small, self._large = _Pool(small=True), _Pool(small=False)
 
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int) -> MemoryBlock:
         """Return the block of a tensor of so many bytes."""
         size = -(-max(size_bytes, 1) // ROUNDED) * ROUNDED
         pool = self._small if size <= SMALL else self._large
@@ -100,7 +103,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Give a tensor's block back to its pool, joined with free neighbours."""
         self.allocated_bytes -= block.size
         block.free = True
@@ -114,7 +117,7 @@ class CachingAllocator:
         """Return the sizes of free blocks, those of the small pool first."""
         return [block.size for pool in (self._small, self._large) for block in pool.blocks]
 
-    def _new(self, pool: _Pool, size: int) -> Block:
+    def _new(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return a block of new memory of the device, whose rest is the caller's to split off."""
         if self._expandable:
             return self._grown(pool, size)
@@ -124,29 +127,37 @@ class CachingAllocator:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // OWN_ROUNDED) * OWN_ROUNDED
+        address = self.reserved_bytes
         self.reserved_bytes += segment
-        return Block(size=segment, pool=pool)
+        return MemoryBlock(size=segment, address=address, pool=pool)
 
-    def _grown(self, pool: _Pool, size: int) -> Block:
+    def _grown(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return the end of the pool's one segment, with as many pages as are missing."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         last = pool.end
         there = last.size if last is not None and last.free else 0
         pages = -(-(size - there) // page) * page
+        address = self.reserved_bytes
         self.reserved_bytes += pages
         if last is not None and last.free:
             pool.remove(last)
             last.size += pages
             return last
-        block = Block(size=pages, pool=pool, before=last)
+        block = MemoryBlock(size=pages, address=address, pool=pool, before=last)
         if last is not None:
             last.behind = block
         pool.end = block
         return block
 
 
-def _split(block: Block, size: int) -> None:
-    rest = Block(size=block.size - size, pool=block.pool, before=block, behind=block.behind)
+def _split(block: MemoryBlock, size: int) -> None:
+    rest = MemoryBlock(
+        size=block.size - size,
+        address=block.address + size,
+        pool=block.pool,
+        before=block,
+        behind=block.behind,
+    )
     if block.behind is not None:
         block.behind.before = rest
     block.behind, block.size = rest, size
@@ -155,10 +166,10 @@ def _split(block: Block, size: int) -> None:
     block.pool.insert(rest)
 
 
-def _join(block: Block, other: Block) -> None:
+def _join(block: MemoryBlock, other: MemoryBlock) -> None:
     block.size += other.size
     if block.before is other:
-        block.before = other.before
+        block.before, block.address = other.before, other.address
         if other.before is not None:
             other.before.behind = block
     else:

@@ -21,7 +21,7 @@ sync_s; `planner.costs.layer_parts` tells how much of what is sent is seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,8 @@ class LayoutCosts:
     host_share: float
     """Of a host's memory, what may be filled."""
     assumptions: tuple[Assumption, ...]
+    host_assumptions: tuple[Assumption, ...]
+    """What is assumed beside where something lies on the host."""
 
 
 class CostTables:
@@ -215,6 +217,7 @@ class CostTables:
             workspace_bytes=self._workspace_bytes,
             host_share=usable_share(self._rates.stack, layout.offload),
             assumptions=shared.assumptions,
+            host_assumptions=shared.host_assumptions,
         )
 
     @property
@@ -387,8 +390,8 @@ class CostTables:
             assumptions=(
                 *self._figures.assumptions(setting, layout),
                 *self._assumptions,
-                *self._of_host(layout),
             ),
+            host_assumptions=tuple(host_assumptions(self.cluster, layout.offload)),
         )
 
     def parts(self, kind: str, layout: Layout, *, linked: bool) -> tuple[StrategyParts, ...]:
@@ -416,10 +419,6 @@ class CostTables:
         if layout.pipeline == 1 and self._rates.stack.host.actions == "pipeline":
             return 0.0
         return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
-
-    def _of_host(self, layout: Layout) -> Iterator[Assumption]:
-        if layout.offload != "none" or "offload" in self.activations:
-            yield from host_assumptions(self.cluster)
 
     def _recorded_bytes(self, layout: Layout, setting: Setting) -> float:
         """Return what a pass of all blocks holds back; of scripts nothing is known."""
@@ -489,6 +488,7 @@ class _Shared:
     reduce_bytes: float
     recorded_bytes: float
     assumptions: tuple[Assumption, ...]
+    host_assumptions: tuple[Assumption, ...]
 
 
 def counted_by_rank(layout: Layout) -> bool:

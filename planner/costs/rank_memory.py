@@ -8,20 +8,26 @@ planner.costs.calibration says.  While an action runs, its stage holds what the 
 stored, what those behind have left for W, and the working memory of one of them.  There gradients
 and gathered parameters count whole at any time, since torch's pipelining keeps both from a stage's
 first backward to the end of the step.
+
+Bytes of layers are numbers, or arrays that hold them for many ways to run the same layers at once;
+then so is what is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache, reduce
+from typing import Protocol, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import LayerBytes, StrategyParts
 from planner.fullest import Moments, moments
+from planner.layers.operator_table import either, larger, smaller
 from planner.plan import Layout
 from planner.schedule import Order
 from planner.schedules import Shape
@@ -192,16 +198,16 @@ def _of_one(
     if passing is not None:
         buffers = passing.kept_bytes(sent=costs.keeps_sent) * alive + passing.widest_bytes * 2
     elif not (first and last):
-        received = 0 if first or not layers or not layers[0].receives else 1
-        sent = 0 if last else int(costs.keeps_sent)
-        buffers = ((received + sent) * alive + 2) * costs.boundary_bytes
+        ends = _ends(layers, first=first, last=last, keeps_sent=costs.keeps_sent)
+        buffers = (ends * alive + 2) * costs.boundary_bytes
     replacing = alive == layout.micro_batches
     peaks = [*_moments(layers, alive, replacing=replacing)]
     # The optimizer's moment.
-    flat = min(sum(layer.flat for layer in layers), costs.flat_bytes_at_most)
+    flat = smaller(sum(layer.flat for layer in layers), costs.flat_bytes_at_most)
     made = sum(layer.gradients for layer in layers)
-    peaks.append((0.0, made, 0.0, streamed_bytes(layers) + max(0.0, flat)))
-    gathered, gradients, activations, transient = max(peaks, key=sum)
+    nothing = 0.0 * made
+    peaks.append((nothing, made, nothing, streamed_bytes(layers) + larger(0.0, flat)))
+    gathered, gradients, activations, transient = _fullest(peaks)
     return {
         "parameters": sum(layer.parameters for layer in layers) + gathered,
         "gradients": gradients + sum(layer.gradient_buffers for layer in layers),
@@ -230,21 +236,37 @@ def _moments(
     stored = sum(layer.stored for layer in layers)
     copies = behind_copies = sum(layer.gathered for layer in layers)
     gradients = behind = sum(layer.gradients for layer in layers)
+    nothing = 0.0 * stored
     before = (alive - 1) * stored
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
-        before += layer.stored
+        before = before + layer.stored
         # Sums taken in two orders differ in the last bits.
-        behind = max(0.0, behind - layer.gradients)
-        behind_copies = max(0.0, behind_copies - layer.gathered)
+        behind = larger(0.0, behind - layer.gradients)
+        behind_copies = larger(0.0, behind_copies - layer.gathered)
         forward = layer.forward + beside
         backward = layer.backward + beside
         if not replacing:
-            yield behind_copies, gradients, before, max(forward, backward)
+            yield behind_copies, gradients, before, larger(forward, backward)
             continue
-        yield 0.0, 0.0, before, forward
+        yield nothing, nothing, before, forward
         yield behind_copies, behind, before, backward
         if alive > 1:
             yield copies, gradients, before - stored, backward
+
+
+def _fullest(moments: ArrayLike) -> list[float]:
+    """[part] Bytes of the moment with most of them, the first of several; of [moment, part]."""
+    each = np.asarray(moments, dtype=float)
+    at = each.sum(axis=1).argmax(axis=0)
+    if each.ndim == 2:
+        return cast(list[float], each[at].tolist())
+    return list(each[at, :, np.arange(each.shape[2])].T)
+
+
+def _ends(layers: Layers, *, first: bool, last: bool, keeps_sent: bool) -> float:
+    """Return how many tensors that cross its ends a micro-batch in flight keeps on a stage."""
+    received = layers[0].receives * (not first) if layers else 0
+    return received + (0 if last else int(keeps_sent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +285,9 @@ class StageBytes:
     host: float
     stored: float
     kept: float
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    input_backward: tuple[float, float]
+    forward: list[float]
+    backward: list[float]
+    input_backward: list[float]
     buffers: float
 
 
@@ -273,15 +295,20 @@ def parts_of_several(
     layout: Layout, held: Sequence[StageBytes], rank: int, *, boundary_bytes: float
 ) -> dict[str, float]:
     """Return the peak of a rank of several stages in their order, or of split backwards."""
-    found = moments(
-        layout.schedule,
-        rank,
-        ranks=layout.pipeline,
-        micro_batches=layout.micro_batches,
-        virtual_stages=layout.virtual_stages,
+    found = _distinct(
+        moments(
+            layout.schedule,
+            rank,
+            ranks=layout.pipeline,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
     )
-    streamed = _streamed_bytes(max(one.bucket for one in held), sum(one.host for one in held))
-    activations, transient, buffers = max(_at_most(found, held), (0.0, streamed, 0.0), key=sum)
+    bucket = _largest(one.bucket for one in held)
+    streamed = _streamed_bytes(bucket, sum(one.host for one in held))
+    nothing = 0.0 * streamed
+    peaks = [_at_most(found, held), (nothing, streamed, nothing)]
+    activations, transient, buffers = _fullest(peaks)
     return {
         "parameters": sum(one.parameters for one in held),
         "gradients": sum(one.gradients for one in held),
@@ -292,46 +319,55 @@ def parts_of_several(
     }
 
 
-def _at_most(found: Moments, held: Sequence[StageBytes]) -> tuple[float, float, float]:
-    """Return (activations, working memory, buffers of micro-batches in flight) at the peak."""
-    acting = np.array(
-        [[one.forward, one.backward, one.input_backward, (0.0, 0.0)] for one in held]
-    )[found.place, found.kind]
+@lru_cache(maxsize=1 << 12)
+def _distinct(found: Moments) -> Moments:
+    """Return the moments that differ from one another."""
+    rows = np.column_stack([found.place, found.kind, found.beside, found.waiting, found.holding])
+    _, at = np.unique(rows, axis=0, return_index=True)
+    at.sort()
+    return Moments(
+        found.place[at], found.kind[at], found.beside[at], found.waiting[at], found.holding[at]
+    )
+
+
+def _at_most(found: Moments, held: Sequence[StageBytes]) -> list[float]:
+    """[part] Activations, working memory and buffers of micro-batches in flight at the peak."""
+    nothing = np.zeros_like(held[0].forward)
+    acting = np.array([[one.forward, one.backward, one.input_backward, nothing] for one in held])[
+        found.place, found.kind
+    ]
     activations = found.beside @ np.array([one.stored for one in held])
     activations += found.waiting @ np.array([one.kept for one in held])
     activations += acting[:, 0]
     buffers = found.holding @ np.array([one.buffers for one in held])
-    most = int((activations + acting[:, 1] + buffers).argmax())
-    return float(activations[most]), float(acting[most, 1]), float(buffers[most])
+    return _fullest(np.stack([activations, acting[:, 1], buffers], axis=1))
 
 
 def stage_bytes(
     layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
 ) -> StageBytes:
     """Return what a stage holds; it may be the first or the last of the model."""
-    so_far, behind = 0.0, sum(layer.kept for layer in layers)
-    kept = behind
-    forward = backward = input_backward = (0.0, 0.0)
+    kept = behind = sum(layer.kept for layer in layers)
+    so_far = nothing = 0.0 * kept
+    forward, backward, input_backward = ([(nothing, nothing)] for _ in range(3))
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
-        so_far += layer.stored
-        behind -= layer.kept
-        forward = max(forward, (so_far, layer.forward + beside), key=sum)
-        backward = max(backward, (so_far, layer.backward + beside), key=sum)
-        input_backward = max(input_backward, (so_far + behind, layer.input + beside), key=sum)
-    received = 0 if first or not layers or not layers[0].receives else 1
-    sent = 0 if last else int(keeps_sent)
+        so_far = so_far + layer.stored
+        behind = behind - layer.kept
+        forward.append((so_far, layer.forward + beside))
+        backward.append((so_far, layer.backward + beside))
+        input_backward.append((so_far + behind, layer.input + beside))
     return StageBytes(
         parameters=sum(layer.parameters + layer.gathered for layer in layers),
         gradients=sum(layer.gradients + layer.gradient_buffers for layer in layers),
         optimizer=sum(layer.optimizer for layer in layers),
-        bucket=max((layer.bucket for layer in layers), default=0.0),
+        bucket=_largest(layer.bucket for layer in layers),
         host=sum(layer.host for layer in layers),
         stored=so_far,
         kept=kept,
-        forward=forward,
-        backward=backward,
-        input_backward=input_backward,
-        buffers=(received + sent) * boundary_bytes,
+        forward=_fullest(forward),
+        backward=_fullest(backward),
+        input_backward=_fullest(input_backward),
+        buffers=_ends(layers, first=first, last=last, keeps_sent=keeps_sent) * boundary_bytes,
     )
 
 
@@ -341,7 +377,7 @@ def moving_beside(layers: Layers) -> list[float]:
     Only offloaded layers leave or fetch anything while another one runs.
     """
     before = [0.0, *(layer.moving for layer in layers)][: len(layers)]
-    return [size if layer.offloaded else 0.0 for layer, size in zip(layers, before, strict=True)]
+    return [either(layer.offloaded, size, 0.0) for layer, size in zip(layers, before, strict=True)]
 
 
 def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> float:
@@ -364,9 +400,13 @@ def host_bytes(stages: Mapping[int, Sequence[StrategyParts]], order: Order) -> f
 
 def streamed_bytes(layers: Layers) -> float:
     """Return the most bytes of moments from the host that the optimizer's step has at a time."""
-    bucket = max((layer.bucket for layer in layers), default=0.0)
+    bucket = _largest(layer.bucket for layer in layers)
     return _streamed_bytes(bucket, sum(layer.host for layer in layers))
 
 
+def _largest(sizes: Iterable[float]) -> float:
+    return reduce(larger, sizes, 0.0)
+
+
 def _streamed_bytes(bucket: float, host: float) -> float:
-    return min(BUCKETS * bucket, host)
+    return smaller(BUCKETS * bucket, host)

@@ -26,7 +26,7 @@ from planner.costs.memory import StateTypes, updated_bytes
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
 from planner.layers.routing import Routing
-from planner.plan import Job, Layout
+from planner.plan import Job, Layout, Offload
 from planner.prediction import Assumption
 from planner.profile import Calibration, Overheads, Profile
 from planner.stack import Stack
@@ -247,7 +247,7 @@ def rates(
     )
 
 
-def host_assumptions(cluster: ClusterSpec) -> Iterator[Assumption]:
+def host_assumptions(cluster: ClusterSpec, offload: Offload) -> Iterator[Assumption]:
     """Yield what is taken for granted of the host, for layouts that offload to it."""
     group = cluster.groups[0]
     if group.accelerator.kind == "cpu":
@@ -260,6 +260,8 @@ def host_assumptions(cluster: ClusterSpec) -> Iterator[Assumption]:
         provenance="quoted",
         source=group.accelerator.sources.get("host_link_bytes_per_s", "cluster document"),
     )
+    if offload != "parameters":
+        return
     memory = group.host_memory_bytes_per_s
     yield Assumption(
         what=f"host memory of {bytes_text(memory or USUAL_HOST_MEMORY_BYTES_PER_S)}/s per node, of "

@@ -37,11 +37,16 @@ class Seats:
     stages: tuple[Seat, ...]
     transfer_s: tuple[float, ...]
 
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What was not measured of any stage's costs, each once."""
-        every = (assumption for seat in self.stages for assumption in seat.costs.assumptions)
-        return tuple(dict.fromkeys(every))
+    def assumptions(self, on_host: Sequence[bool]) -> tuple[Assumption, ...]:
+        """Return what was not measured of any stage's costs, each once.
+
+        `on_host` [stage] says whether anything of it lies on the host.
+        """
+        every: dict[Assumption, None] = {}
+        for seat, there in zip(self.stages, on_host, strict=True):
+            every |= dict.fromkeys(seat.costs.assumptions)
+            every |= dict.fromkeys(seat.costs.host_assumptions if there else ())
+        return tuple(every)
 
 
 def alike(tables: CostTables, layout: Layout) -> Seats:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from planner.costs.caching_allocator import Block, CachingAllocator
+from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
 from planner.layers.operator_table import Table
 from planner.profile import Recompute
 
@@ -38,14 +38,14 @@ class _Device:
         self._main, self._gathers = CachingAllocator(), CachingAllocator()
         self.peak_bytes = 0
 
-    def take(self, size_bytes: float, *, gathered: bool = False) -> Block:
+    def take(self, size_bytes: float, *, gathered: bool = False) -> MemoryBlock:
         allocator = self._gathers if gathered else self._main
         block = allocator.allocate(int(size_bytes))
         both = self._main.allocated_bytes + self._gathers.allocated_bytes
         self.peak_bytes = max(self.peak_bytes, both)
         return block
 
-    def free(self, *blocks: Block, gathered: bool = False) -> None:
+    def free(self, *blocks: MemoryBlock, gathered: bool = False) -> None:
         for block in blocks:
             (self._gathers if gathered else self._main).free(block)
 
@@ -62,7 +62,7 @@ def reserved_beside_bytes(
     `logits` are a rank's own of one micro-batch, `bytes_per_logit` the loss's peak.
     """
     device = _Device()
-    units: list[Block] = []
+    units: list[MemoryBlock] = []
 
     def gather(block: Replayed, *, most: int = 2) -> None:
         while len(units) >= most:
@@ -71,7 +71,7 @@ def reserved_beside_bytes(
             units.append(device.take(block.unit_bytes, gathered=True))
 
     inputs = [device.take(blocks[0].table.input_bytes)]
-    kept: list[dict[str, Block]] = []
+    kept: list[dict[str, MemoryBlock]] = []
     for block in blocks:
         gather(block)
         table = block.table
@@ -95,11 +95,11 @@ def reserved_beside_bytes(
 
 
 def _forward(
-    device: _Device, table: Table, kept: Collection[str], there: dict[str, Block]
-) -> dict[str, Block]:
+    device: _Device, table: Table, kept: Collection[str], there: dict[str, MemoryBlock]
+) -> dict[str, MemoryBlock]:
     """Run a block's operators; return what is kept of those results that were not `there`."""
     last = {name: at for at, op in enumerate(table.operators) for name in (*op.inputs, *op.holds)}
-    live: dict[str, Block] = {}
+    live: dict[str, MemoryBlock] = {}
     for at, operator in enumerate(table.operators):
         work = device.take(operator.workspace_bytes) if operator.workspace_bytes else None
         for name, size in operator.outputs.items():
@@ -113,7 +113,9 @@ def _forward(
     return live
 
 
-def _loss(device: _Device, logits: float, bytes_per_logit: float, gradient_bytes: float) -> Block:
+def _loss(
+    device: _Device, logits: float, bytes_per_logit: float, gradient_bytes: float
+) -> MemoryBlock:
     """Run the output projection and its loss both ways; return the gradient of their input."""
     narrow = device.take(2 * logits)
     first = device.take(FP32 * logits)
@@ -127,7 +129,9 @@ def _loss(device: _Device, logits: float, bytes_per_logit: float, gradient_bytes
     return gradient
 
 
-def _backward(device: _Device, table: Table, live: dict[str, Block], gradient: Block) -> Block:
+def _backward(
+    device: _Device, table: Table, live: dict[str, MemoryBlock], gradient: MemoryBlock
+) -> MemoryBlock:
     """Run a block's backward, which lets go of what it kept; return the gradient of its input."""
     first: dict[str, int] = {}
     for at, operator in enumerate(table.operators):

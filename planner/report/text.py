@@ -88,7 +88,9 @@ def job_text(job: Job) -> str:
 def why_text(choices: Sequence[Alternative]) -> str:
     """Return why the first of some plans was chosen, and what the usual ones take beside it."""
     chosen, *others = choices
-    if chosen.more > 0:
+    if 0 < chosen.more < ROUNDED:
+        parts = ["the simplest of the fastest plans"]
+    elif chosen.more > 0:
         parts = [f"the simplest within {_percent(chosen.more)} of the fastest"]
     else:
         parts = ["the fastest that was found"]
@@ -190,7 +192,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
         else:
             text = (
                 f"none of {certificate.configurations:,} configurations takes less than "
-                f"{seconds_text(bound_s or 0.0)} a step (gap {_percent(gap or 0.0)})"
+                f"{seconds_text(bound_s or 0.0)} (gap {_percent(gap or 0.0)})"
             )
         yield Fact(label="proof", text=text if simulated else f"{text} in closed form")
 

@@ -60,6 +60,7 @@ from planner.search.space import (
     micro_batches,
     plainest,
     sharings,
+    tensor_overlaps,
     timetables,
 )
 from planner.solver import bounds
@@ -200,7 +201,8 @@ class Candidates:
             reason = self._refusal_of(plain)
             if reason is None:
                 saved = savings_of(plain, self.request, self._refusal_of)
-                yield from families(self.request, degrees, saved)
+                overlaps = tensor_overlaps(plain, self.request, self._refusal_of)
+                yield from families(self.request, degrees, saved, overlaps)
                 continue
             sizes = micro_batches(self.job, degrees, self.pins)
             shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}

@@ -56,9 +56,12 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
             f"no layout of {model.name} uses all {cluster.devices} devices and divides a global "
             f"batch of {job.global_batch}. {in_the_way}"
         )
+    below, left = divmod(job.global_batch, cluster.devices)
+    near = [str(count * cluster.devices) for count in (below, below + 1) if count]
+    such = f", such as {' or '.join(near)}" if left else ""
     divides = (
         f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
-        "ask for a global batch that the devices divide, or fix less"
+        f"ask for a global batch that the devices divide{such}, or fix less"
     )
     if not refused:
         return f"no layout of {model.name} {divides}"

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.peaks import Many, peaks_bytes, table_of
 from planner.costs.rank_memory import (
     Passing,
     StageBytes,
@@ -156,12 +155,13 @@ class RankProblem:
         else:
             entries = range(held[0], held[0] + len(held))
             stages = self._many_on(self._shares, rank, entries, options)
-        return peaks_bytes(self.costs, self.layout, stages, rank=rank, passing=passing)
+        parts = dynamic_parts(self.costs, self.layout, stages, rank=rank, passing=passing)
+        return np.broadcast_to(sum(parts.values()), len(options))
 
     def _many_on(
         self, shares: Shares, rank: int, entries: range, options: Indices
-    ) -> dict[int, Many]:
-        """Return what the layers of a rank's stages hold: [field, way, layer]."""
+    ) -> dict[int, list[LayerBytes]]:
+        """Return what the layers of a rank's stages hold, each figure an array [way]."""
         is_like = [shares.like(entry) for entry in entries]
         order = np.array(self._order)
         # An entry of a like layer has its choices as options.
@@ -177,16 +177,19 @@ class RankProblem:
             for stage, own in shares.seats(rank, entries).items()
         }
 
-    def _many_held(self, positions: Sequence[int], choices: Indices) -> Many:
-        """[field, way, layer] What layers hold, by their positions in the chain."""
-        kinds = [self._chain[at] for at in positions]
-        found = np.empty((len(LayerBytes._fields), *choices.shape))
-        for kind in dict.fromkeys(kinds):
-            if kind not in self._fields:
-                self._fields[kind] = table_of([part.layer_bytes for _, part in self._of(kind)])
-            own = [at for at, other in enumerate(kinds) if other == kind]
-            found[:, :, own] = self._fields[kind][:, choices[:, own]]
-        return found
+    def _many_held(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
+        """[layer] What layers hold, by their positions in the chain, each figure an array [way]."""
+        return [
+            LayerBytes(*self._fields_of(self._chain[at])[:, taken])
+            for at, taken in zip(positions, choices.T, strict=True)
+        ]
+
+    def _fields_of(self, kind: str) -> Floats:
+        """[field of `LayerBytes`, choice] What a layer of this kind holds."""
+        if kind not in self._fields:
+            each = [part.layer_bytes for _, part in self._of(kind)]
+            self._fields[kind] = np.array(each, dtype=float).T
+        return self._fields[kind]
 
     def _parts_of(self, rank: int, first: int, options: Sequence[int]) -> dict[str, float]:
         """Return bytes of a rank by cause; those of stages that are alike are counted once."""

@@ -6,11 +6,14 @@ how many layers of the chain's longest run of like layers it holds.  The space o
     the layers before that run lie on the first stage, those behind it on the last;
     of the n like layers on a rank, its stage c, in the order of the model, holds ⌊(n + c) / V⌋;
     a rank with the last stage and not the first has ⌊(a + c) / V⌋ in each of its stages but the
-    last, which holds the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, or
-    ⌊(n + c) / (V - 1)⌋ where that is less; no stage is empty.
+    last, which holds the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, the
+    layers before the run for one more, or ⌊(n + c) / (V - 1)⌋ where that is less; no stage is
+    empty.
 
 The first stage may hold the layers before the run alone, the last one those behind it: 126 like
 layers between an embedding and a head fill 128 stages (Llama 3, arXiv:2407.21783, section 3.3.2).
+With a block less at either end of 6 equal stages, two ranks have 6, 7, 7, 7, 7, 6 of 40 blocks
+(Megatron-LM, account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split).
 So the stages of a rank are equal up to one layer, and of every rank the same stages are the longer
 ones; the rank that also has the head of the model is relieved where the head is.  On a rank the
 layers that store less come first, since early stages have the most micro-batches in flight.
@@ -224,7 +227,7 @@ class Shares:
         virtual = self.virtual_stages
         if not self.relieved(rank):
             return [(number + at) // virtual for at in range(virtual)]
-        others = -(-(self.run.alike - number) // (self.ranks - 1))
+        others = -(-(self.run.alike - number + (self.run.before > 0)) // (self.ranks - 1))
         sizes = [max(1, (others + at) // virtual) for at in range(virtual - 1)]
         if sum(sizes) > number:
             sizes = [(number + at) // (virtual - 1) for at in range(virtual - 1)]

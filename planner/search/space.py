@@ -14,7 +14,7 @@ out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
@@ -225,6 +225,8 @@ class Family:
             replicate=sharing.replicate,
             saving=self.savings[0],
             chunked=self.losses[0] is not None,
+            compiled=self.compile != "none",
+            overlap=self.tensor_overlap,
             micro_batch=self.micro_batch,
         )
 
@@ -372,7 +374,10 @@ def sharings(degrees: Degrees, pins: Pins, *, space: Space = EVERYTHING) -> list
 
 
 def families(
-    request: Request, degrees: Degrees, saved: tuple[Saving, ...] = (Saving(),)
+    request: Request,
+    degrees: Degrees,
+    saved: tuple[Saving, ...] = (Saving(),),
+    overlaps: tuple[TensorOverlap, ...] = ("none",),
 ) -> Iterator[Family]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
@@ -403,7 +408,11 @@ def families(
             if waits and weighs_compilation(request, way[0]):
                 every.setdefault(("none", way[1]), []).append(one)
         for (blocks, each), alike in every.items():
-            for place, found in shared.items():
+            for place, found, overlap in (
+                (*one, overlap) for one in shared.items() for overlap in overlaps
+            ):
+                if overlap != "none" and blocks == "none" and request.pins.compile is None:
+                    continue
                 yield Family(
                     degrees=degrees,
                     micro_batch=size,
@@ -415,7 +424,7 @@ def families(
                     sequence_parallel=divided,
                     losses=each,
                     compile=blocks,
-                    tensor_overlap=tensor_overlap(request, degrees),
+                    tensor_overlap=overlap,
                     scales=request.scales,
                     weight_wire=weight_wire(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
@@ -427,7 +436,7 @@ def plainest(request: Request, degrees: Degrees) -> Layout:
     job, pins = request.job, request.pins
     whole = (1, job.global_batch // degrees.data)
     size, count = (micro_batches(job, degrees, pins) or [whole])[-1]
-    overlap = tensor_overlap(request, degrees)
+    overlap = (pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
     return Layout(
         tensor=degrees.tensor,
         context=degrees.context,
@@ -542,9 +551,19 @@ def gpus(request: Request) -> bool:
     return all(one.accelerator.kind in ("cuda", "rocm") for one in request.cluster.groups)
 
 
-def tensor_overlap(request: Request, degrees: Degrees) -> TensorOverlap:
-    """Return how collectives of tensor parallelism run: as one at a time, if nobody asks."""
-    return (request.pins.tensor_overlap if degrees.tensor > 1 else None) or "none"
+def tensor_overlaps(
+    plain: Layout, request: Request, refusal: Callable[[Layout], str | None]
+) -> tuple[TensorOverlap, ...]:
+    """Return how collectives of tensor parallelism may run: one at a time, if nobody asks.
+
+    `refusal` tells why a layout like the `plain` one does not run.
+    """
+    if plain.tensor == 1 or request.pins.tensor_overlap is not None:
+        return (plain.tensor_overlap,)
+    if "async-tensor" not in request.pins.allowed or "async" not in request.space.tensor_overlaps:
+        return ("none",)
+    overlapped = replace(plain, compile="block", tensor_overlap="async")
+    return ("none",) if refusal(overlapped) else ("none", "async")
 
 
 def weight_wire(request: Request) -> WeightWire:
@@ -618,6 +637,8 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         replicate=layout.data_replicate,
         saving=Saving(layout.offload, layout.gradient_wire),
         chunked=layout.loss is not None,
+        compiled=layout.compile != "none",
+        overlap=layout.tensor_overlap,
         micro_batch=layout.micro_batch,
     )
 
@@ -630,6 +651,8 @@ def _complexity(
     replicate: int,
     saving: Saving,
     chunked: bool,
+    compiled: bool,
+    overlap: TensorOverlap,
     micro_batch: int,
 ) -> tuple[int, ...]:
     return (
@@ -646,6 +669,8 @@ def _complexity(
         sharing.prefetch,
         sharing.reshard or 0,
         chunked,
+        compiled,
+        overlap != "none",
         *_axes(sharing.order),
         -micro_batch,
     )

@@ -19,10 +19,17 @@ from runtime.nodes import node_rank_of
 PLAN = ["plan", "gpt2", "--cluster", "2x4xa100-sxm-80gb", "--seq-len", "512"]
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    assert cli.main([*PLAN, "--global-batch", "32", "-o", str(file)]) == 0
+    return file.read_text()
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*PLAN, "--global-batch", "32", "-o", "plan.yaml"]) == 0
+    Path("plan.yaml").write_text(planned)
     return tmp_path
 
 

@@ -153,6 +153,10 @@ CASES = {
         call("plan", "gpt2", *H100, "--global-batch", "3", "--fix", "tp=1,pp=1,cp=1"),
         "global batch",
     ),
+    "a batch that no backend's layout divides": (
+        call("plan", "gpt2", *H100, "--global-batch", "11", "--backend", "fsdp"),
+        "ask for a global batch that the devices divide, such as 8 or 16, or fix less",
+    ),
     "no tokens in a sample": (
         call("plan", "gpt2", "--cluster", "8xh100-sxm-80gb+8xa100-sxm-80gb", "--seq-len", "0"),
         "seq-len: is 0",
@@ -309,6 +313,15 @@ def test_each_wrong_input_gets_one_clear_message(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
+@pytest.fixture(scope="module")
+def good_plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plans")
+    demo = ["plan", "demo-4m", "--seq-len", "64", "--global-batch", "64"]
+    for file, cluster in (("good", "local:2"), ("many", "local:64"), ("h100", "2xh100-sxm-80gb")):
+        assert cli.main([*demo, "--cluster", cluster, "--output", f"{folder}/{file}.yaml"]) == 0
+    return {file.name: file.read_text() for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -331,15 +344,15 @@ def test_each_wrong_input_gets_one_clear_message(
 def test_a_good_plan_in_the_wrong_place_gets_one_clear_message(
     arguments: list[str],
     expected: str,
+    good_plans: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    demo = ["plan", "demo-4m", "--seq-len", "64", "--global-batch", "64"]
-    for file, cluster in (("good", "local:2"), ("many", "local:64"), ("h100", "2xh100-sxm-80gb")):
-        assert cli.main([*demo, "--cluster", cluster, "--output", f"{file}.yaml"]) == 0
+    for file, text in good_plans.items():
+        (tmp_path / file).write_text(text)
     before = sorted(tmp_path.rglob("*"))
     capfd.readouterr()
 

@@ -1,6 +1,7 @@
 """States on the host and gradients on the wire: each term by hand, then what they add up to."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ from planner.costs.sharding import Links, traffic
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.arithmetic import matrix_sides
 from planner.model import ModelGraph
+from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import layout_prediction
+from planner.prediction import Assumption
 from planner.request import Request
 
 JOB = Job(seq_len=4096, global_batch=16)
@@ -213,13 +216,24 @@ def test_layers_of_one_stage_add_up_to_the_step(
     assert step_s == pytest.approx(found.step_time_s)
 
 
-def test_the_assumptions_name_the_host(llama: ModelGraph, node: ClusterSpec) -> None:
+def test_the_assumptions_name_what_is_used_of_the_host(
+    llama: ModelGraph, node: ClusterSpec
+) -> None:
     layout = Layout(data_shard=8, zero=3, micro_batches=2)
 
-    plain = CostTables(Request(llama, node, JOB)).of(layout).assumptions
-    found = CostTables(Request(llama, node, JOB), activations=("offload",)).of(layout).assumptions
+    def assumed(pins: Pins, **changes: Any) -> list[Assumption]:
+        found = layout_prediction(Request(llama, node, JOB, pins), replace(layout, **changes))
+        return [one for one in found.assumptions if one.what.startswith("host ")]
 
-    assert not any("host link" in assumption.what for assumption in plain)
-    (link,) = [assumption for assumption in found if "host link" in assumption.what]
-    assert link.provenance == "quoted"
-    assert link.source
+    allowed = Pins(allowed=frozenset({"offload"}))
+    assert assumed(allowed) == []
+    for found in (
+        assumed(Pins(activations="offload")),
+        assumed(allowed, offload="optimizer"),
+        assumed(allowed, offload="parameters")[:1],
+    ):
+        (link,) = found
+        assert "host link" in link.what
+        assert link.provenance == "quoted"
+        assert link.source
+    assert "an optimizer on the host" in assumed(allowed, offload="parameters")[1].what

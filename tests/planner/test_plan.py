@@ -150,6 +150,8 @@ def test_shares_say_who_takes_which_samples_on_which_devices() -> None:
         ((1, 2, 3), {"micro_batches": 2}, "micro_batches: is 2; the largest share is 3"),
         ((1, 2, 3), {"mesh": {"data_shard": 3}, "zero": 2}, "zero 0 or 1"),
         ((1, 2, 3), {"mesh": {"data_shard": 3}, "zero": 1}, "with zero 1 none may be 1"),
+        ((2, 2, 2), {"mesh": {"data_shard": 3}, "zero": 1, "offload": "parameters"},
+         "with offload parameters need zero 0"),
         ((1, 2, 3), {"groups": GROUPS[:1]}, r"shares\[0\]\.group: is small; name one of large"),
         ((1, 2, 3), {"groups": [GROUPS[0], {"name": "small", "devices": 1}]},
          "those on small need 2 devices, and it has 1"),

@@ -11,7 +11,16 @@ import torch
 from planner.layers.architecture import architecture_of
 from planner.layers.parameters import graph_of
 from planner.model import Architecture, Experts, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
+from planner.plan import (
+    Mesh,
+    PlacedLayer,
+    Plan,
+    PlannedGroup,
+    PlannedModel,
+    Share,
+    Stage,
+    Training,
+)
 from tests.runtime import families
 
 COVERED = (
@@ -153,6 +162,23 @@ def plan(
             seed=seed,
         ),
         stages=tuple(stages),
+    )
+
+
+def shared(plan: Plan, shares: Sequence[int]) -> Plan:
+    """Return the plan with these numbers of micro-batches, each rank on devices of its own kind."""
+    each = plan.mesh.devices // len(shares)
+    names = [f"group{rank}" for rank in range(len(shares))]
+    return Plan(
+        **{
+            **dict(plan),
+            "micro_batches": max(shares),
+            "groups": tuple(PlannedGroup(name=name, devices=each) for name in names),
+            "shares": tuple(
+                Share(group=name, micro_batches=count)
+                for name, count in zip(names, shares, strict=True)
+            ),
+        }
     )
 
 

@@ -32,6 +32,14 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
+_GPT2: dict[str, Any] = {
+    **_ENDS,
+    "vocab_size": VOCABULARY,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 3,
+}
 _TURNS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -71,18 +79,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         use_qk_norm=True,
     ),
-    "gpt2": lambda: _new(
-        "GPT2Config", **_ENDS, vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_head=4, n_layer=3
-    ),
-    "gpt_bigcode": lambda: _new(
-        "GPTBigCodeConfig",
-        **_ENDS,
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=32,
-        n_head=4,
-        n_layer=3,
-    ),
+    "gpt2": lambda: _new("GPT2Config", **_GPT2),
+    "gpt_bigcode": lambda: _new("GPTBigCodeConfig", **_GPT2),
     "gpt_oss": lambda: _new(
         "GptOssConfig", **_HEAD, sliding_window=6, num_local_experts=4, num_experts_per_tok=2
     ),

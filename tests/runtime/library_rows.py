@@ -94,6 +94,8 @@ class Row(combinations.Row):
     """A combination that trains one of the library's models from weights in files."""
 
     stored: str = "fp32"
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each data-parallel rank, where they differ."""
 
     @property
     def name(self) -> str:
@@ -112,12 +114,15 @@ class Row(combinations.Row):
     def document(self) -> Plan:
         """Return the plan that is launched."""
         plan = combinations.Row.plan(self)
+        if self.shares:
+            plan = cases.shared(plan, self.shares)
         return plan.model_copy(update={"training": TRAINING, "timeout_s": 60.0})
 
     @property
     def shown(self) -> str:
         """The row as people write it."""
-        return f"{self.text}, stored in {self.stored}"
+        shares = f", shares {self.shares}" if self.shares else ""
+        return f"{self.text}{shares}, stored in {self.stored}"
 
 
 def row(name: str, stored: str, **choices: Any) -> Row:

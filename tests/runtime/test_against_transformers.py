@@ -58,6 +58,8 @@ BOUNDS = {
 ROWS = (
     row("llama", "fp32", tensor=2, data_replicate=2),
     row("llama", "fp32", pipeline=2, recompute="full"),
+    row("llama", "fp32", data_replicate=2, offload="optimizer", shares=(3, 1)),
+    row("llama", "bf16", data_replicate=2, offload="parameters", shares=(1, 3)),
     row("llama", "bf16", pipeline=2, schedule=("pipedream-2bw", 1)),
     row("llama", "bf16", context=2, zero=1, activations="offload"),
     row("llama", "bf16", data_shard=2, zero=3, precision="bf16"),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.plan import Plan
 from runtime.engine import TokenEngine
 from runtime.gradient_wire import RANK, PowerSGD
 from tests.runtime import cases
@@ -22,22 +23,30 @@ LOSS_BOUNDS = {"bf16": 1e-4, "fp16": 2e-5, "powersgd": 0.01}
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "bf16": [
         {"data_replicate": 2},
+        {"data_replicate": 2, "shares": (3, 1)},
+        {"data_shard": 2, "zero": 1, "shares": (2, 6), "micro_batches": 4},
         {"data_shard": 2, "zero": 1},
         {"data_shard": 2, "zero": 3},
         {"data_replicate": 2, "offload": "parameters"},
         {"data_replicate": 2, "precision": "bf16"},
     ],
     "fp16": [{"data_replicate": 2}, {"data_shard": 2, "zero": 2}],
-    "powersgd": [{"data_replicate": 2}, {"data_replicate": 2, "precision": "bf16"}],
+    "powersgd": [
+        {"data_replicate": 2},
+        {"data_replicate": 2, "shares": (1, 3)},
+        {"data_replicate": 2, "precision": "bf16"},
+    ],
 }
 
 
 def trained(wire: str) -> list[Run]:
     graph = cases.transformer()
-    return [
-        train(cases.plan(graph, gradient_wire=wire, **layout), graph, STEPS)
-        for layout in LAYOUTS[wire]
-    ]
+    return [train(planned(wire, **layout), graph, STEPS) for layout in LAYOUTS[wire]]
+
+
+def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
+    plan = cases.plan(cases.transformer(), gradient_wire=wire, **layout)
+    return cases.shared(plan, shares) if shares else plan
 
 
 @pytest.mark.ranks

@@ -14,7 +14,7 @@ from planner import document
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Mesh, Plan, PlannedGroup, Share
+from planner.plan import Mesh, Plan
 from planner.request import Request
 from planner.search.best_first import search
 from runtime.engine import TokenEngine
@@ -114,24 +114,12 @@ def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:
 def test_unequal_shares_train_like_one_process(
     mesh: dict[str, Any], shares: tuple[int, ...], recompute: str
 ) -> None:
-    plain = cases.plan(MODEL, micro_batches=sum(shares), recompute=recompute)
-    groups = tuple(PlannedGroup(name=f"group{rank}", devices=1) for rank in range(len(shares)))
+    zero = mesh.get("zero", 0)
     degrees = {axis: degree for axis, degree in mesh.items() if axis != "zero"}
-    plan = Plan(
-        **{
-            **dict(plain),
-            "mesh": Mesh(**degrees),
-            "zero": mesh.get("zero", 0),
-            "micro_batches": max(shares),
-            "groups": groups,
-            "shares": tuple(
-                Share(group=group.name, micro_batches=count)
-                for group, count in zip(groups, shares, strict=True)
-            ),
-        }
-    )
+    plain = cases.plan(MODEL, micro_batches=sum(shares), recompute=recompute)
+    plan = plain.model_copy(update={"mesh": Mesh(**degrees), "zero": zero})
 
-    equals_one_process(plan)
+    equals_one_process(cases.shared(plan, shares))
 
 
 @pytest.mark.ranks

@@ -66,6 +66,7 @@ from planner.search.space import (
     micro_batches,
     plainest,
     sharings,
+    tensor_overlaps,
     timetables,
 )
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
@@ -173,7 +174,8 @@ class MixedSpace(GroupSpace):
                 refused[why] += each * len(sharings(degrees, pins))
                 continue
             saved = savings_of(first, request, self.refusal) if sizes else ()
-            for family in families(request, degrees, saved):
+            overlaps = tensor_overlaps(first, request, self.refusal)
+            for family in families(request, degrees, saved, overlaps):
                 for part in family.by_timetable():
                     if not schedule_of(part.timetables[0].schedule).stale:
                         found += part.by_loss()

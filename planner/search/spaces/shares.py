@@ -2,8 +2,8 @@
 
 Without a pipeline, every rank (or tensor-parallel group of one kind of devices) runs the whole
 model and may take a share of the step's micro-batches of its own; what ranks have in common comes
-once per step (ZeRO-0 and 1).  With t_g the seconds of a micro-batch on group g, m_r >= 1 the shares
-and M = Σ m_r,
+once per step (ZeRO-0 and 1, parameters on hosts only with ZeRO-0).  With t_g the seconds of a
+micro-batch on group g, m_r >= 1 the shares and M = Σ m_r,
 
     T = max_r m_r t_{g(r)} + max_g sync_g + step,    memory on the smallest device held
 
@@ -15,6 +15,7 @@ below.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,17 @@ from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
-from planner.search.space import LARGEST_MICRO_BATCH, divisors, losses
+from planner.search.savings import savings_of
+from planner.search.space import (
+    LARGEST_MICRO_BATCH,
+    Degrees,
+    compiles,
+    divisors,
+    losses,
+    tensor_overlaps,
+    waits_for_host,
+    weighs_compilation,
+)
 from planner.search.spaces.groups import GroupSpace
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
@@ -62,12 +73,14 @@ class ShareSpace(GroupSpace):
     """The layouts without a pipeline that use each of some groups whole."""
 
     @cached_property
-    def _alike(self) -> ClusterSpec:
-        """As many devices of one kind, each by itself: what a backend is asked about."""
-        some = self.cluster.groups[0].model_copy(
-            update={"nodes": self.cluster.devices, "devices_per_node": 1, "tiers": None}
+    def _alike(self) -> tuple[ClusterSpec, ...]:
+        """[group] As many devices of its kind, in nodes of all: what a backend is asked about."""
+        each = math.gcd(*(group.devices_per_node for group in self.cluster.groups))
+        as_many = {"nodes": self.cluster.devices // each, "devices_per_node": each, "tiers": None}
+        return tuple(
+            self.cluster.model_copy(update={"groups": (group.model_copy(update=as_many),)})
+            for group in self.cluster.groups
         )
-        return self.cluster.model_copy(update={"groups": (some,)})
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -76,7 +89,8 @@ class ShareSpace(GroupSpace):
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
-        return refusal(self.model, self._alike, self.job, layout)
+        each = (refusal(self.model, alike, self.job, layout) for alike in self._alike)
+        return next(filter(None, each), None)
 
     def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
@@ -85,14 +99,19 @@ class ShareSpace(GroupSpace):
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
-        ways = losses(self.request, PLAIN)
+        ways, request = losses(self.request, PLAIN), self.request
         common = math.gcd(*(group.devices for group in self.cluster.groups))
         for tensor in divisors(common):
             data = self.cluster.devices // tensor
+            degrees = Degrees(tensor=tensor, context=1, expert=1, pipeline=1, data=data)
+            blocks = compiles(request, degrees, PLAIN)
             for size in divisors(self.job.global_batch):
                 count = self.job.global_batch // size
                 if count < data or (size > LARGEST_MICRO_BATCH and self.pins.micro_batch is None):
                     continue
+                compiled = [blocks]
+                if weighs_compilation(request, blocks) and waits_for_host(request, degrees, size):
+                    compiled.append("none")
                 for zero in (0, 1):
                     if zero and data < count < 2 * data:
                         continue
@@ -103,11 +122,32 @@ class ShareSpace(GroupSpace):
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
-                        scales=self.request.scales,
-                        compile=self.pins.compile or "none",
+                        scales=request.scales,
+                        compile=blocks,
                         tensor_overlap=(self.pins.tensor_overlap if tensor > 1 else None) or "none",
                     )
-                    yield from (replace(plain, loss=loss) for loss in ways)
+                    every = itertools.product(
+                        savings_of(plain, request, self._unsaved),
+                        tensor_overlaps(plain, request, self.refusal),
+                        compiled,
+                        ways,
+                    )
+                    for saving, overlap, blocks_are, loss in every:
+                        if overlap == "none" or blocks_are == "block":
+                            yield replace(
+                                plain,
+                                offload=saving.offload,
+                                gradient_wire=saving.wire,
+                                tensor_overlap=overlap,
+                                compile=blocks_are,
+                                loss=loss,
+                            )
+
+    def _unsaved(self, layout: Layout) -> str | None:
+        """Return why a layout cannot save what it does, or None if it can."""
+        if layout.zero and layout.offload == "parameters":
+            return "ranks that divide parameters gather those of hosts in every micro-batch"
+        return self.refusal(layout)
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""
@@ -202,7 +242,7 @@ class ShareSpace(GroupSpace):
             host_room_bytes(group, costs[group.name].host_share) for group in self.cluster.groups
         ]
         limits = [limit for limit in on_host if limit is not None]
-        offloads = "offload" in self.activations
+        offloads = layout.offload != "none" or "offload" in self.activations
         return {
             name: replace(
                 RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.costs.caching_allocator import MIB, Block, CachingAllocator
+from planner.costs.caching_allocator import MIB, CachingAllocator, MemoryBlock
 
 CASES = [
     (512, 2 * MIB, 2 * MIB),
@@ -67,7 +67,7 @@ def test_the_rest_of_a_block_stays_with_it_up_to_a_mebibyte() -> None:
 def test_blocks_never_overlap_and_nothing_is_lost(seed: int, *, expandable: bool) -> None:
     rng = random.Random(seed)
     allocator = CachingAllocator(expandable=expandable)
-    held: list[tuple[Block, int]] = []
+    held: list[tuple[MemoryBlock, int]] = []
 
     for _ in range(400):
         if held and rng.random() < 0.48:
@@ -86,3 +86,14 @@ def test_blocks_never_overlap_and_nothing_is_lost(seed: int, *, expandable: bool
     # All is joined again: the same requests ask the device for nothing.
     assert len(allocator.free_bytes()) <= before // (2 * MIB)
     assert sum(allocator.free_bytes()) == before
+
+
+def test_of_equal_free_blocks_the_lowest_is_taken() -> None:
+    """So the same requests reserve the same bytes in every process."""
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(12 * MIB) for _ in range(20)]
+
+    for block in random.Random(0).sample(blocks, len(blocks)):
+        allocator.free(block)
+
+    assert [allocator.allocate(12 * MIB) for _ in blocks] == blocks

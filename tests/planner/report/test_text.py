@@ -12,9 +12,9 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Job, Layout, Stage
 from planner.prediction import Certificate
-from planner.report.text import answer_text, stages_text
+from planner.report.text import answer_text, stages_text, why_text
 from planner.request import Request
-from planner.search.answer import Answer
+from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.certificate import of_plan
 from planner.units import seconds_text
@@ -88,6 +88,19 @@ def test_the_gap_told_is_that_of_the_plan_that_was_chosen(answer: Answer) -> Non
     assert found is not None and found.simulated_bound_s == 7.4
     assert found.simulated_gap == pytest.approx(1 - 7.4 / 7.46)
     assert "no plan in the space takes less than 7.4 s (gap 0.8 %)" in found.simulated
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (0.0, "the fastest that was found"),
+        (0.0004, "the simplest of the fastest plans"),
+        (0.012, "the simplest within 1.2 % of the fastest"),
+    ],
+)
+def test_why_a_plan_was_chosen(more: float, said: str, answer: Answer) -> None:
+    chosen = Alternative(what="chosen", plan=answer.plan, prediction=answer.prediction, more=more)
+    assert why_text([chosen]) == said
 
 
 def test_an_answer_tells_one_plan_in_ten_lines(answer: Answer) -> None:

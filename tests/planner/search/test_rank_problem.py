@@ -131,6 +131,23 @@ def test_the_ends_of_the_model_may_have_stages_of_their_own(
     assert shares_of(("e", *"b" * (blocks - 1), "h"), name, ranks, virtual) is None
 
 
+@pytest.mark.parametrize("ends", [(0, 0), (1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize(("ranks", "virtual"), [(2, 2), (2, 3), (4, 2), (4, 5)])
+def test_stages_are_those_of_megatron_where_its_ends_count_for_a_block(
+    ranks: int, virtual: int, ends: tuple[int, int]
+) -> None:
+    """By get_num_layers_to_build: every stage has as many, less the embedding's and the loss's."""
+    built = [7] * (ranks * virtual)
+    built[0] -= ends[0]
+    built[-1] -= ends[1]
+    shares = shares_of(("e", *"b" * sum(built), "h"), "interleaved", ranks, virtual)
+    assert shares is not None
+
+    for rank in range(ranks):
+        own = [size for stage, size in enumerate(built) if shares.home[stage] == rank]
+        assert shares.sizes(rank, sum(own)) == own
+
+
 @pytest.fixture(scope="module")
 def node() -> ClusterSpec:
     return resolve_cluster("8xh100-sxm-80gb")

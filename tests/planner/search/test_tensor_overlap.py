@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from planner.catalog import native, stack
 from planner.cluster import ClusterSpec
+from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
+from planner.layers.parameters import graph_of
 from planner.native import obstacle, refusal
 from planner.pins import Pins, read_pins, without_effect
 from planner.plan import Job, Layout, Lora
@@ -40,6 +45,40 @@ def test_where_nobody_asks_collectives_run_one_by_one() -> None:
 
     assert plan.tensor_overlap == "none"
     assert "tensor_overlap" not in plan.dump()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "faster"),
+    [
+        ("8xh100-sxm-80gb", Pins(tensor=8), True),
+        ("8xh100-sxm-80gb", Pins(tensor=4, pipeline=2), True),
+        ("8xh100-sxm-80gb", Pins(), False),
+        ("8xmi300x", Pins(tensor=8), False),
+        ("2x4xa100-sxm-80gb", Pins(tensor=8), False),
+        ("4xh100-sxm-80gb+4xa100-sxm-80gb", Pins(tensor=2, pipeline=4, schedule="1f1b"), True),
+        ("2xh100-sxm-80gb+2xa100-sxm-80gb", Pins(tensor=2, pipeline=1), True),
+    ],
+)
+def test_where_it_is_allowed_the_search_weighs_both(
+    cluster: str, pins: Pins, *, faster: bool
+) -> None:
+    job = Job(seq_len=8192, global_batch=24)
+    model = graph_of(LLAMA.architecture.model_copy(update={"layers": 6}), name="six")
+
+    def least_s(**changes: object) -> float:
+        asked = Request(model, resolve_cluster(cluster), job, replace(pins, **changes))  # type: ignore[arg-type]
+        try:
+            return search(asked).certificate.objective_s
+        except NoPlanFits:
+            return math.inf
+
+    each = least_s(tensor_overlap="none"), least_s(tensor_overlap="async")
+
+    both_s = least_s(allowed=frozenset({"async-tensor"}))
+
+    assert both_s == pytest.approx(min(each), rel=1e-9)
+    assert least_s() == each[0]
+    assert (each[1] < each[0]) == faster
 
 
 def test_without_tensor_ranks_it_has_no_effect_and_the_answer_says_so() -> None:

@@ -20,12 +20,13 @@ from planner.layers.operator_table import RECOMPUTES
 from planner.layers.parameters import graph_of
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Job, Layout, Plan, ScheduleName
+from planner.plan import Activations, Job, Layout, Plan, ScheduleName
 from planner.predict import layout_prediction, predict
 from planner.profile import Birth, LayerMeasurement, Profile, Profiles
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
+from planner.search.layout_queue import Found
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.requirements import read_requirements
@@ -61,34 +62,50 @@ class Case:
 
 
 CASES = [
-    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4),
+    Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(loss="plain")),
     Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 3, Pins(data=1, tensor=1, loss="plain")),
     Case(
         "2xh100-sxm-80gb+2xa100-sxm-40gb+2xv100-sxm-32gb",
         4,
         Pins(zero=1, micro_batch=1, loss="plain"),
     ),
-    Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)),
+    Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1, compile="block")),
     Case("4xa100-sxm-40gb+4xv100-sxm-16gb", 4, Pins(tensor=4, schedule="gpipe")),
 ]
 
 
 def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
-    """Seconds of the best shares of every choice of recomputation; inf if none fits."""
+    """Seconds of the best shares of every choice of all layers; inf if none fits."""
     micro_batches = case.global_batch // layout.micro_batch
+    ways: tuple[Activations, ...] = (
+        ("keep", "offload", "compress") if case.pins.allowed else ("keep",)
+    )
     costs = {
-        group.name: CostTables(Request(case.model, cluster.part((group,)), case.job)).of(layout)
+        group.name: CostTables(Request(case.model, cluster.part((group,)), case.job), ways).of(
+            layout
+        )
         for group in cluster.groups
     }
     kinds = [layer.kind for _, layer in case.model.chain]
+    some = costs[cluster.groups[0].name].kinds
+    options = {
+        kind: [at for at, c in enumerate(some[kind]) if case.pins.recompute in (None, c.recompute)]
+        for kind in kinds
+    }
     best = math.inf
-    for choice in itertools.product(range(3), repeat=len(kinds)):
+    for choice in itertools.product(*(options[kind] for kind in kinds)):
         seconds, once_s = [], 0.0
         for group in cluster.groups:
             table = costs[group.name]
             held = [table.kinds[kind][option] for kind, option in zip(kinds, choice, strict=True)]
             parts = rank_memory_parts(table, layout, {0: [c.layer_bytes for c in held]}, rank=0)
-            if not has_room(group.accelerator.memory_bytes, parts, table):
+            on_host = sum(
+                cost.host_bytes * layout.micro_batches + cost.layer_bytes.host for cost in held
+            )
+            host = (group.host_memory_bytes or math.inf) / group.devices_per_node
+            if not has_room(group.accelerator.memory_bytes, parts, table) or (
+                on_host > table.host_share * host
+            ):
                 break
             ranks = group.devices // layout.tensor
             seconds += [sum(cost.forward_s + cost.backward_s for cost in held)] * ranks
@@ -101,7 +118,7 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
                 if min(done) >= least and sum(done) >= micro_batches:
                     best = min(best, end_s + once_s)
                     break
-    return best
+    return best + max(table.step_s for table in costs.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
@@ -185,8 +202,55 @@ def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -
     for (offload, wire), one in each.items():
         assert (one.plan.offload, one.plan.gradient_wire) == (offload, wire)
         again = predict(one.plan, case.model, resolve_cluster(case.cluster))
-        assert again == one.prediction.model_copy(update={"assumptions": again.assumptions})
+        assert again == one.prediction
         assert again.fits
+        on_host = any(stage.host_bytes for stage in again.stages)
+        assert any("host link" in assumed.what for assumed in again.assumptions) == on_host
+
+
+@pytest.mark.parametrize("host_bytes", [None, 24 << 30])
+def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
+    host_bytes: int | None,
+) -> None:
+    pins = Pins(pipeline=1, tensor=1, recompute="none", loss="plain", micro_batch=2, allowed=HOST)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 2, pins)
+    cluster = resolve_cluster(case.cluster)
+    groups = tuple(g.model_copy(update={"host_memory_bytes": host_bytes}) for g in cluster.groups)
+    cluster = cluster.model_copy(update={"groups": groups})
+    space = ShareSpace(Request(case.model, cluster, case.job, pins))
+
+    found = {layout: space.solve(layout, math.inf) for layout in layouts_of(space)}
+
+    for layout, one in found.items():
+        least_s = least_shared_s(case, cluster, layout)
+        assert space.bound_s(layout) <= least_s * (1 + 1e-9)
+        assert (one.objective_s if isinstance(one, Found) else math.inf) == pytest.approx(least_s)
+    fitting = {one.layout for one in found.values() if isinstance(one, Found)}
+    wires, offloads = ({getattr(o, n) for o in fitting} for n in ("gradient_wire", "offload"))
+    assert wires >= {"full", "bf16", "fp16"}
+    assert ("powersgd" in wires) == ("parameters" in offloads) == (host_bytes is None)
+    assert "optimizer" in offloads
+    # Where parameters are divided and on hosts, ranks would gather them in every micro-batch.
+    assert all(layout.zero == 0 for layout in fitting if layout.offload == "parameters")
+
+
+def test_a_plan_of_shares_says_what_lies_on_hosts_and_is_predicted_again() -> None:
+    pins = Pins(pipeline=1, data=3, zero=0, recompute="none", loss="plain", allowed=HOST)
+    case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
+    cluster = resolve_cluster(case.cluster)
+
+    with pytest.raises(NoPlanFits):
+        replace(case, pins=replace(pins, allowed=frozenset())).search()
+    answer = case.search()
+
+    assert answer.plan.shares is not None
+    assert len({share.micro_batches for share in answer.plan.shares}) > 1
+    assert answer.plan.offload == "parameters"
+    assert answer.plan.gradient_wire == "bf16"
+    assert answer.certificate.optimal
+    assert answer.prediction.fits
+    assert all(stage.host_bytes for stage in answer.prediction.stages)
+    assert predict(answer.plan, case.model, cluster) == answer.prediction
 
 
 def test_each_group_is_priced_by_its_own_profile() -> None:

@@ -1,0 +1,280 @@
+"""Commands about measured runs, hardware and prices: validate, calibrate, whatif, catalog."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from meshwright import commands
+from meshwright.answer_texts import catalog_table, defaults_facts, next_fact
+from meshwright.answers import as_json
+from meshwright.cli.console import bar, out
+from meshwright.defaults import of_user
+from meshwright.options import Explain, GlobalBatch, Html, Json, SeqLen
+from planner.errors import DocumentError
+
+
+def validate(
+    table: Annotated[str, typer.Argument(help="CSV of measured runs, one per line")],
+    html: Annotated[
+        str | None, typer.Option("--html", help="Write the report with scatter plots here")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", help="Write one line per row with its prediction here")
+    ] = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Compare predictions with a table of measured runs."""
+    from planner.report.validation_text import validation_text  # noqa: PLC0415 - rules of all
+    from planner.scores.validate import validation_json  # noqa: PLC0415
+
+    with bar("predicting rows", quiet=json) as progress:
+        result = commands.validate(table, html=html, rows=rows, progress=progress)
+    if json:
+        print(as_json(validation_json(result)))
+        return
+    said = [next_fact("" if html else "--html makes a page of it", explain=explain)]
+    out.print(validation_text(result, said=said, explain=explain))
+
+
+def calibrate(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="CSV tables of measured runs, or folders that 'launch' wrote"),
+    ],
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", help="Use only runs on this accelerator")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Keep the measured layers of this profile")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", help="Write a profile for 'plan --profile' here")
+    ] = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Fit the constants of your cluster to measured runs."""
+    from meshwright import calibration  # noqa: PLC0415 - other commands need none of it
+    from planner.calibrate.calibration import calibrated_json  # noqa: PLC0415
+    from planner.report.calibration_text import calibration_text  # noqa: PLC0415
+
+    result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
+    if json:
+        print(as_json(calibrated_json(result)))
+        return
+    then = f"meshwright plan MODEL --cluster CLUSTER --profile {output}"
+    said = [next_fact(then if output else "add -o constants.yaml to keep them", explain=explain)]
+    out.print(calibration_text(result, said, explain=explain))
+
+
+class WhatIfOrder(StrEnum):
+    """What candidates are ranked by."""
+
+    COST = "cost"
+    TIME = "time"
+    ENERGY = "energy"
+
+
+class WhatIfSizing(StrEnum):
+    """What the number of nodes is found for."""
+
+    NEED = "need"
+    POWER = "power"
+    AFFORD = "afford"
+
+
+class WhatIfTuning(StrEnum):
+    """Kinds of training."""
+
+    PRETRAIN = "pretrain"
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+
+
+def whatif(
+    study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Instead of a study")] = None,
+    clusters: Annotated[
+        str | None, typer.Option("--clusters", help="Separated by commas: 8xa10g,4xp5.48xlarge")
+    ] = None,
+    owned: Annotated[
+        str | None, typer.Option("--owned", help="Clusters that you own: only electricity is paid")
+    ] = None,
+    reserved: Annotated[
+        str | None,
+        typer.Option("--reserved", help="Quotes, USD per device hour and months: CLUSTER=2.10/36"),
+    ] = None,
+    buy: Annotated[
+        str | None, typer.Option("--buy", help="Purchases, USD per device: CLUSTER=38000")
+    ] = None,
+    solve: Annotated[
+        WhatIfSizing | None, typer.Option("--solve", help="Find {n} of --clusters: {n}x8xb200")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", help="Tokens to train on: 1e12")
+    ] = None,
+    deadline_days: Annotated[
+        float | None, typer.Option("--deadline-days", help="Days until training has to be done")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="US dollars")] = None,
+    power_cap: Annotated[float | None, typer.Option("--power-cap", help="Watts")] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option("--confidence", help="Minimum probability of keeping these goals: 0.8"),
+    ] = None,
+    electricity: Annotated[
+        float | None, typer.Option("--electricity", help="US dollars per kWh")
+    ] = None,
+    utilisation: Annotated[
+        float | None, typer.Option("--utilisation", help="Share of bought hours used: 0.8")
+    ] = None,
+    years: Annotated[
+        float | None, typer.Option("--years", help="Years until bought devices are sold")
+    ] = None,
+    by: Annotated[WhatIfOrder | None, typer.Option("--by", help="What to rank by")] = None,
+    tuning: Annotated[
+        WhatIfTuning | None,
+        typer.Option("--tuning", help="Pretraining, or which kind of fine-tuning"),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Framework; default: the fastest public one")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16, fp8; auto takes the fastest")
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    prices: Annotated[
+        str | None, typer.Option("--prices", help="Price file instead of the catalogue")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="How many candidates to plan in parallel")
+    ] = None,
+    html: Html = None,
+    table: Annotated[str | None, typer.Option("--csv", help="Write all candidates here")] = None,
+    write: Annotated[
+        str | None, typer.Option("--write", help="Write the flags as a study to edit")
+    ] = None,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Compare clusters before they are bought or rented.
+
+    For each cluster: time, cost and energy of its best plan.
+    """
+    from meshwright import studies  # noqa: PLC0415 - other commands need none of it
+    from planner.report.whatif_text import result_facts, result_text  # noqa: PLC0415
+    from planner.whatif.answers import answers  # noqa: PLC0415
+    from planner.whatif.run import result_json  # noqa: PLC0415
+    from planner.whatif.verdicts import verdicts  # noqa: PLC0415
+
+    mine = of_user()
+    if study is None:  # which says everything itself
+        backend, prices = mine.take("backend", backend), mine.take("prices", prices)
+    with bar("planning candidates", quiet=json) as progress:
+        found = studies.whatif(
+            study,
+            model=model,
+            clusters=_parts(clusters),
+            owned=_parts(owned),
+            reserved=_parts(reserved),
+            buy=_parts(buy),
+            solve=solve.value if solve else None,
+            tokens=tokens,
+            deadline_days=deadline_days,
+            budget=budget,
+            power_cap=power_cap,
+            confidence=confidence,
+            electricity=electricity,
+            utilisation=utilisation,
+            years=years,
+            by=by.value if by else None,
+            tuning=tuning.value if tuning else None,
+            backend=backend,
+            precision=precision,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            prices=prices,
+            processes=processes,
+            html=html,
+            table=table,
+            write=write,
+            progress=progress,
+        )
+    if json:
+        said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
+        print(as_json({**said, **result_json(found)}))
+        return
+    if explain:
+        out.print(result_text(found))
+    else:
+        planned = next((one.plan for one in found.outcomes if one.plan), None)
+        if study is None and planned is not None:
+            job = planned.job
+            mine.left_open(
+                {
+                    "seq-len": (seq_len, job.seq_len),
+                    "global-batch": (global_batch, job.global_batch),
+                }
+            )
+        out.print(result_facts(found, [*defaults_facts(mine.said), next_fact("", explain=False)]))
+    for path in (html, table, write):
+        if path:
+            out.print(f"written: {path}")
+
+
+def _parts(text: str | None) -> list[str]:
+    """Return what commas separate."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+class Shelf(StrEnum):
+    """The lists of the catalogue."""
+
+    ACCELERATORS = "accelerators"
+    NODES = "nodes"
+    MODELS = "models"
+    STACKS = "stacks"
+    PRICES = "prices"
+
+
+def catalog(
+    shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    imported: Annotated[
+        str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
+    ] = None,
+    provider: Annotated[
+        str, typer.Option("--provider", help="With --import: provider of the prices")
+    ] = "imported",
+    date: Annotated[
+        str | None, typer.Option("--date", help="With --import: month of the prices, 2026-11")
+    ] = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="With --import: write the prices here")
+    ] = "rents.yaml",
+    json: Json = False,
+) -> None:
+    """List what can be named: models, accelerators, prices."""
+    if imported is not None:
+        if shelf is not Shelf.PRICES or date is None:
+            raise DocumentError("import", "goes with `catalog prices` and the list's --date")
+        from meshwright import studies  # noqa: PLC0415 - loads what-if
+
+        found = studies.import_prices(imported, provider=provider, date=date, output=output)
+        if json:
+            print(as_json(found.model_dump(mode="json", exclude_none=True)))
+        else:
+            out.print(
+                f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
+            )
+        return
+    rows = commands.catalog(shelf.value)
+    if json:
+        print(as_json(rows))
+        return
+    out.print(catalog_table(rows))
