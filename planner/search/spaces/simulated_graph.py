@@ -77,7 +77,6 @@ class SimulatedGraph(GraphSpace):
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(SimulatedCandidates.of(own.candidates))
         self.own, self.tried = own, tried
-        self.repeats = own.candidates.repeats
         self._closed_form_s = closed_form_s
 
     @property
@@ -91,6 +90,10 @@ class SimulatedGraph(GraphSpace):
         if layout.pipeline == 1:
             return max(self._closed_form_s, self.own.candidates.communication_s(layout))
         return self.candidates.communication_s(layout)
+
+    def repeats(self, layout: Layout) -> bool:
+        """Whether another layout of the space does the same."""
+        return self.own.candidates.repeats(layout)
 
     def problems(self, layout: Layout) -> Iterator[GraphInstance]:
         """Yield problems none of whose optima is above the least simulated step; see the head."""
