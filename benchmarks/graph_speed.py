@@ -19,12 +19,12 @@ from functools import partial
 
 import networkx
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver import inner
+from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import solve_graph
 from planner.solver.graphs.orders import orders
-from planner.solver.inner import solve
 from planner.solver.instance import Option, Solution, Stage
+from planner.solver.solve import solve
 
 STAGES, MICROBATCHES, ROOM = 8, 32, 0.8
 
@@ -247,14 +247,14 @@ def cpu_s(call: Callable[[], object], repeats: int) -> float:
 
 def row(name: str, problem: GraphInstance, repeats: int) -> str:
     every = ideals(problem.readers(), most=10**6)
-    answer = solve_graph(problem)
-    seconds = cpu_s(lambda: solve_graph(problem), repeats)
-    chains = [problem.chain_along(order) for order in orders(problem).values()]
+    answer = solve(problem)
+    seconds = cpu_s(lambda: solve(problem), repeats)
+    chains = [problem.along(order) for order in orders(problem).values()]
     start = time.process_time()
-    solved = [solve(chain) for chain in chains]
+    solved = [inner.solve(chain) for chain in chains]
     chains_s = time.process_time() - start
     head = (
-        f"{name:24} {len(problem.layers):4}/{len(problem.edges):<4} "
+        f"{name:24} {len(problem.chain.layers):4}/{len(problem.edges):<4} "
         f"{len(every) if every else '> 1e6':>7} {seconds:8.3f}"
     )
     if not isinstance(answer, GraphSolution):

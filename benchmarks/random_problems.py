@@ -19,10 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.solver import ilp, inner
-from planner.solver.graphs.lattice import solve_graph
-from planner.solver.unequal import program
-from planner.solver.unequal.unequal import solve_unequal
-from planner.solver.unequal.unequal_graph import solve_unequal_graph
+from planner.solver.solve import solve
 from tests.planner import small_graphs, small_instances
 from tests.planner.solver.unequal import test_unequal as unequal
 from tests.planner.solver.unequal import test_unequal_graph as unequal_graph
@@ -60,17 +57,17 @@ KINDS = (
         "graph",
         2,
         small_graphs.random_graph,
-        solve_graph,
+        solve,
         small_graphs.least_objective_s,
-        program.solve_by_program,
+        ilp.solve_graph,
     ),
     Kind(
         "graph with groups",
         1,
         lambda seed: small_graphs.with_groups(small_graphs.random_graph(seed), seed),
-        solve_graph,
+        solve,
         small_graphs.least_objective_s,
-        program.solve_by_program,
+        ilp.solve_graph,
     ),
     Kind(
         "graph without relays",
@@ -78,25 +75,25 @@ KINDS = (
         lambda seed: replace(
             small_graphs.with_groups(small_graphs.random_graph(seed), seed), relayed=False
         ),
-        solve_graph,
+        solve,
         small_graphs.least_objective_s,
-        program.solve_by_program,
+        ilp.solve_graph,
     ),
     Kind(
         "chain on device types",
         1,
         unequal.random_unequal,
-        solve_unequal,
+        solve,
         unequal.least_objective_s,
-        program.solve,
+        ilp.solve_graph,
     ),
     Kind(
         "graph on device types",
         1,
         unequal_graph.random_graph,
-        solve_unequal_graph,
+        solve,
         unequal_graph.least_objective_s,
-        program.solve,
+        ilp.solve_graph,
         unequal_graph.small,
     ),
 )

@@ -14,19 +14,25 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from benchmarks.solver_speed import layer, plain
+from planner.solver import inner
 from planner.solver.frontier import FrontierStore
-from planner.solver.inner import solve
-from planner.solver.instance import Instance, Solution
-from planner.solver.unequal.unequal import solve_unequal
-from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+from planner.solver.graph_instance import (
+    DeviceType,
+    GraphInstance,
+    GraphSolution,
+    in_a_row,
+)
+from planner.solver.instance import Instance, Solution, Stage
+from planner.solver.solve import solve
 
 # Stages on fast devices, on slow ones, micro-batches.
 CASES = [(4, 8, 32), (4, 4, 32), (2, 4, 32), (4, 2, 16), (2, 2, 16)]
 
 
-def problem(fast: int, slow: int, microbatches: int) -> UnequalInstance:
+def problem(fast: int, slow: int, microbatches: int) -> GraphInstance:
     depth = fast + slow
     share = 12 / depth
     kinds = (
@@ -34,48 +40,48 @@ def problem(fast: int, slow: int, microbatches: int) -> UnequalInstance:
         layer(0.02, 1.1e9, 1.3e9, 0.004),
         plain(0.016, 0.1e9, 2e9, transient=0.6e9),
     )
-    return UnequalInstance(
-        layers=(0, *[1] * 32, 2),
-        types=(
-            DeviceType(name="A", stages=fast, kinds=kinds, capacity_bytes=12e9 * share),
-            DeviceType(
-                name="V", stages=slow, kinds=kinds, capacity_bytes=8e9 * share, time_scale=2.4
+
+    def of(name: str, stages: int, capacity_bytes: float, time_scale: float = 1.0) -> DeviceType:
+        chain = Instance(
+            layers=(0, *[1] * 32, 2),
+            kinds=kinds,
+            stages=tuple(
+                Stage(
+                    capacity_bytes=capacity_bytes * share,
+                    in_flight=float(min(microbatches, depth - s)),
+                    time_scale=time_scale,
+                )
+                for s in range(depth)
             ),
-        ),
-        in_flight=tuple(float(min(microbatches, depth - s)) for s in range(depth)),
-        steady=microbatches - 1,
-    )
+            steady=microbatches - 1,
+        )
+        return DeviceType(name=name, stages=stages, chain=chain)
+
+    return GraphInstance(types=(of("A", fast, 12e9), of("V", slow, 8e9, 2.4)), edges=in_a_row(34))
 
 
-def every_order(stated: UnequalInstance) -> Iterator[tuple[int, ...]]:
-    depth, fast = len(stated.in_flight), stated.types[0].stages
+def every_order(stated: GraphInstance) -> Iterator[tuple[int, ...]]:
+    depth, fast = len(stated.chain.stages), stated.types[0].stages
     for places in itertools.combinations(range(depth), fast):
         yield tuple(0 if s in places else 1 for s in range(depth))
 
 
-def order_s(stated: UnequalInstance, order: tuple[int, ...], store: FrontierStore) -> float:
+def order_s(stated: GraphInstance, order: tuple[int, ...], store: FrontierStore) -> float:
     """Seconds of the best cuts for one order; inf if nothing fits."""
-    chain = Instance(
-        layers=stated.layers,
-        kinds=stated.types[0].kinds,
-        stages=tuple(
-            stated.types[number].at(in_flight)
-            for number, in_flight in zip(order, stated.in_flight, strict=True)
-        ),
-        steady=stated.steady,
-    )
-    answer = solve(chain, frontiers=store)
+    stages = tuple(stated.types[g].chain.stages[s] for s, g in enumerate(order))
+    chain = replace(stated.chain, stages=stages)
+    answer = inner.solve(chain, frontiers=store)
     return answer.objective_s if isinstance(answer, Solution) else float("inf")
 
 
-def row(stated: UnequalInstance, *, orders: bool) -> str:
+def row(stated: GraphInstance, *, orders: bool) -> str:
     taken = []
     for _ in range(3):
         start = time.process_time()
-        answer = solve_unequal(stated)
+        answer = solve(stated)
         taken.append(1e3 * (time.process_time() - start))
-    head = f"{len(stated.in_flight):3} {min(taken):8.1f}"
-    if not isinstance(answer, UnequalSolution):
+    head = f"{len(stated.chain.stages):3} {min(taken):8.1f}"
+    if not isinstance(answer, GraphSolution):
         return f"{head}  {answer}"
     best_s = answer.split.objective_s
     head += f" {best_s:11.5f}  {''.join(answer.stage_types):14}"

@@ -49,8 +49,8 @@ from planner.search.preferred import (
 )
 from planner.search.simulated_proof import EFFORTS, Prove, Told
 from planner.search.waterfall import Change, waterfall
-from planner.solver.graphs.graph_instance import GraphSolution, Undecided
-from planner.solver.instance import Fathomed, Infeasible, Solution
+from planner.solver.graph_instance import GraphSolution
+from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
 from planner.solver.sided import solve as solve_exactly
@@ -598,7 +598,7 @@ class Solved:
     """A partition problem and its best split, or why there is none."""
 
     problem: Problem
-    result: Solution | GraphSolution | Infeasible | Fathomed | Undecided
+    result: Solution | GraphSolution | Infeasible | Fathomed | Unfinished
 
 
 def solve(problem: str, *, solver: str = "exact") -> Solved:

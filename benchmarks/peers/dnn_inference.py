@@ -23,10 +23,10 @@ import networkx
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import solve_graph
 from planner.solver.instance import Option, Stage
+from planner.solver.solve import solve
 
 Devices = list[list[int]]
 
@@ -142,7 +142,7 @@ def best_split(case: dict[str, Any]) -> tuple[float, float, Devices, Devices]:
             bound_ms = min(bound_ms, even_ms)
             continue
         left -= 1
-        answer = solve_graph(
+        answer = solve(
             instance(case, count, cpu_at),
             cutoff_s=best[0],
             frontiers=store,

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, graph_instance
+from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import solve_graph
 from planner.solver.instance import Option, Stage
+from planner.solver.solve import solve
 from planner.tolerances import ROUNDING
 
 Devices = list[list[int]]
@@ -158,7 +158,7 @@ def best_split(case: dict[str, Any], *, enough_ms: float = 0.0) -> tuple[float, 
         paces = sum(1 / stage.time_scale for stage in stages)
         if best is not None and total_ms / paces >= best[0]:
             continue
-        answer = solve_graph(folded.instance(stages), frontiers=store)
+        answer = solve(folded.instance(stages), frontiers=store)
         if not isinstance(answer, GraphSolution):
             continue
         held = [folded.nodes(names) for names in answer.stages]

@@ -40,7 +40,7 @@ from benchmarks.peers.wide_stages import (
     WideSplit,
     least_load,
 )
-from planner.solver.graphs.graph_instance import graph_instance
+from planner.solver.graph_instance import graph_instance
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.nearby import along_orders, of_bits
 from planner.solver.instance import Option, Stage

@@ -6,7 +6,7 @@ other.  Sailor counts micro-batches by the replicas of the first stage, which me
 where all stages have as many.  Of a stage of two types the slower counts, and both must fit.
 
 Micro-batches, replicas and stages are taken by a bound, and of each the makes, as a multiset.  One
-multiset is a chain on device types for the exact solver (`planner.solver.unequal`), a type for each
+multiset is a chain on device types for the exact solver (`planner.solver.solve`), a type for each
 make, never slower than Sailor's score:
 
     compute      of a make of two types, that of the one whose commonest layer is slower
@@ -32,9 +32,14 @@ from typing import Any
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.solver.frontier import FrontierStore
-from planner.solver.instance import Infeasible, Option, Stage
-from planner.solver.unequal.unequal import solve_unequal
-from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+from planner.solver.graph_instance import (
+    DeviceType,
+    GraphInstance,
+    GraphSolution,
+    in_a_row,
+)
+from planner.solver.instance import Infeasible, Instance, Option, Stage
+from planner.solver.solve import solve
 
 Member = tuple[str, int]
 """A GPU type and a tensor-parallel degree."""
@@ -261,21 +266,19 @@ class MixedSearch:
         for which in range(max(map(len, makes))):
             held = [make[min(which, len(make) - 1)] for make in dict.fromkeys(makes)]
             problem = self._instance(shape, makes, held)
-            answer = solve_unequal(
-                problem, cutoff_s=self._known_s - update_s, frontiers=self._store
-            )
+            answer = solve(problem, cutoff_s=self._known_s - update_s, frontiers=self._store)
             if isinstance(answer, Infeasible):
                 return math.inf
-            if not isinstance(answer, UnequalSolution):
+            if not isinstance(answer, GraphSolution):
                 return self._known_s
             least_s = max(least_s, answer.split.lower_bound_s + update_s)
             self._score(shape, makes, answer)
         return least_s
 
-    def _score(self, shape: Shape, makes: tuple[Make, ...], answer: UnequalSolution) -> None:
+    def _score(self, shape: Shape, makes: tuple[Make, ...], answer: GraphSolution) -> None:
         """Take the split if Sailor's formulas say that it fits and is faster."""
         kinds = list(dict.fromkeys(makes))
-        placed = [kinds[number] for number in answer.order]
+        placed = [kinds[number] for number in answer.types]
         used = self._none_used()
         for make in placed:
             used = self._with(used, shape, make)
@@ -301,7 +304,7 @@ class MixedSearch:
 
     def _instance(
         self, shape: Shape, makes: tuple[Make, ...], held: Sequence[Member]
-    ) -> UnequalInstance:
+    ) -> GraphInstance:
         """State a multiset, with the bytes of one member of each make."""
         kinds = list(dict.fromkeys(makes))
         figures = [self._figures(shape, make, held[at]) for at, make in enumerate(kinds)]
@@ -328,16 +331,18 @@ class MixedSearch:
                 DeviceType(
                     name=str(make),
                     stages=makes.count(make),
-                    kinds=tuple((row[at],) for row in numbers),
-                    rooms=rooms,
+                    chain=Instance(
+                        layers=tuple(numbers[row] for row in of_layer),
+                        kinds=tuple((row[at],) for row in numbers),
+                        stages=rooms,
+                        steady=self._micro_batches(shape) - 1,
+                    ),
                 )
             )
-        return UnequalInstance(
-            layers=tuple(numbers[row] for row in of_layer),
+        return GraphInstance(
             types=tuple(types),
-            in_flight=tuple(float(shape.stages - s) for s in range(shape.stages)),
-            steady=self._micro_batches(shape) - 1,
-            cut_s=cut_s,
+            edges=in_a_row(len(of_layer)),
+            output_s=tuple(tuple(cuts[1:] for cuts in row) for row in cut_s),
         )
 
     def _figures(self, shape: Shape, make: Make, held: Member) -> list[Option]:

@@ -52,8 +52,8 @@ from planner.native import CAVEAT_SOURCE
 from planner.report.facts import Fact, Summary
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
-from planner.solver.graphs.graph_instance import GraphSolution, Undecided
-from planner.solver.instance import Infeasible, Solution
+from planner.solver.graph_instance import GraphSolution
+from planner.solver.instance import Infeasible, Solution, Unfinished
 from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -331,9 +331,9 @@ def solve(
         out.print(solution_text(solved.problem, solved.result, explain=explain))
     elif isinstance(solved.result, Infeasible):
         raise MeshwrightError(f"{problem}: no split fits: {solved.result.reason}")
-    elif isinstance(solved.result, Undecided):
+    elif isinstance(solved.result, Unfinished):
         raise MeshwrightError(f"{problem}: {solved.result.reason}")
-    if isinstance(solved.result, Infeasible | Undecided):
+    if isinstance(solved.result, Infeasible | Unfinished):
         raise typer.Exit(1)
 
 

@@ -84,7 +84,7 @@ def blocks_of(model: ModelGraph) -> list[tuple[str, ...]]:
     """
     import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
 
-    from planner.solver.graphs.contraction import blocks  # noqa: PLC0415 - as above
+    from planner.solver.contraction import blocks  # noqa: PLC0415 - as above
 
     place = {name: at for at, (name, _) in enumerate(model.chain)}
     names = list(networkx.lexicographical_topological_sort(model.graph, key=place.__getitem__))
@@ -123,7 +123,7 @@ def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
     """Most that crosses a boundary of any split: of all downsets, or of the orders to be tried."""
     import numpy as np  # noqa: PLC0415 - these load networkx, and chains need none of them
 
-    from planner.solver.graphs.graph_instance import graph_instance  # noqa: PLC0415
+    from planner.solver.graph_instance import graph_instance  # noqa: PLC0415
     from planner.solver.graphs.ideals import ideals  # noqa: PLC0415
     from planner.solver.graphs.orders import orders  # noqa: PLC0415
     from planner.solver.instance import Option, Stage  # noqa: PLC0415
@@ -139,5 +139,5 @@ def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
     )
     every = ideals(stated.readers(), most=MOST_IDEALS, colocated=stated.colocated)
     if every is not None:
-        return float(every.crossing(stated.readers(), np.array(stated.output_s)).max())
-    return max(max(stated.chain_along(order).cut_s) for order in orders(stated).values())
+        return float(every.crossing(stated.readers(), np.array(stated.sent_s())).max())
+    return max(max(stated.along(order).cut_s) for order in orders(stated).values())

@@ -9,8 +9,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from planner.report.facts import plain_table
-from planner.solver.graphs.graph_instance import GraphSolution, Undecided
-from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, host_bytes
+from planner.solver.graph_instance import GraphSolution
+from planner.solver.instance import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Solution,
+    Unfinished,
+    host_bytes,
+)
 from planner.solver.problem import Problem
 from planner.units import bytes_text, seconds_text
 
@@ -139,7 +146,7 @@ def _span(run: Sequence[int]) -> str:
 
 
 def solution_json(
-    problem: Problem, result: Found | Infeasible | Fathomed | Undecided
+    problem: Problem, result: Found | Infeasible | Fathomed | Unfinished
 ) -> dict[str, Any]:
     """Return what `solve --json` prints."""
     if isinstance(result, Solution | GraphSolution):
@@ -160,6 +167,7 @@ def solution_json(
         return found
     if isinstance(result, Infeasible):
         return {"feasible": False, "reason": result.reason}
-    if isinstance(result, Undecided):
-        return {"feasible": None, "reason": result.reason}
+    if isinstance(result, Unfinished):
+        bound = {"lower_bound_s": result.lower_bound_s}
+        return {"feasible": None, "reason": result.reason, **bound}
     return {"feasible": None, "lower_bound_s": result.lower_bound_s}

@@ -37,7 +37,6 @@ from planner.search.certificate import (
 )
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
-from planner.solver.graphs.graph_instance import Undecided
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
 from planner.tolerances import EQUAL
 
@@ -532,8 +531,6 @@ def judged(
     """
     if isinstance(answer, Infeasible):
         return Lost(OUT_OF_MEMORY, reason=answer.reason)
-    if isinstance(answer, Undecided):
-        return Lost(UNFINISHED, bound_s=known_s)
     if isinstance(answer, Fathomed | Unfinished):
         beaten = answer.lower_bound_s >= cutoff_s - step_s or known_s >= cutoff_s
         beaten = beaten and isinstance(answer, Fathomed)

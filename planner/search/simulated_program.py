@@ -173,14 +173,17 @@ class Choices:
         *,
         actions: int,
         nodes: int,
+        most_columns: int = MOST_COLUMNS,
         until: float = math.inf,
     ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
-        `tried` simulates a solution and returns its step.  0 where the step has more `actions`; it
-        stops at so many `nodes` of a tree, or when the process has used `until` CPU seconds.
+        `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
+        the program more columns; it stops at so many `nodes` of a tree, or when the process has
+        used `until` CPU seconds.
         """
-        if 2 * self._layout.micro_batches * self._layout.stages > actions:
+        count = 2 * self._layout.micro_batches * self._layout.stages
+        if count > actions or len(self._columns) > most_columns:
             return 0.0
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
@@ -741,7 +744,7 @@ class Program:
                 left_s = until - time.process_time()
                 if left_s <= 0:
                     return low_s
-                if whole:
+                if left_s < math.inf:
                     self._highs.setOptionValue(
                         "time_limit", float(self._highs.getRunTime() + left_s)
                     )

@@ -68,6 +68,8 @@ class Effort:
     """Of a step whose program is tried."""
     nodes: int = 50
     """Of the tree of one program."""
+    columns: int = 1_000
+    """Of a program that is tried: the relaxation of a larger one may take minutes."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
     program_s: float = math.inf
@@ -89,6 +91,7 @@ FULL = Effort(
     ways=20_000,
     actions=30_000,
     nodes=1_000,
+    columns=_ALL,
     seconds=100.0,
     program_s=5.0,
 )
@@ -434,6 +437,7 @@ class _Search:
             lambda solution: self._try(candidates, layout, solution),
             actions=self._effort.actions,
             nodes=self._effort.nodes,
+            most_columns=self._effort.columns,
             until=min(
                 self._started + self._effort.seconds,
                 time.process_time() + self._effort.program_s,

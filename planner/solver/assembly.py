@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from planner.solver.graph_instance import GraphInstance, GraphSolution, Method
 from planner.solver.instance import Instance, Solution, fits, priced, stage_fits
 from planner.solver.knapsack import Content, Knapsacks
 
@@ -66,3 +67,22 @@ def assembled(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -
     solution = priced(instance, cuts, options)
     assert fits(instance, solution), "the knapsacks and the formulas of the instance disagree"
     return replace(solution, lower_bound_s=solution.objective_s)
+
+
+def placed(
+    problem: GraphInstance,
+    order: Sequence[int],
+    cuts: Sequence[int],
+    options: Sequence[int],
+    types: Sequence[int] = (),
+    method: Method = "lattice",
+) -> GraphSolution:
+    """Evaluate a split of a graph as that of a chain; without `types` all stages are of the first.
+
+    Layers, and the options of each, are as the stages have them.
+    """
+    types = types or (0,) * (len(cuts) - 1)
+    split = assembled(problem.laid(order, cuts, types), cuts, options)
+    return GraphSolution(
+        problem=problem, order=tuple(order), types=tuple(types), split=split, method=method
+    )

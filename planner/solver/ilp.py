@@ -70,13 +70,19 @@ less room until a solution fits, and the bound is that of the whole room.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise, product, starmap
+from itertools import groupby, pairwise, product, starmap
 from typing import Any, NamedTuple, overload
 
 from planner.errors import MeshwrightError
+from planner.solver.graph_instance import (
+    GraphInstance,
+    GraphSolution,
+    chain_problem,
+    too_few,
+)
 from planner.solver.highs import power_of_ten, pulp, run
 from planner.solver.instance import (
     Fathomed,
@@ -84,14 +90,13 @@ from planner.solver.instance import (
     Instance,
     Option,
     Solution,
-    Stage,
     Unfinished,
     broken,
     fits,
     priced,
 )
-from planner.solver.memory_reach import why_infeasible
-from planner.solver.sides import AtMost, Chosen, Host, Placed, Side, Tie, Together
+from planner.solver.memory_reach import why_infeasible, why_no_split
+from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together, of_chain
 from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
@@ -99,7 +104,7 @@ _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""
 
 
-class Taken(NamedTuple):
+class _Taken(NamedTuple):
     """A solution: the type of each stage, the runs of its layers in order, cuts and options."""
 
     types: list[int]
@@ -108,77 +113,66 @@ class Taken(NamedTuple):
     options: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """A problem as the program takes it: runs of layers, stages, types of devices."""
-
-    runs: Sequence[tuple[int, int]]
-    """Kind and layers of each."""
-    edges: Sequence[tuple[int, int]]
-    """(a, b) where run b reads run a."""
-    types: Sequence[Sequence[Sequence[Option]]]
-    """[type][kind] Options."""
-    rooms: Sequence[Sequence[Stage]]
-    """[type][stage]"""
-    numbers: Sequence[int]
-    """[type] Stages of it."""
-    steady: float
-    fill: float
-    forward_apart: bool
-    evaluate: Callable[[Taken], tuple[Instance, Solution]]
-    """Return the chain of a solution, and the solution as its formulas have it."""
-    credits_s: Sequence[Sequence[float]] = ()
-    """[type][kind] None where it is empty."""
-    output_s: Sequence[Sequence[Sequence[float]]] = ()
-    """[type before][type after][run] Seconds of each of the stages that its output goes between."""
-    relayed: bool = True
-    unpaid: Sequence[int] = ()
-    """Stages that pay nothing for what they send and receive, where outputs are not relayed."""
-    hosts: Sequence[tuple[Host, int]] = ()
-    """Hosts, each for stages of one type."""
-    ties: Sequence[Tie] = field(default=())
-    """Of runs."""
-    more_than_sums: bool = False
-
-
-class Optimum(NamedTuple):
-    """A split, and how it was read."""
-
-    split: Solution
-    taken: Taken
-
-
-def optimum(
-    problem: Placement,
+def solve_graph(
+    problem: GraphInstance,
     *,
+    ties: Sequence[Tie] = (),
     time_limit_s: float | None = None,
     gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
-) -> Optimum | Unfinished | None:
-    """Solve a problem to a relative gap; None if there is no solution below the cutoff."""
-    lacks, bound_s = [0.0] * len(problem.rooms[0]), -math.inf
+) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    """Minimise the time of `problem` to a relative `gap`, for at most `time_limit_s` seconds.
+
+    All `ties` are kept.  A solution that met the time limit carries the bound proven until then.
+    Unfinished too where bytes are more than sums and no solution that was met fits.  `at_least_s`
+    is a bound known before; only objectives below `cutoff_s` are of interest.
+    """
+    few = too_few(problem)
+    if few:
+        return Infeasible(few)
+    chain, bound_s = problem.chain, -math.inf
+    sides = [one if isinstance(one, Tie) else of_chain(one) for one in chain.sides]
+    groups = (Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated)
+    ties = (*ties, *sides, *groups)
+    runs = _runs(problem, ties)
+    lacks = [0.0] * len(chain.stages)
     margins = (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN)
-    for attempt in range(_TIGHTENED if problem.more_than_sums else len(margins)):
+    more_than_sums = any(one.chain.used_bytes for one in problem.types)
+    for attempt in range(_TIGHTENED if more_than_sums else len(margins)):
         margin = margins[min(attempt, len(margins) - 1)]
-        stated = _Program(problem, lacks, margin)
+        stated = _Program(problem, runs, ties, lacks, margin)
         stated.bound(max(at_least_s, bound_s), cutoff_s)
         outcome = run(stated.program, stated.unit_s, time_limit_s, gap)
         if outcome.impossible and attempt == 0:
-            return None
+            if cutoff_s < math.inf:
+                return Fathomed(cutoff_s)
+            return Infeasible(_why_not(problem, ties))
         bound_s = max(at_least_s, outcome.bound_s) if attempt == 0 else bound_s
         if not outcome.found:
             break
         taken = stated.read()
-        instance, split = problem.evaluate(taken)
-        if fits(instance, split) and broken(instance, split) is None:
+        order, options = taken.runs, taken.options
+        if len(runs) < len(chain.layers):
+            order = list(range(len(chain.layers)))
+            for held in starmap(range, pairwise(taken.cuts)):
+                _order_alike(chain, options, held)
+        laid = problem.laid(order, taken.cuts, taken.types)
+        split = priced(laid, taken.cuts, options)
+        if fits(laid, split) and broken(laid, split) is None:
             # Closed to the gap that was asked for counts as optimal only if the solver says so.
             tolerance = 2 * gap if outcome.proven else EQUAL
             lower_s = min(bound_s, split.objective_s)
-            return Optimum(replace(split, lower_bound_s=lower_s, tolerance=tolerance), taken)
-        for s, (used, stage) in enumerate(zip(split.stage_bytes, instance.stages, strict=True)):
+            return GraphSolution(
+                problem=problem,
+                order=tuple(order),
+                types=tuple(taken.types),
+                split=replace(split, lower_bound_s=lower_s, tolerance=tolerance),
+                method="program",
+            )
+        for s, (used, stage) in enumerate(zip(split.stage_bytes, laid.stages, strict=True)):
             lacks[s] += max(0.0, used - stage.capacity_bytes)
-    return Unfinished(bound_s)
+    return Unfinished(bound_s, "the integer program met no split that fits")
 
 
 class _Count(NamedTuple):
@@ -193,21 +187,34 @@ class _Count(NamedTuple):
 
 
 class _Program:
-    """The program of a problem.
+    """The program of a problem whose layers are in `runs`.
 
     Stages have `lacks` bytes and a share `margin` of their capacity less than they have.
     """
 
-    def __init__(self, problem: Placement, lacks: Sequence[float], margin: float) -> None:
-        self.problem = problem
+    def __init__(
+        self,
+        problem: GraphInstance,
+        runs: Sequence[Sequence[int]],
+        ties: Sequence[Tie],
+        lacks: Sequence[float],
+        margin: float,
+    ) -> None:
+        self.problem, self.chain, self.ties = problem, problem.chain, ties
         self.program = pulp.LpProblem("placement", pulp.LpMinimize)
-        self.stages, self.types = range(len(problem.rooms[0])), range(len(problem.numbers))
-        self.runs = range(len(problem.runs))
-        self.single = all(length == 1 for _, length in problem.runs)
+        self.stages, self.types = range(len(self.chain.stages)), range(len(problem.types))
+        self.runs = range(len(runs))
+        self.kinds, self.lengths = [self.chain.layers[own[0]] for own in runs], [*map(len, runs)]
+        self.run_of = {layer: a for a, own in enumerate(runs) for layer in own}
+        self.single = len(runs) == len(self.chain.layers)
+        # Runs of several layers are those of a chain.
+        self.edges = sorted(set(problem.edges if self.single else pairwise(self.runs)))
+        chains = [one.chain for one in problem.types]
+        self.rooms = [chain.stages for chain in chains]
         longest_s = max(
-            sum(length * min(o.time_s for o in tables[kind]) for kind, length in problem.runs)
-            * min(room.time_scale for room in rooms)
-            for tables, rooms in zip(problem.types, problem.rooms, strict=True)
+            sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
+            * min(room.time_scale for room in chain.stages)
+            for chain in chains
         )
         self.unit_s = power_of_ten(longest_s) * 1e-3
         several = len(self.types) > 1
@@ -227,11 +234,10 @@ class _Program:
         return self.program.add_variable(name, cat=pulp.LpBinary)
 
     def _counts(self, a: int, s: int) -> Iterator[_Count]:
-        kind, length = self.problem.runs[a]
         for g in self.types:
-            for k, option in enumerate(self.problem.types[g][kind]):
+            for k, option in enumerate(self.problem.types[g].chain.kinds[self.kinds[a]]):
                 name = f"n_{a}_{s}_{g}_{k}"
-                variable = self.program.add_variable(name, 0, length, pulp.LpInteger)
+                variable = self.program.add_variable(name, 0, self.lengths[a], pulp.LpInteger)
                 yield _Count(variable, a, g, option, k)
 
     @cached_property
@@ -249,7 +255,7 @@ class _Program:
         """Every layer on one stage, in an order that runs; stages not empty, each of one type."""
         program, problem = self.program, self.problem
         done = list(self.until)
-        for a, (_, length) in enumerate(problem.runs):
+        for a, length in enumerate(self.lengths):
             program += self.until[a][-1] == length, f"run{a}_is_placed"
             for s, g in product(self.stages, self.types if len(self.types) > 1 else ()):
                 own = pulp.lpSum(n.variable for n in self.on[a][s] if n.type == g)
@@ -261,11 +267,11 @@ class _Program:
                 program += self.until[a][s] >= length * done[a][s], f"run{a}_is_done_by_stage{s}"
             for s in self.stages[1:]:
                 program += done[a][s] >= done[a][s - 1], f"run{a}_stays_done_on_stage{s}"
-        for (a, b), s in product(problem.edges, self.stages):
-            follows = self.until[b][s] <= problem.runs[b][1] * done[a][s]
+        for (a, b), s in product(self.edges, self.stages):
+            follows = self.until[b][s] <= self.lengths[b] * done[a][s]
             program += follows, f"run{b}_follows_{a}_on_stage{s}"
         for s in self.stages:
-            held, room = pulp.lpSum(n.variable for n in self.here[s]), problem.rooms[0][s]
+            held, room = pulp.lpSum(n.variable for n in self.here[s]), self.rooms[0][s]
             program += held >= room.least_layers, f"stage{s}_has_layers_enough"
             if room.most_layers is not None:
                 program += held <= room.most_layers, f"stage{s}_has_no_more_layers"
@@ -274,15 +280,15 @@ class _Program:
                 program += pulp.lpSum(self.of_type[s]) == 1, f"stage{s}_has_a_type"
             for g in self.types:
                 used = pulp.lpSum(self.of_type[s][g] for s in self.stages)
-                program += used == problem.numbers[g], f"type{g}_is_used"
+                program += used == problem.types[g].stages, f"type{g}_is_used"
 
     def _memory(self, lacks: Sequence[float], margin: float) -> None:
         """Every stage within the capacity of its type, with the largest transient of its layers."""
         program = self.program
-        tables = [self.problem.types[g][kind] for g in self.types for kind, _ in self.problem.runs]
+        tables = [one.chain.kinds[kind] for one in self.problem.types for kind in set(self.kinds)]
         every_level = sorted({o.transient_bytes for table in tables for o in table})
         for s in self.stages:
-            rooms = [own[s] for own in self.problem.rooms]
+            rooms = [own[s] for own in self.rooms]
             free = [room.free_bytes - margin * room.capacity_bytes - lacks[s] for room in rooms]
             # Each row in units of its own capacity, without what could never fit: small tolerances.
             unit = power_of_ten(max(room.capacity_bytes for room in rooms)) * 1e-1
@@ -310,7 +316,7 @@ class _Program:
                     u = n.option.transient_bytes
                     if u > every_level[0] and n.variable.upBound:
                         covering = pulp.lpSum(v for level, v in levels.items() if level >= u)
-                        most, name = self.problem.runs[n.run][1] * covering, n.variable.name
+                        most, name = self.lengths[n.run] * covering, n.variable.name
                         program += n.variable <= most, f"{name}_is_below_the_level"
             own = [is_ * (room / unit) for is_, room in zip(self.of_type[s], free, strict=True)]
             program += pulp.lpSum(used) <= pulp.lpSum(own), f"stage{s}_fits_in_memory"
@@ -318,10 +324,11 @@ class _Program:
     def _hosts(self, margin: float) -> None:
         """Every host within its memory; hosts that hold the same devices are alike."""
         program = self.program
-        for number, (host, g) in enumerate(dict.fromkeys(self.problem.hosts)):
+        hosts = [(host, g) for g in self.types for host in self.problem.types[g].chain.hosts]
+        for number, (host, g) in enumerate(dict.fromkeys(hosts)):
             unit = power_of_ten(host.capacity_bytes) * 1e-1
             used = [
-                n.variable * (ranks * self.problem.rooms[g][s].on_host_bytes(n.option) / unit)
+                n.variable * (ranks * self.rooms[g][s].on_host_bytes(n.option) / unit)
                 for s, ranks in enumerate(host.ranks)
                 for n in self.here[s]
                 if ranks and n.type == g and (n.option.host_resident_bytes or n.option.host_bytes)
@@ -332,7 +339,7 @@ class _Program:
     def _ties(self) -> None:
         """Every side by rows over the runs that it speaks of."""
         program = self.program
-        for number, tie in enumerate(self.problem.ties):
+        for number, tie in enumerate(self.ties):
             side, home = tie.side, []
             if isinstance(side, AtMost):
                 for s in side.stages:
@@ -341,9 +348,9 @@ class _Program:
             if isinstance(side, Together):
                 home = [self._binary(f"home_{number}_{s}") for s in self.stages]
                 program += pulp.lpSum(home) == 1, f"side{number}_has_one_stage"
-            for a, s in product(tie.layers, self.stages):
+            for a, s in product({self.run_of[layer] for layer in tie.layers}, self.stages):
                 if isinstance(side, Together):
-                    most = self.problem.runs[a][1] * home[s]
+                    most = self.lengths[a] * home[s]
                     program += self._held(a, s) <= most, f"side{number}_{a}_{s}"
                 elif isinstance(side, Placed) and s not in side.stages:
                     program += self._held(a, s) == 0, f"side{number}_{a}_{s}"
@@ -354,10 +361,10 @@ class _Program:
 
     def _cuts(self) -> list[Any]:
         """[boundary] Seconds of what crosses it, for the types that meet there."""
-        cuts, output_s = [], self.problem.output_s
-        for s in self.stages[:-1] if output_s else ():
+        cuts = []
+        for s in self.stages[:-1] if self.problem.output_s else ():
             sent: dict[int, Any] = {}
-            for a, b in sorted(set(self.problem.edges)):
+            for a, b in self.edges:
                 if a not in sent:
                     sent[a] = self.program.add_variable(f"sent_{a}_{s}", 0, 1)
                 crosses = self.until[a][s] - self.until[b][s]
@@ -366,7 +373,7 @@ class _Program:
             cut = self.program.add_variable(f"cut_{s}", 0)
             cuts.append(cut)
             for g, h in product(self.types, self.types):
-                own_s = output_s[g][h]
+                own_s = self.problem.sent_s(g, h)
                 apart = 2 - self.of_type[s][g] - self.of_type[s + 1][h]
                 least = pulp.lpSum(one * (own_s[a] / self.unit_s) for a, one in sent.items())
                 least -= apart * (sum(own_s) / self.unit_s)
@@ -375,9 +382,9 @@ class _Program:
 
     def _straight_s(self, s: int) -> Any:
         """Seconds of a stage for outputs that go straight from where they are made to readers."""
-        (output_s,) = self.problem.output_s[0]
+        output_s = self.problem.sent_s()
         ends: dict[int, Any] = {}
-        for a, b in sorted(set(self.problem.edges)):
+        for a, b in self.edges:
             if a not in ends:
                 ends[a] = self.program.add_variable(f"end_{a}_{s}", 0, 1)
             own, its, name = self._held(a, s), self._held(b, s), f"output{a}_for_{b}_on_stage{s}"
@@ -387,27 +394,26 @@ class _Program:
 
     def _objective(self) -> Any:
         """Seconds of the stages, of the slowest, of the longest synchronisation, and their sum."""
-        program, problem = self.program, self.problem
+        program, problem, chain = self.program, self.problem, self.chain
         cuts = self._cuts() if problem.relayed else []
         slowest, slowest_forward, longest_sync = (
             program.add_variable(name, 0) for name in ("slowest", "slowest_forward", "longest_sync")
         )
-        total = [problem.steady * slowest, 1.0 * longest_sync]
-        if problem.forward_apart:
-            total.append(problem.steady * slowest_forward)
+        total = [chain.steady * slowest, 1.0 * longest_sync]
+        if chain.forward_apart:
+            total.append(chain.steady * slowest_forward)
         for s in self.stages:
-            scale = [own[s].time_scale / self.unit_s for own in problem.rooms]
+            scale = [own[s].time_scale / self.unit_s for own in self.rooms]
             beside = pulp.lpSum(cuts[max(0, s - 1) : s + 1] if s else cuts[:1])
             beside += pulp.lpSum(
-                self.of_type[s][g] * (problem.rooms[g][s].exposed_s / self.unit_s)
-                for g in self.types
+                self.of_type[s][g] * (self.rooms[g][s].exposed_s / self.unit_s) for g in self.types
             )
             if not problem.relayed and s not in problem.unpaid:
                 beside += self._straight_s(s)
             seconds = program.add_variable(f"seconds_{s}", 0)
             own = (n.variable * (scale[n.type] * n.option.time_s) for n in self.here[s])
             program += seconds == pulp.lpSum(own) + beside, f"time_of_stage{s}"
-            if problem.forward_apart:
+            if chain.forward_apart:
                 forward = pulp.lpSum(
                     n.variable * (scale[n.type] * n.option.forward_s) for n in self.here[s]
                 )
@@ -418,11 +424,11 @@ class _Program:
                 program += seconds <= slowest, f"stage{s}_is_within_the_slowest"
             sync = [n.variable * (n.option.sync_s / self.unit_s) for n in self.here[s]]
             program += pulp.lpSum(sync) <= longest_sync, f"stage{s}_syncs_within_the_longest"
-            total.append(problem.fill * seconds)
+            total.append(chain.fill * seconds)
             for n in self.here[s]:
-                credits_s = problem.credits_s[n.type] if problem.credits_s else ()
+                credits_s = problem.types[n.type].chain.credits_s
                 if credits_s:
-                    total.append(n.variable * (-scale[n.type] * credits_s[problem.runs[n.run][0]]))
+                    total.append(n.variable * (-scale[n.type] * credits_s[self.kinds[n.run]]))
         objective = pulp.lpSum(total)
         program.setObjective(objective)
         return objective
@@ -436,7 +442,7 @@ class _Program:
         if cutoff_s < math.inf:
             program += self.total <= cutoff_s / self.unit_s, "faster_than_the_cutoff"
 
-    def read(self) -> Taken:
+    def read(self) -> _Taken:
         """Turn the solver's values into cuts and options; nothing later knows of a solver."""
         types = [0] * len(self.stages)
         if len(self.types) > 1:
@@ -444,7 +450,7 @@ class _Program:
                 max(self.types, key=lambda g, s=s: self.of_type[s][g].value())  # type: ignore[misc]
                 for s in self.stages
             ]
-        taken = Taken(types, [], [0], [])
+        taken = _Taken(types, [], [0], [])
         for s in self.stages:
             for a in self.runs:
                 for n in reversed(self.on[a][s]):
@@ -509,20 +515,16 @@ def _solved(
     reason = why_infeasible(instance)
     if reason:
         return Infeasible(reason)
-    found = optimum(
-        chain_placement(instance),
+    found = solve_graph(
+        chain_problem(instance),
         time_limit_s=time_limit_s,
         gap=gap,
         at_least_s=at_least_s,
         cutoff_s=cutoff_s,
     )
-    if isinstance(found, Optimum):
+    if isinstance(found, GraphSolution):
         return found.split
-    if found is None and cutoff_s < math.inf:
-        return Fathomed(cutoff_s)
-    if found is None:
-        return Infeasible(_why_not(instance))
-    if time_limit_s is None and instance.used_bytes is None:
+    if isinstance(found, Unfinished) and time_limit_s is None and instance.used_bytes is None:
         raise MeshwrightError(
             "the integer program found no split that fits to the byte: its numbers differ too much "
             "in size for HiGHS; use the exact solver"
@@ -530,66 +532,29 @@ def _solved(
     return found
 
 
-def _why_not(instance: Instance) -> str:
+def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
     """Name what cannot be kept together: all that is asked beside the memory of each stage."""
-    asked = dict.fromkeys(map(str, (*instance.sides, *instance.hosts)))
-    if not asked:
-        return NO_ROW
-    return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
+    hosts = (host for one in problem.types for host in one.chain.hosts)
+    asked = dict.fromkeys(map(str, (*ties, *hosts)))
+    if asked:
+        return f"no split that fits the devices keeps all of this: {'; '.join(asked)}"
+    rows = any(stage.most_layers is not None for stage in problem.chain.stages)
+    return NO_ROW if rows else why_no_split(problem)
 
 
-def chain_placement(instance: Instance) -> Placement:
-    """Return a chain on devices that are alike."""
-    runs = _runs(instance)
-    ends = list(accumulate(length for _, length in runs))
-
-    def tie(side: Side) -> Tie:
-        if isinstance(side, AtMost):
-            return Tie(side)
-        inside = (
-            a
-            for a, ((_, length), end) in enumerate(zip(runs, ends, strict=True))
-            if side.first <= end - length and end - 1 <= side.last
-        )
-        return Tie(side, tuple(inside))
-
-    def evaluate(taken: Taken) -> tuple[Instance, Solution]:
-        options = list(taken.options)
-        for held in starmap(range, pairwise(taken.cuts)):
-            _order_alike(instance, options, held)
-        return instance, priced(instance, taken.cuts, options)
-
-    return Placement(
-        runs=runs,
-        edges=tuple(pairwise(range(len(runs)))),
-        types=(instance.kinds,),
-        rooms=(instance.stages,),
-        numbers=(len(instance.stages),),
-        steady=instance.steady,
-        fill=instance.fill,
-        forward_apart=instance.forward_apart,
-        evaluate=evaluate,
-        credits_s=(instance.credits_s,),
-        output_s=((instance.cut_s[1:],),) if instance.cut_s else (),
-        hosts=tuple((host, 0) for host in instance.hosts),
-        ties=tuple(map(tie, instance.sides)),
-        more_than_sums=instance.used_bytes is not None,
-    )
-
-
-def _runs(instance: Instance) -> list[tuple[int, int]]:
-    """Return (kind, layers) of layers in a row that nothing tells apart."""
-    if instance.cut_s:
-        return [(kind, 1) for kind in instance.layers]
-    begins = {
-        at
-        for side in instance.sides
-        if not isinstance(side, AtMost)
-        for at in (side.first, side.last + 1)
-    }
-    parts = accumulate(int(layer in begins) for layer in range(len(instance.layers)))
-    keys = zip(instance.layers, parts, strict=True)
-    return [(kind, len(list(same))) for (kind, _), same in groupby(keys)]
+def _runs(problem: GraphInstance, ties: Sequence[Tie]) -> list[list[int]]:
+    """Return the layers in a row that nothing tells apart; each alone but in a chain."""
+    layers = range(len(problem.chain.layers))
+    if len(problem.types) > 1 or problem.output_s or not problem.one_order:
+        return [[layer] for layer in layers]
+    held = [{at for at, tie in enumerate(ties) if layer in tie.layers} for layer in layers]
+    found: list[list[int]] = []
+    for layer, kind in enumerate(problem.chain.layers):
+        if layer and kind == problem.chain.layers[layer - 1] and held[layer] == held[layer - 1]:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
 
 
 def _order_alike(instance: Instance, options: list[int], held: range) -> None:

@@ -286,6 +286,7 @@ class Unfinished:
     """A solver stopped before it had a split; every split takes at least `lower_bound_s`."""
 
     lower_bound_s: float
+    reason: str = ""
 
 
 def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int]) -> float:

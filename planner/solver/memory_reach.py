@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.graph_instance import GraphInstance
 from planner.solver.instance import Instance, Stage, leanest_bytes
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text
@@ -35,6 +36,36 @@ def why_infeasible(instance: Instance) -> str:
         if not reached.any():
             return _stuck(instance, s, np.flatnonzero(before))
     return "" if reached[layers] else _too_many(instance, int(np.flatnonzero(reached)[-1]))
+
+
+def why_no_split(problem: GraphInstance) -> str:
+    """Name a layer that fits nowhere, or else what all of them need and what stages have."""
+    chains = [one.chain for one in problem.types]
+    layers = range(len(problem.chain.layers))
+    some = dict(zip(reversed(problem.chain.layers), reversed(layers), strict=True))
+    for layer in sorted(some.values()):
+        short = min(
+            leanest_bytes(chain, stage, range(layer, layer + 1)) - stage.free_bytes
+            for chain in chains
+            for stage in dict.fromkeys(chain.stages)
+        )
+        if short > 0:
+            return (
+                f"layer '{problem.name(layer)}' alone fits on no stage: in its leanest option it "
+                f"lacks at least {bytes_text(short)}"
+            )
+    needs = min(
+        leanest_bytes(chain, min(chain.stages, key=lambda stage: stage.in_flight), layers)
+        for chain in chains
+    )
+    free = [sorted((stage.free_bytes for stage in chain.stages), reverse=True) for chain in chains]
+    most = sum(sum(own[: one.stages]) for one, own in zip(problem.types, free, strict=True))
+    names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
+    return (
+        f"no order of {names} and no cuts fit: in their leanest options all layers need at least "
+        f"{bytes_text(needs)}, and the stages have {bytes_text(most)} free at most, "
+        f"{bytes_text(min(map(min, free)))} on the smallest"
+    )
 
 
 def _longest_runs(instance: Instance, stage: Stage) -> NDArray[np.intp]:

@@ -31,6 +31,9 @@ class Downsets(Protocol):
     def codes(self, values: NDArray[np.int64], of: Indices) -> NDArray[np.int64]:
         """[downset] Sums of the integers `values` [layer], exact."""
 
+    def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
+        """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
+
     def difference(self, smaller: int, larger: int) -> Sequence[int]:
         """Layers that the larger downset has and the smaller has not, rising."""
 
@@ -56,6 +59,14 @@ class Prefixes:
         until = np.zeros(len(self), dtype=np.int64)
         np.cumsum(values, out=until[1:])
         found: NDArray[np.int64] = until[of]
+        return found
+
+    def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
+        """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
+        found = np.zeros(len(self))
+        for layer, outside in enumerate(readers):
+            if outside:
+                found[layer + 1 : outside[-1] + 1] += values[layer]
         return found
 
     def difference(self, smaller: int, larger: int) -> range:

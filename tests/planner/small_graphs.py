@@ -7,10 +7,11 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import networkx
 
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance, alike
 from planner.solver.instance import Instance, Option, Stage, UsedBytes
 
 
@@ -48,12 +49,13 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
     density = rng.choice([0.15, 0.3, 0.5])
     pairs = itertools.combinations(range(layers), 2)
     shared_capacity = number(6, 45)
-    return GraphInstance(
-        names=tuple(f"layer {i}" for i in range(layers)),
-        layers=tuple(rng.randrange(len(kinds)) for _ in range(layers)),
-        edges=tuple(pair for pair in pairs if rng.random() < density),
+    names = tuple(f"layer {i}" for i in range(layers))
+    drawn = tuple(rng.randrange(len(kinds)) for _ in range(layers))
+    edges = tuple(pair for pair in pairs if rng.random() < density)
+    output_s = tuple(number(0, 4) if rng.random() < 0.8 else 0.0 for _ in range(layers))
+    chain = Instance(
+        layers=drawn,
         kinds=kinds,
-        output_s=tuple(number(0, 4) if rng.random() < 0.8 else 0.0 for _ in range(layers)),
         stages=tuple(
             Stage(
                 capacity_bytes=shared_capacity if rng.random() < 0.5 else number(6, 45),
@@ -69,6 +71,13 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
         fill=rng.choice([1.0, 1.0, 0.5, 0.0]),
         credits_s=tuple(number(0, 2) for _ in kinds) if rng.random() < 0.3 else (),
     )
+    return alike(chain, edges=edges, output_s=output_s, names=names)
+
+
+def changed(problem: GraphInstance, **changes: Any) -> GraphInstance:
+    """The same with other chains."""
+    types = (replace(one, chain=replace(one.chain, **changes)) for one in problem.types)
+    return replace(problem, types=tuple(types))
 
 
 def cyclic(problem: GraphInstance, groups: Sequence[Sequence[int]]) -> bool:
@@ -85,7 +94,7 @@ def cyclic(problem: GraphInstance, groups: Sequence[Sequence[int]]) -> bool:
 def with_groups(problem: GraphInstance, seed: int) -> GraphInstance:
     """The same with up to 3 groups of layers that stay together, none of which make a cycle."""
     rng = random.Random(seed)
-    free, groups = list(range(len(problem.layers))), []  # type: list[int], list[tuple[int, ...]]
+    free, groups = list(range(len(problem.chain.layers))), []  # type: list[int], list[tuple[int, ...]]
     for _ in range(3):
         if len(free) < 2:
             break
@@ -101,8 +110,8 @@ def splits(problem: GraphInstance) -> Iterator[tuple[int, ...]]:
 
     The layers of a group have one stage.
     """
-    stages = range(len(problem.stages))
-    for stage_of in itertools.product(stages, repeat=len(problem.layers)):
+    stages = range(len(problem.chain.stages))
+    for stage_of in itertools.product(stages, repeat=len(problem.chain.layers)):
         forward = all(stage_of[a] <= stage_of[b] for a, b in problem.edges)
         together = all(len({stage_of[at] for at in group}) == 1 for group in problem.colocated)
         if forward and together and set(stage_of) == set(stages):
@@ -129,7 +138,9 @@ def least_objective_s(problem: GraphInstance) -> float:
     for stage_of in splits(problem):
         choices = []
         for s, held in enumerate(_held(problem, stage_of)):
-            tables = [range(len(problem.kinds[problem.layers[layer]])) for layer in held]
+            tables = [
+                range(len(problem.chain.kinds[problem.chain.layers[layer]])) for layer in held
+            ]
             before = _before(stage_of, s)
             every = [
                 _layers_s(problem, s, before, held, picks) for picks in itertools.product(*tables)
@@ -147,7 +158,8 @@ Part = tuple[float, float, float]
 def _held(problem: GraphInstance, stage_of: tuple[int, ...]) -> list[list[int]]:
     """[stage] Its layers."""
     return [
-        [layer for layer, at in enumerate(stage_of) if at == s] for s in range(len(problem.stages))
+        [layer for layer, at in enumerate(stage_of) if at == s]
+        for s in range(len(problem.chain.stages))
     ]
 
 
@@ -203,17 +215,15 @@ def _layers_s(
     picks: Sequence[int],
 ) -> Part:
     """What stage s takes with these layers and options; inf if it has not the bytes."""
-    stage = problem.stages[s]
-    kinds = [problem.layers[layer] for layer in held]
-    chosen = [
-        problem.kinds[problem.layers[layer]][pick] for layer, pick in zip(held, picks, strict=True)
-    ]
+    chain, stage = problem.chain, problem.chain.stages[s]
+    kinds = [chain.layers[layer] for layer in held]
+    chosen = [chain.options_of(layer)[pick] for layer, pick in zip(held, picks, strict=True)]
     used = stage.fixed_bytes + max(o.transient_bytes for o in chosen)
     for o in chosen:
         used += o.resident_bytes + stage.in_flight * o.stored_bytes
         used += stage.waiting * o.kept_bytes
-    if problem.used_bytes is not None:
-        used = problem.used_bytes.of(s, before, held, picks)
+    if chain.used_bytes is not None:
+        used = chain.used_bytes.of(s, before, held, picks)
         if not first_take_later(kinds, picks):
             used = math.inf
     if used > stage.capacity_bytes * (1 + 1e-12):
@@ -221,22 +231,29 @@ def _layers_s(
     forward = stage.time_scale * sum(o.forward_s for o in chosen) + stage.exposed_s / 2
     backward = stage.time_scale * sum(o.backward_s for o in chosen) + stage.exposed_s / 2
     sync = sum(o.sync_s for o in chosen)
-    return (forward, backward, sync) if problem.forward_apart else (0.0, forward + backward, sync)
+    return (
+        (forward, backward, sync)
+        if problem.chain.forward_apart
+        else (0.0, forward + backward, sync)
+    )
 
 
 def _total_s(problem: GraphInstance, stage_of: tuple[int, ...], parts: Sequence[Part]) -> float:
     if any(backward == math.inf for _, backward, _ in parts):
         return math.inf
     sends_s = [_sends_s(problem, stage_of, s) for s in range(len(parts))]
-    apart = 0.5 if problem.forward_apart else 0.0
+    apart = 0.5 if problem.chain.forward_apart else 0.0
     slowest_s = max(f + apart * sent for (f, _, _), sent in zip(parts, sends_s, strict=True))
     slowest_s += max(b + (1 - apart) * sent for (_, b, _), sent in zip(parts, sends_s, strict=True))
-    total = problem.steady * slowest_s
-    total += problem.fill * (sum(f + b for f, b, _ in parts) + sum(sends_s))
+    total = problem.chain.steady * slowest_s
+    total += problem.chain.fill * (sum(f + b for f, b, _ in parts) + sum(sends_s))
     total += max(sync for _, _, sync in parts)
-    if problem.credits_s:
+    if problem.chain.credits_s:
         for layer, s in enumerate(stage_of):
-            total -= problem.stages[s].time_scale * problem.credits_s[problem.layers[layer]]
+            total -= (
+                problem.chain.stages[s].time_scale
+                * problem.chain.credits_s[problem.chain.layers[layer]]
+            )
     return total
 
 
@@ -249,11 +266,11 @@ def _sends_s(problem: GraphInstance, stage_of: tuple[int, ...], s: int) -> float
         if not problem.relayed:
             reading = {stage_of[b] for a, b in problem.edges if a == layer} - {at}
             if reading and s in {at, *reading}:
-                total += problem.output_s[layer]
+                total += problem.sent_s()[layer]
             continue
         last = max((stage_of[b] for a, b in problem.edges if a == layer), default=at)
         if at < s <= last:
-            total += problem.output_s[layer]  # received
+            total += problem.sent_s()[layer]  # received
         if at <= s < last:
-            total += problem.output_s[layer]  # sent, or passed on
+            total += problem.sent_s()[layer]  # sent, or passed on
     return total

@@ -38,12 +38,12 @@ from planner.search.ranked import Ranked
 from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.solver import sided
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
-from planner.solver.graphs.lattice import GraphEffort, solve_graph
-from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver import ilp, sided
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graphs.lattice import GraphEffort
+from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
 from planner.solver.sides import unkept
-from planner.solver.unequal.program import solve_by_program
+from planner.solver.solve import solve
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
@@ -65,7 +65,9 @@ class GraphSpace(AlikeSpace):
         """The integer program decides where it is asked to, or else the exact solver."""
         super().__init__(candidates)
         self._by_program = by_program
-        self._effort = GraphEffort(programs=PROGRAMS, moves=MOVES)
+        self._effort = GraphEffort(
+            programs=PROGRAMS, moves=MOVES, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
+        )
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -101,23 +103,15 @@ class GraphSpace(AlikeSpace):
         # The action of its loss is in the last layer's own seconds.
         each = 3.0 if counted_by_rank(layout) else 2.0
         actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
-        return GraphInstance(
+        stages = tuple(
+            replace(stage, exposed_s=count * costs.action_s)
+            for stage, count in zip(chain.stages, actions, strict=True)
+        )
+        return alike(
+            replace(chain, stages=stages, hosts=(), cut_s=()),
             names=tuple(number),
-            layers=chain.layers,
-            edges=tuple(
-                sorted({(number[edge.source], number[edge.target]) for edge in model.edges})
-            ),
-            kinds=chain.kinds,
-            output_s=tuple(sent_s[layer.kind] for _, layer in model.chain),
-            stages=tuple(
-                replace(stage, exposed_s=count * costs.action_s)
-                for stage, count in zip(chain.stages, actions, strict=True)
-            ),
-            steady=chain.steady,
-            forward_apart=chain.forward_apart,
-            fill=chain.fill,
-            credits_s=chain.credits_s,
-            used_bytes=chain.used_bytes,
+            edges=sorted({(number[edge.source], number[edge.target]) for edge in model.edges}),
+            output_s=[sent_s[layer.kind] for _, layer in model.chain],
             colocated=colocated(model),
         )
 
@@ -125,14 +119,12 @@ class GraphSpace(AlikeSpace):
         """Return the best split of a layout; see `_within_hosts` for activations on the host."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
         answer = (
-            solve_by_program(problem, time_limit_s=TIES_LIMIT_S)
+            ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
             if self._by_program
-            else solve_graph(
+            else solve(
                 problem,
                 cutoff_s=cutoff_s - step_s,
                 frontiers=self._frontiers,
-                most_ideals=MOST_IDEALS,
-                most_pairs=MOST_PAIRS,
                 effort=self._effort,
             )
         )
@@ -148,15 +140,15 @@ class GraphSpace(AlikeSpace):
 
     def _kept(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
-    ) -> GraphSolution | Infeasible | Unfinished:
+    ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
         """Return the split if it keeps what is required, else that of the integer program."""
         asked = self.candidates.pins.require
         ties = ties_of(self.candidates.model, layout, asked, self._model)
-        each = zip(found.order, found.split.options, strict=True)
-        names = [problem.kinds[problem.layers[at]][option].name for at, option in each]
+        laid = problem.along(found.order)
+        names = [laid.options_of(at)[own].name for at, own in enumerate(found.split.options)]
         if unkept(ties, found.order, found.split.cuts, names) is None:
             return found
-        return solve_by_program(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
+        return ilp.solve_graph(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
     def _within_hosts(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
@@ -167,14 +159,14 @@ class GraphSpace(AlikeSpace):
         """
         on_host = any(
             option.host_bytes or option.host_resident_bytes
-            for table in problem.kinds
+            for table in problem.chain.kinds
             for option in table
         )
         if not on_host:
             return found
         costs = self.candidates.tables.of(layout)
         chain = replace(
-            problem.chain_along(found.order),
+            problem.along(found.order),
             hosts=hosts(self.candidates.cluster, layout, costs.host_share),
         )
         if broken(chain, found.split) is None:
@@ -188,7 +180,7 @@ class GraphSpace(AlikeSpace):
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         original = self.candidates.model
-        names = [found.split.names[layer] for layer in found.split.order]
+        names = [found.split.problem.name(layer) for layer in found.split.order]
         ordered = in_order(self._model, names)
         plan = plan_of(
             replace(self.candidates.request, model=ordered),

@@ -1,8 +1,8 @@
 """A layout over unequal devices as a partition problem, and its solution as a plan.
 
 Every group has the partition problem that it would have alone (`planner.search.formulation`);
-together they are the problem of `planner.solver.unequal.unequal_instance`, whose stages are the
-ranks of the pipeline.  What crosses from one rank to a neighbour depends on the groups of both.
+together they are the problem of `planner.solver.graph_instance`, whose stages are the ranks
+of the pipeline.  What crosses from one rank to a neighbour depends on the groups of both.
 Where ranks have several stages, the last rank's output goes back to the first; it is taken to
 cross the slowest link there is.
 """
@@ -26,14 +26,17 @@ from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
 from planner.search.spaces.groups import GroupSpace
+from planner.solver.graph_instance import (
+    DeviceType,
+    GraphInstance,
+    GraphSolution,
+    in_a_row,
+)
 from planner.solver.instance import Instance
-from planner.solver.unequal.unequal_graph import UnequalGraph
-from planner.solver.unequal.unequal_instance import DeviceType, UnequalInstance, UnequalSolution
+from planner.solver.sides import Host
 
 
-def stages_problem(
-    costs: GroupCosts, layout: Layout, chains: dict[str, Instance]
-) -> UnequalInstance:
+def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
     """Return the problem of a layout from those of the groups."""
     crossings_s = _crossings_s(costs, layout)
     widest_s = max(map(max, crossings_s))
@@ -42,11 +45,13 @@ def stages_problem(
 
 def computing_problem(
     costs: GroupCosts, layout: Layout, chains: dict[str, Instance]
-) -> UnequalInstance:
+) -> GraphInstance:
     """Return the same where nothing takes time but computation, and with what is taken back."""
     none_s = [[0.0] * len(chains)] * len(chains)
-    bare = {name: replace(chain, credits_s=()) for name, chain in chains.items()}
-    return replace(_problem(costs, layout, bare, 0.0, none_s), cut_s=(), forward_apart=False)
+    bare = {
+        name: replace(chain, credits_s=(), forward_apart=False) for name, chain in chains.items()
+    }
+    return replace(_problem(costs, layout, bare, 0.0, none_s), output_s=())
 
 
 def _problem(
@@ -55,45 +60,52 @@ def _problem(
     chains: dict[str, Instance],
     widest_s: float,
     cuts_s: list[list[float]],
-) -> UnequalInstance:
-    stages = costs.stages_of(layout)
-    some = next(iter(chains.values()))
-    shares = {name: own.host_share for name, own in costs.costs(layout).items()}
-    rooms = {
-        group.name: host_room_bytes(group, shares[group.name]) for group in costs.cluster.groups
-    }
-    return UnequalInstance(
-        layers=some.layers,
+) -> GraphInstance:
+    apart = all(chain.forward_apart for chain in chains.values())
+    layers, numbers = len(next(iter(chains.values())).layers), costs.stages_of(layout)
+    return GraphInstance(
         types=tuple(
             DeviceType(
                 name=name,
-                stages=stages[name],
-                kinds=chain.kinds,
-                rooms=tuple(
-                    replace(stage, exposed_s=exposed_s)
-                    for stage, exposed_s in zip(
-                        chain.stages,
-                        _exposed_s(layout, costs.tables[name], widest_s),
-                        strict=True,
-                    )
+                stages=numbers[name],
+                chain=replace(
+                    chains[name],
+                    stages=tuple(
+                        replace(stage, exposed_s=exposed_s)
+                        for stage, exposed_s in zip(
+                            chains[name].stages,
+                            _exposed_s(layout, costs.tables[name], widest_s),
+                            strict=True,
+                        )
+                    ),
+                    forward_apart=apart,
+                    hosts=_hosts(costs, layout, name, chains[name]),
                 ),
-                credits_s=chain.credits_s,
-                host_bytes=rooms[name] if _on_host(chain) else None,
-                used_bytes=chain.used_bytes,
             )
-            for name, chain in chains.items()
+            for name in chains
         ),
-        in_flight=tuple(stage.in_flight for stage in some.stages),
-        steady=some.steady,
-        fill=some.fill,
-        forward_apart=all(chain.forward_apart for chain in chains.values()),
-        cut_s=tuple(tuple((cut_s,) * (len(some.layers) + 1) for cut_s in row) for row in cuts_s),
+        edges=in_a_row(layers),
+        output_s=tuple(tuple((cut_s,) * layers for cut_s in row) for row in cuts_s),
+    )
+
+
+def _hosts(costs: GroupCosts, layout: Layout, name: str, chain: Instance) -> tuple[Host, ...]:
+    """Return the part of a host that each rank on a group has."""
+    if not _on_host(chain):
+        return ()
+    group = next(one for one in costs.cluster.groups if one.name == name)
+    room_bytes = host_room_bytes(group, costs.costs(layout)[name].host_share)
+    if room_bytes is None:
+        return ()
+    ranks = range(layout.pipeline)
+    return tuple(
+        Host(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks)) for own in ranks
     )
 
 
 def graph_problem(
     costs: GroupCosts, layout: Layout, model: ModelGraph, chains: dict[str, Instance]
-) -> UnequalGraph:
+) -> GraphInstance:
     """Return the problem of a graph's layout from the groups' chains of its layers in order.
 
     Each output is sent over the link between the groups of both stages; the action of the loss is
@@ -106,18 +118,21 @@ def graph_problem(
     types = tuple(
         replace(
             one,
-            rooms=tuple(
-                replace(room, exposed_s=count * costs.tables[one.name].action_s)
-                for room, count in zip(one.rooms, actions, strict=True)
+            chain=replace(
+                one.chain,
+                stages=tuple(
+                    replace(stage, exposed_s=count * costs.tables[one.name].action_s)
+                    for stage, count in zip(one.chain.stages, actions, strict=True)
+                ),
             ),
         )
         for one in plain.types
     )
     names = list(costs.tables)
-    return UnequalGraph(
+    return GraphInstance(
         names=tuple(number),
         edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
-        chain=replace(plain, types=types, cut_s=()),
+        types=types,
         output_s=tuple(
             tuple(_outputs_s(costs, layout, model, before, after) for after in names)
             for before in names
@@ -193,7 +208,7 @@ def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[floa
     return result
 
 
-def planned(space: GroupSpace, found: Found[UnequalSolution]) -> Plan:
+def planned(space: GroupSpace, found: Found[GraphSolution]) -> Plan:
     """Return the plan that a solution describes."""
     layout, group_of_rank = found.layout, found.split.stage_types
     home = rank_of_stage(
@@ -224,10 +239,10 @@ def planned(space: GroupSpace, found: Found[UnequalSolution]) -> Plan:
 Placed = list[list[tuple[int, StrategyCost]]]
 
 
-def _consecutive(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
+def _consecutive(space: GroupSpace, found: Found[GraphSolution]) -> Placed:
     """[stage] Positions of its layers and what becomes of them, one stage a rank."""
     layout, split = found.layout, found.split.split
-    kinds, order = space.ordered.chain_kinds, found.split.layers
+    kinds, order = space.ordered.chain_kinds, found.split.order
     placed: Placed = []
     for group, (first, end) in zip(
         found.split.stage_types, itertools.pairwise(split.cuts), strict=True
@@ -243,7 +258,7 @@ def _consecutive(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
     return placed
 
 
-def _shared(space: GroupSpace, found: Found[UnequalSolution]) -> Placed:
+def _shared(space: GroupSpace, found: Found[GraphSolution]) -> Placed:
     """The same where ranks have several stages: shares of like layers (`planner.search.ranks`)."""
     layout, split = found.layout, found.split.split
     groups = sorted(set(found.split.stage_types))

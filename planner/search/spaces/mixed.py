@@ -72,18 +72,12 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.solver import sides
-from planner.solver.graphs.graph_instance import Undecided
+from planner.solver import ilp, sides
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.sides import Tie
-from planner.solver.unequal import program
+from planner.solver.solve import least_s, solve
 from planner.solver.unequal.unequal import evened
-from planner.solver.unequal.unequal_graph import (
-    UnequalGraph,
-    least_graph_s,
-    solve_unequal_graph,
-)
-from planner.solver.unequal.unequal_instance import UnequalSolution
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -109,15 +103,15 @@ class MixedSpace(GroupSpace):
 
     def least_split_s(self, problem: Any) -> float:
         """Least seconds of a split within memory; inf if none fits."""
-        return least_graph_s(problem, frontiers=self.frontiers)
+        return least_s(problem, frontiers=self.frontiers)
 
     def best_split(
         self, problem: Any, cutoff_s: float
-    ) -> UnequalSolution | Infeasible | Fathomed | Undecided | Unfinished:
+    ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
         """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
-            return program.solve(problem, time_limit_s=TIES_LIMIT_S)
-        return solve_unequal_graph(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+            return ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
+        return solve(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
 
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
@@ -318,32 +312,28 @@ class MixedSpace(GroupSpace):
         for at, key in enumerate(some):
             self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[UnequalSolution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)
         ties = ties_of(self.model, layout, self.pins.require, self.ordered)
-        if ties and isinstance(answer, UnequalSolution) and not self._keeps(answer, ties, problem):
-            answer = program.solve(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
+        if ties and isinstance(answer, GraphSolution) and not self._keeps(answer, ties, problem):
+            answer = ilp.solve_graph(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
             if isinstance(answer, Infeasible):
                 return Lost(UNKEPT)
         known_s = 0.0
-        if isinstance(answer, Undecided | Unfinished):
+        if isinstance(answer, Unfinished):
             known_s = self.bound_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
 
     @staticmethod
-    def _keeps(found: UnequalSolution, ties: Sequence[Tie], problem: Any) -> bool:
+    def _keeps(found: GraphSolution, ties: Sequence[Tie], problem: Any) -> bool:
         """Whether a split keeps what is required."""
-        chain = problem.chain if isinstance(problem, UnequalGraph) else problem
-        cuts, names = found.split.cuts, []
-        for number, (first, end) in zip(found.order, itertools.pairwise(cuts), strict=True):
-            for layer, option in zip(
-                found.layers[first:end], found.split.options[first:end], strict=True
-            ):
-                names.append(chain.types[number].kinds[chain.layers[layer]][option].name)
-        return sides.unkept(ties, found.layers, cuts, names) is None
+        laid = problem.laid(found.order, found.split.cuts, found.types)
+        each = enumerate(found.split.options)
+        names = [laid.options_of(at)[option].name for at, option in each]
+        return sides.unkept(ties, found.order, found.split.cuts, names) is None
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -357,7 +347,7 @@ class MixedSpace(GroupSpace):
             for twin in twins(layout)
         )
 
-    def ranked(self, found: Found[UnequalSolution]) -> Ranked:
+    def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found)
         prediction = placement_prediction(
@@ -376,7 +366,7 @@ class MixedSpace(GroupSpace):
 class MixedGraphSpace(MixedSpace):
     """The same of layers that form a graph: branches too are taken in the best order."""
 
-    def problem(self, layout: Layout, chains: dict[str, Instance]) -> UnequalGraph:
+    def problem(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the partition problem of a layout from those of the groups."""
         return graph_problem(self.costs, layout, self.ordered, chains)
 

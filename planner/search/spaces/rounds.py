@@ -37,7 +37,7 @@ from planner.search.ranked import Ranked
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
-from planner.solver.graphs.graph_instance import cuts_along
+from planner.solver.graph_instance import cuts_along
 from planner.tolerances import ROUNDING
 
 MOST_LAYERS = 64

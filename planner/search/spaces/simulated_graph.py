@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.costs.crossings import MOST_IDEALS, colocated
+from planner.costs.crossings import colocated
 from planner.costs.layout_costs import LayoutCosts
 from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
@@ -51,12 +51,12 @@ from planner.search.simulated_program import (
     choices_of,
     no_slower,
 )
-from planner.search.spaces.graph import MOST_PAIRS, GraphSpace
+from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.simulated import PROGRAMS, SOLVED, SimulatedSplit, Tried, settled
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import solve_graph
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
+from planner.solver.solve import solve
 from planner.tolerances import EQUAL
 
 ABOVE = 1.2
@@ -99,34 +99,32 @@ class SimulatedGraph(GraphSpace):
         """Yield problems none of whose optima is above the least simulated step; see the head."""
         count, ranks = layout.micro_batches, layout.pipeline
         waits = self._tables.of(layout).waits
+        problem = self.own.instance(layout)
+        [sent_s], [own] = problem.output_s[0], problem.types
         # Sums of bytes are no more than what ranks hold, and quicker.
-        plain = replace(
-            self.own.instance(layout), credits_s=(), forward_apart=False, used_bytes=None
+        chain = replace(own.chain, credits_s=(), forward_apart=False, used_bytes=None)
+
+        def with_pace(chain: Instance, times: float) -> GraphInstance:
+            return replace(
+                problem,
+                types=(replace(own, chain=chain),),
+                output_s=((tuple(times * each_s for each_s in sent_s),),),
+            )
+
+        steady = tuple(
+            tuple(
+                replace(one, backward_s=one.backward_s + one.sync_s / count, sync_s=0.0)
+                for one in table
+            )
+            for table in chain.kinds
         )
-        yield replace(
-            plain,
-            steady=float(count),
-            fill=0.0,
-            output_s=tuple(waits * sent_s for sent_s in plain.output_s),
-            kinds=tuple(
-                tuple(
-                    replace(one, backward_s=one.backward_s + one.sync_s / count, sync_s=0.0)
-                    for one in table
-                )
-                for table in plain.kinds
-            ),
-        )
+        yield with_pace(replace(chain, steady=float(count), fill=0.0, kinds=steady), waits)
         _, fill = pace(layout.schedule, ranks, count)
         if not fill or layout.executed.splits_backward:
             return
-        each = waits + (1 - waits) * transfers(layout) / (2 * (ranks - 1) * fill)
-        yield replace(
-            plain,
-            steady=0.0,
-            fill=fill,
-            output_s=tuple(each * sent_s for sent_s in plain.output_s),
-            kinds=tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in plain.kinds),
-        )
+        bare = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in chain.kinds)
+        times = waits + (1 - waits) * transfers(layout) / (2 * (ranks - 1) * fill)
+        yield with_pace(replace(chain, steady=0.0, fill=fill, kinds=bare), times)
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
         """Return the best split that is found, and what none of the layout simulates below."""
@@ -145,12 +143,10 @@ class SimulatedGraph(GraphSpace):
         """Return seconds that no split simulates below, or the limit; splits are tried."""
         step_s, low_s = self._tables.of(layout).step_s, self.bound_s(layout)
         for problem in self.problems(layout):
-            answer = solve_graph(
+            answer = solve(
                 problem,
                 cutoff_s=limit_s - step_s,
                 frontiers=self._frontiers,
-                most_ideals=MOST_IDEALS,
-                most_pairs=MOST_PAIRS,
                 effort=self._effort,
             )
             if isinstance(answer, Infeasible):
@@ -180,6 +176,7 @@ class SimulatedGraph(GraphSpace):
             partial(self._try_way, layout),
             actions=effort.actions,
             nodes=effort.nodes,
+            most_columns=effort.columns,
             until=time.process_time() + effort.program_s,
         )
         return max(low_s, found_s)
@@ -187,15 +184,15 @@ class SimulatedGraph(GraphSpace):
     def _choices(self, layout: Layout, limit_s: float) -> Choices | None:
         """Return what ranks may hold; None where there are too many downsets."""
         problem = self.own.instance(layout)
-        if self._places is None or problem.used_bytes is None:
+        if self._places is None or problem.chain.used_bytes is None:
             return None
-        sent_s = self._places.every.crossing(problem.readers(), np.array(problem.output_s))
+        sent_s = self._places.every.crossing(problem.readers(), np.array(problem.sent_s()))
         columns = GraphColumns(
             self._model,
             self.candidates.recompute,
             self._tables.of(layout),
             layout,
-            problem.chain_along(range(len(problem.layers))),
+            problem.chain,
             limit_s,
             self.tried.effort.ways,
             self._places,
@@ -219,10 +216,11 @@ class SimulatedGraph(GraphSpace):
     ) -> float:
         """Simulate a split; return its step, inf if it does not fit."""
         problem = self.own.instance(layout)
-        split = priced(problem.chain_along(order), cuts, options)
+        types = (0,) * layout.pipeline
+        split = priced(problem.laid(order, cuts, types), cuts, options)
         closed_s = split.objective_s + self._tables.of(layout).step_s
         solution = GraphSolution(
-            names=problem.names, order=tuple(order), split=split, method="lattice"
+            problem=problem, order=tuple(order), types=types, split=split, method="lattice"
         )
         return self._try(Found(closed_s, closed_s, layout, solution))
 

@@ -50,9 +50,9 @@ from planner.search.spaces.simulated import (
     settled,
 )
 from planner.search.spaces.simulated_graph import GraphColumns, places_of
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
-from planner.solver.unequal.unequal_graph import UnequalGraph, solve_unequal_graph
-from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.solver.solve import solve
 from planner.tolerances import EQUAL, ROUNDING
 
 MOST_MOVES = 120
@@ -167,14 +167,14 @@ class SimulatedMixed(MixedSpace):
         each = (self.least_split_s(one) for one in self.problems(layout))
         return max(each) + self.step_s(layout)
 
-    def problems(self, layout: Layout) -> tuple[Any, ...]:
+    def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
         if layout not in self._known_instances:
             self._known_instances[layout] = tuple(self._problems(layout))
-        found: tuple[Any, ...] = self._known_instances[layout]
+        found: tuple[GraphInstance, ...] = self._known_instances[layout]
         return found
 
-    def _problems(self, layout: Layout) -> Iterator[Any]:
+    def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
         m, chains = layout.micro_batches, self._own_chains(layout)
         stages = np.array(list(self.costs.stages_of(layout).values()))
         whole_s = np.array(
@@ -203,12 +203,9 @@ class SimulatedMixed(MixedSpace):
             }
             yield self.computing(layout, priced_chains)
 
-    def computing(self, layout: Layout, chains: dict[str, Instance]) -> Any:
+    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the problem of ranks that nothing but computation takes time on."""
-        problem = computing_problem(self.costs, layout, chains)
-        # Sums of bytes are no more than what ranks hold, and quicker.
-        types = tuple(replace(one, used_bytes=None) for one in problem.types)
-        return replace(problem, types=types)
+        return _by_sums(computing_problem(self.costs, layout, chains))
 
     def _own_chains(self, layout: Layout) -> dict[str, Instance]:
         return {
@@ -243,7 +240,7 @@ class SimulatedMixed(MixedSpace):
             search.improve(each, MOST_MOVES)
         return search.best
 
-    def simulated(self, layout: Layout, split: UnequalSolution) -> Ranked:
+    def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
         """Return the plan of a split; those that fit are kept."""
         closed_s = split.split.objective_s + max(
             costs.step_s for costs in self.costs.costs(layout).values()
@@ -283,7 +280,10 @@ class SimulatedMixed(MixedSpace):
 
         Several stages of two ranks meet in either order.
         """
-        stages, places = self.costs.stages_of(layout), len(self.own.instance(layout).layers) + 1
+        stages, places = (
+            self.costs.stages_of(layout),
+            len(self.own.instance(layout).chain.layers) + 1,
+        )
         sent_s = {(a, b): self.costs.crossing_s(layout, a, b) for a in stages for b in stages}
         if layout.virtual_stages > 1:
             sent_s = {(a, b): min(each_s, sent_s[b, a]) for (a, b), each_s in sent_s.items()}
@@ -303,7 +303,7 @@ class SimulatedMixed(MixedSpace):
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
-    ) -> UnequalSolution:
+    ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
         return closed(self, layout, order, ends, options)
 
@@ -349,7 +349,7 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer of all that crosses it."""
-        problem: UnequalGraph = self.own.instance(layout)
+        problem: GraphInstance = self.own.instance(layout)
         places, readers = self._places, problem.readers()
         assert places is not None
         return [
@@ -363,29 +363,28 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
-    ) -> UnequalSolution:
+    ) -> GraphSolution:
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
         return closed(self, layout, order, cuts, options, layers)
 
-    def computing(self, layout: Layout, chains: dict[str, Instance]) -> Any:
+    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the problem of ranks that nothing but computation takes time on.
 
         What computation does not hide of a transfer its sender waits for.
         """
-        problem = graph_problem(self.costs, layout, self.ordered, chains)
+        bare = {
+            name: replace(chain, credits_s=(), forward_apart=False)
+            for name, chain in chains.items()
+        }
+        problem = _by_sums(graph_problem(self.costs, layout, self.ordered, bare))
         waits = next(iter(self.costs.costs(layout).values())).waits
-        chain = replace(
-            problem.chain,
-            types=tuple(replace(one, used_bytes=None, credits_s=()) for one in problem.chain.types),
-            forward_apart=False,
-        )
         output_s = tuple(
             tuple(tuple(waits * each_s for each_s in own) for own in row)
             for row in problem.output_s
         )
-        return replace(problem, chain=chain, output_s=output_s)
+        return replace(problem, output_s=output_s)
 
 
 def _no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
@@ -408,10 +407,10 @@ class _Layout:
         self._space, self._layout = space, layout
         self._limit_s = cutoff_s * (1 - EQUAL)
         self.best: Ranked | None = None
-        self._split: UnequalSolution | None = None
+        self._split: GraphSolution | None = None
         """That of the best plan."""
 
-    def _try(self, split: UnequalSolution) -> float:
+    def _try(self, split: GraphSolution) -> float:
         """Simulate a split and return its step; inf if it does not fit."""
         plan = self._space.simulated(self._layout, split)
         step_s = plan.prediction.step_time_s
@@ -431,20 +430,18 @@ class _Layout:
         step_s = space.step_s(layout)
         low_s = 0.0
         for problem in space.problems(layout):
-            answer = solve_unequal_graph(
-                problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers
-            )
+            answer = solve(problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers)
             if isinstance(answer, Infeasible):
                 return math.inf
-            if isinstance(answer, UnequalSolution):
+            if isinstance(answer, GraphSolution):
                 low_s = max(low_s, answer.split.lower_bound_s + step_s)
                 self._try(self._closed(answer))
             elif isinstance(answer, Fathomed):
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        closed_form = solve_unequal_graph(space.own.instance(layout), frontiers=space.frontiers)
-        if isinstance(closed_form, UnequalSolution):
+        closed_form = solve(space.own.instance(layout), frontiers=space.frontiers)
+        if isinstance(closed_form, GraphSolution):
             self._try(closed_form)
         return low_s
 
@@ -478,6 +475,7 @@ class _Layout:
                 self._try,
                 actions=effort.actions,
                 nodes=effort.nodes,
+                most_columns=effort.columns,
                 until=time.process_time() + effort.program_s,
             ),
         )
@@ -490,7 +488,7 @@ class _Layout:
         while self._split is not None and each[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
-            for order, numbers in moves(split.order, sizes):
+            for order, numbers in moves(split.types, sizes):
                 moved = self._fastest(each, order, numbers)
                 if moved is None:
                     continue
@@ -505,7 +503,7 @@ class _Layout:
 
     def _fastest(
         self, each: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
-    ) -> UnequalSolution | None:
+    ) -> GraphSolution | None:
         """Return the split into ranks of these types and sizes, each at its fastest that fits."""
         cuts = [0, *itertools.accumulate(sizes)]
         options: list[int] = []
@@ -518,11 +516,11 @@ class _Layout:
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
         return closed(self._space, self._layout, order, cuts, options)
 
-    def _closed(self, found: UnequalSolution) -> UnequalSolution:
+    def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = found.split
         return closed(
-            self._space, self._layout, found.order, split.cuts, split.options, found.layers
+            self._space, self._layout, found.types, split.cuts, split.options, found.order
         )
 
 
@@ -557,14 +555,17 @@ def closed(
     cuts: Sequence[int],
     options: Sequence[int],
     layers: Sequence[int] = (),
-) -> UnequalSolution:
+) -> GraphSolution:
     """Return a split with what it takes in the closed form, of `layers` in their order."""
-    whole: UnequalInstance | UnequalGraph = space.own.instance(layout)
-    problem = whole.along(layers) if isinstance(whole, UnequalGraph) else whole
-    split = priced(problem.in_order(order, cuts), tuple(cuts), tuple(options))
-    return UnequalSolution(
-        names=tuple(one.name for one in problem.types),
-        order=tuple(order),
-        split=split,
-        layers=tuple(layers) or tuple(range(len(problem.layers))),
+    problem: GraphInstance = space.own.instance(layout)
+    layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
+    split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
+    return GraphSolution(
+        problem=problem, order=layers, types=tuple(order), split=split, method="chain"
     )
+
+
+def _by_sums(problem: GraphInstance) -> GraphInstance:
+    """Return the problem with sums of bytes: they are no more than what ranks hold, and quicker."""
+    types = tuple(replace(one, chain=replace(one.chain, used_bytes=None)) for one in problem.types)
+    return replace(problem, types=types)

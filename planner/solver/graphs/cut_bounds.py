@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from planner.on_use import OnUse
 from planner.solver.fluid import Fluid
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance
 from planner.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class CutBounds:
         self._problem, self._fluid = problem, fluid
         self._most_programs, self._most_iterations = programs, iterations
         self.programs_run = self.iterations_run = 0
-        self._steady, self._fill = problem.steady, problem.fill
+        self._steady, self._fill = problem.chain.steady, problem.chain.fill
+        self._output_s = problem.sent_s()
         self._exposed_s = exposed_s
         self._row, self._prices, self._total = 0, fluid.prices[0], 0.0
         self._readers = problem.readers()
@@ -208,8 +209,8 @@ class CutBounds:
         """Return the cheapest cut of a range by an integer program, or a bound on it."""
         if not self._more():
             return _Range(low, high, 0.0, low)
-        problem, count = self._problem, len(self._problem.layers)
-        unit_s = max(problem.output_s) or 1.0
+        output_s, count = self._output_s, len(self._readers)
+        unit_s = max(output_s) or 1.0
         program = highspy.Highs()  # type: ignore[no-untyped-call]  # as its binding has it
         for option, value in (
             ("output_flag", False),
@@ -225,16 +226,16 @@ class CutBounds:
             program.changeColIntegrality(layer, highspy.HighsVarType.kInteger)
         for layer, outside in enumerate(self._readers):
             sent = program.getNumCol()
-            if outside and problem.output_s[layer]:
+            if outside and output_s[layer]:
                 program.addVar(0.0, 1.0)
-                program.changeColCost(sent, problem.output_s[layer] / unit_s)
+                program.changeColCost(sent, output_s[layer] / unit_s)
             for reader in outside:
                 ends = np.array([layer, reader])
                 program.addRow(0.0, free, 2, ends, np.array([1.0, -1.0]))
-                if problem.output_s[layer]:
+                if output_s[layer]:
                     row = np.array([sent, layer, reader])
                     program.addRow(0.0, free, 3, row, np.array([1.0, -1.0, 1.0]))
-        for first, *others in problem.colocated:
+        for first, *others in self._problem.colocated:
             for other in others:
                 program.addRow(0.0, 0.0, 2, np.array([first, other]), np.array([1.0, -1.0]))
         every = np.arange(count)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.graphs.contraction import Block, blocks
+from planner.solver.contraction import Block, blocks
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]

@@ -1,9 +1,4 @@
-"""The exact solver for graphs: the best split over all orders in which branches can be taken.
-
-    solve_graph(problem) -> GraphSolution     optimal, or with the gap that is left
-                          | Infeasible        no split fits in memory
-                          | Fathomed          none is below the cutoff, or none was found there
-                          | Undecided         none was found, and too many to be sure
+"""The exact solver for graphs on devices of one type: the best split over all orders of branches.
 
 Splits are paths through the lattice of ideals (`planner.solver.graphs.ideals`), one step per
 stage.  The search rises from target to target, beginning at a bound for all splits.  A target
@@ -33,32 +28,22 @@ from functools import partial
 import numpy as np
 
 from planner.on_use import OnUse
-from planner.solver.assembly import assembled
+from planner.solver.assembly import placed
 from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.graph_instance import (
-    GraphInstance,
-    GraphSolution,
-    Method,
-    Undecided,
-    too_few,
-)
-from planner.solver.graphs.ideals import Ideals, ideals
+from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
-from planner.solver.graphs.orders import Order
 from planner.solver.graphs.sent import Sent
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
-from planner.solver.inner import solve
-from planner.solver.instance import Fathomed, Infeasible, Solution, leanest_bytes
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import best_split, loose_s
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known
-from planner.units import bytes_text
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
@@ -90,54 +75,37 @@ class GraphEffort:
     most_iterations: int = 60_000
     moves: int = 100
     visited: int = 0
+    most_ideals: int = 400_000
+    """Downsets of a graph that are listed."""
+    most_pairs: int = 100_000_000
+    """Pairs of them that are compared at once."""
+    most_steps: int = 2_000_000
+    """On several types of devices: pairs of downsets, for every position and type."""
 
 
-def solve_graph(
+def split_alike(
     problem: GraphInstance,
-    *,
-    cutoff_s: float = math.inf,
-    frontiers: FrontierStore | None = None,
-    most_ideals: int = 400_000,
-    most_pairs: int = 100_000_000,
-    effort: GraphEffort | None = None,
-) -> GraphSolution | Infeasible | Fathomed | Undecided:
-    """Minimise the time of `problem` over all contiguous splits of its graph.
+    every: Ideals | None,
+    store: FrontierStore,
+    cutoff_s: float,
+    effort: GraphEffort,
+) -> tuple[GraphSolution | None, float]:
+    """Return a split below the cutoff, and what none takes less than; inf if none fits.
 
-    Only objectives below `cutoff_s` are of interest.  Exact unless the graph has more than
-    `most_ideals` downsets, or more than `most_pairs` pairs of them would have to be compared at
-    once.  Then it takes of an `effort` that several problems may share.
+    Exact if the graph has few enough downsets that they are all known, and few pairs of them are
+    compared at once.
     """
-    layers, stages = len(problem.layers), len(problem.stages)
-    few = too_few(stages, len(problem.blocks()), layers)
-    if few:
-        return Infeasible(few)
-    store = frontiers if frontiers is not None else FrontierStore()
-    every = ideals(problem.readers(), most=most_ideals, colocated=problem.colocated)
-    plain = problem.relayed and not problem.colocated
-    if plain and every is not None and len(every) == layers + 1:
-        return _only_order(problem, cutoff_s, store)
     best: GraphSolution | None = None
     if every is None:
         fluid = _any_order(problem, store)
-        bound_s = fluid.beyond_s(fluid.largest_s, problem.steady)
+        bound_s = fluid.beyond_s(fluid.largest_s, problem.chain.steady)
     else:
         rival = _along_orders(problem, cutoff_s, store) if len(every) > _LARGE else None
-        best, bound_s = Lattice(problem, every, store).search(rival, most_pairs, cutoff_s)
-    if bound_s == math.inf:
-        return Infeasible(_why_infeasible(problem))
+        lattice = Lattice(problem, every, store)
+        best, bound_s = lattice.search(rival, effort.most_pairs, cutoff_s)
     if bound_s < (cutoff_s if best is None else best.objective_s):
-        best, bound_s = _closer(
-            problem, best, bound_s, cutoff_s, store, GraphEffort() if effort is None else effort
-        )
-    if best is None and cutoff_s < math.inf:
-        return Fathomed(bound_s)
-    if best is None:
-        return Undecided(
-            f"none of the orders tried fits in memory, and the {layers} layers can be split in too "
-            f"many ways to try them all"
-        )
-    split = replace(best.split, lower_bound_s=min(bound_s, best.objective_s))
-    return replace(best, split=split)
+        best, bound_s = _closer(problem, best, bound_s, cutoff_s, store, effort)
+    return best, bound_s
 
 
 class Lattice:
@@ -159,17 +127,17 @@ class Lattice:
         self._settled = settled
         self._problem = problem
         self._every = every
-        self._knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
+        self._knapsacks = Knapsacks(problem.chain, store)
         self._knapsacks.visited = visited
         readers = problem.readers()
-        self._sent = None if problem.relayed else Sent(readers, problem.output_s)
+        self._sent = None if problem.relayed else Sent(readers, problem.sent_s())
         self._cut_s = np.zeros(len(every))
         if problem.relayed:
-            self._cut_s = every.crossing(readers, np.array(problem.output_s))
+            self._cut_s = every.crossing(readers, np.array(problem.sent_s()))
         self._fluid = Fluid(
             self._knapsacks,
             least_cut_s=float(self._cut_s[1:-1].min(initial=math.inf)),
-            most_cut_s=float(self._cut_s.max()) if problem.relayed else sum(problem.output_s),
+            most_cut_s=float(self._cut_s.max()) if problem.relayed else sum(problem.sent_s()),
         )
         self._bands = Bands(every, self._knapsacks, self._fluid, self._cut_s)
         self._known: Known = {}
@@ -187,7 +155,7 @@ class Lattice:
         The bound is inf if nothing fits.
         """
         fluid = self._fluid
-        steady, stages = self._problem.steady, len(self._problem.stages)
+        steady, stages = self._problem.chain.steady, len(self._problem.chain.stages)
         most_s = cutoff_s if rival is None else rival.objective_s
         least_s = proven_s = fluid.beyond_s(fluid.largest_s, steady)
         if least_s >= most_s:
@@ -244,7 +212,7 @@ class Lattice:
 
     def _table(self, target_s: float, most_pairs: int) -> StepTable | None:
         """Steps of all splits below the target; None if too many pairs must be compared for it."""
-        fluid, steady = self._fluid, self._problem.steady
+        fluid, steady = self._fluid, self._problem.chain.steady
         ceiling_s = fluid.whole_s
         if steady:
             ceiling_s = min(ceiling_s, (target_s - fluid.fill_s - fluid.sync_s) / steady)
@@ -271,28 +239,8 @@ class Lattice:
 
     def _assembled(self, table: StepTable, path: Way) -> GraphSolution:
         """Choose the options of every stage and evaluate the split as that of a chain."""
-        problem = self._problem
         order, cuts, options = table.laid(path.way)
-        return _named(problem, order, assembled(problem.laid(order, cuts), cuts, options))
-
-
-def _named(
-    problem: GraphInstance, order: Order, split: Solution, method: Method = "lattice"
-) -> GraphSolution:
-    return GraphSolution(names=problem.names, order=order, split=split, method=method)
-
-
-def _only_order(
-    problem: GraphInstance, cutoff_s: float, store: FrontierStore
-) -> GraphSolution | Infeasible | Fathomed:
-    """Solve a graph that has one order as the chain that it is."""
-    order = tuple(range(len(problem.layers)))
-    answer = solve(problem.chain_along(order), cutoff_s=cutoff_s, frontiers=store)
-    if isinstance(answer, Solution):
-        return _named(problem, order, answer, "chain")
-    if isinstance(answer, Fathomed):
-        return answer
-    return Infeasible(_why_infeasible(problem))
+        return placed(self._problem, order, cuts, options)
 
 
 def _along_orders(
@@ -302,7 +250,7 @@ def _along_orders(
     effort: GraphEffort | None = None,
 ) -> GraphSolution | None:
     """Best split below the cutoff through what a few orders have first."""
-    some = of_bits(along_orders(problem), len(problem.layers))
+    some = of_bits(along_orders(problem), len(problem.chain.layers))
     found = _through(problem, some, None, cutoff_s, store, effort or GraphEffort())
     return None if found is None else replace(found, method="orders")
 
@@ -335,7 +283,7 @@ def _closer(
     known_s = cutoff_s if best is None else best.objective_s
     if problem.relayed and effort.programs > 0:
         # A first bound may spare the moves.
-        few = min(effort.programs, 2 * len(problem.stages))
+        few = min(effort.programs, 2 * len(problem.chain.stages))
         bound_s = max(bound_s, _cut_bound_s(problem, known_s, best, store, effort, few))
     if best is None or bound_s >= known_s:
         return best, bound_s
@@ -356,7 +304,7 @@ def _improved(
             break
         effort.moves -= 1
         own = cuts_of(best)
-        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.layers))
+        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.chain.layers))
         found = _through(problem, some, best, math.inf, store, effort)
         if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
             break
@@ -375,10 +323,10 @@ def _cut_bound_s(
     """Bound all splits by what cuts cost at least wherever they are, by so many programs."""
     cuts_s = [0.0]
     if best is not None:
-        along = problem.chain_along(best.order).cut_s
+        along = problem.along(best.order).cut_s
         cuts_s = [along[cut] for cut in best.split.cuts[1:-1]] or cuts_s
-    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), store)
-    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+    knapsacks = Knapsacks(problem.chain, store)
+    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.sent_s()))
     bounds = CutBounds(
         problem,
         fluid,
@@ -397,33 +345,11 @@ def _any_order(problem: GraphInstance, store: FrontierStore) -> Fluid:
 
     In a connected graph some output crosses every cut.
     """
-    graph = networkx.Graph(problem.edges)
-    connected = len(graph) == len(problem.layers) and networkx.is_connected(graph)
-    sent_s = [problem.output_s[before] for before, _ in problem.edges]
+    graph, output_s = networkx.Graph(problem.edges), problem.sent_s()
+    connected = len(graph) == len(problem.chain.layers) and networkx.is_connected(graph)
+    sent_s = [output_s[before] for before, _ in problem.edges]
     return Fluid(
-        Knapsacks(problem.chain_along(range(len(problem.layers))), store),
+        Knapsacks(problem.chain, store),
         least_cut_s=min(sent_s) if connected and problem.relayed else 0.0,
-        most_cut_s=sum(problem.output_s),
-    )
-
-
-def _why_infeasible(problem: GraphInstance) -> str:
-    """Name a layer that fits nowhere, or else what all of them need and what there is."""
-    instance = problem.chain_along(range(len(problem.layers)))
-    for layer, name in enumerate(problem.names):
-        alone = range(layer, layer + 1)
-        needs = [leanest_bytes(instance, stage, alone) for stage in instance.stages]
-        free = [stage.free_bytes for stage in instance.stages]
-        if all(n > f for n, f in zip(needs, free, strict=True)):
-            return (
-                f"layer '{name}' alone fits on no stage: in its leanest option it needs at least "
-                f"{bytes_text(min(needs))}, and a stage has at most {bytes_text(max(free))} free"
-            )
-    lightest = min(instance.stages, key=lambda stage: stage.in_flight)
-    needs_all = leanest_bytes(instance, lightest, range(len(problem.layers)))
-    return (
-        f"no contiguous split into {len(instance.stages)} stages fits: in their leanest options "
-        f"all layers need at least {bytes_text(needs_all)}, and the stages have "
-        f"{bytes_text(sum(stage.free_bytes for stage in instance.stages))} free, "
-        f"{bytes_text(min(stage.free_bytes for stage in instance.stages))} on the smallest"
+        most_cut_s=sum(output_s),
     )

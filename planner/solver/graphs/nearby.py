@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.graphs.contraction import Block
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.orders import orders
 
@@ -35,29 +33,9 @@ def along_orders(problem: GraphInstance) -> set[int]:
     blocks = problem.blocks()
     own = [_bits(block) for block in blocks]
     found = {0}
-    for order in orders(_contracted(problem, blocks)).values():
+    for order in orders(problem, blocks).values():
         found.update(accumulate((own[at] for at in order), int.__or__))
     return found
-
-
-def _contracted(problem: GraphInstance, blocks: Sequence[Block]) -> GraphInstance:
-    """Return the graph with each group as one layer that sends all that leaves it."""
-    if not problem.colocated:
-        return problem
-    place = {layer: at for at, block in enumerate(blocks) for layer in block}
-    edges = {(place[a], place[b]) for a, b in problem.edges if place[a] != place[b]}
-    leaving = {a for a, b in problem.edges if place[a] != place[b]}
-    return replace(
-        problem,
-        names=tuple(problem.names[block[0]] for block in blocks),
-        layers=tuple(problem.layers[block[0]] for block in blocks),
-        edges=tuple(sorted(edges)),
-        output_s=tuple(
-            sum(problem.output_s[layer] for layer in block if layer in leaving) for block in blocks
-        ),
-        used_bytes=None,
-        colocated=(),
-    )
 
 
 class Around:
@@ -68,10 +46,10 @@ class Around:
         count = len(self._blocks)
         place = {layer: at for at, block in enumerate(self._blocks) for layer in block}
         self._own = [_bits(block) for block in self._blocks]
-        self._output_s = problem.output_s
+        self._output_s = problem.sent_s(0, -1)
         self._readers = problem.readers()
         self._read_by = [_bits(outside) for outside in self._readers]
-        self._reads: list[list[int]] = [[] for _ in problem.layers]
+        self._reads: list[list[int]] = [[] for _ in self._readers]
         for before, outside in enumerate(self._readers):
             for after in outside:
                 self._reads[after].append(before)

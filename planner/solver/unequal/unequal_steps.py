@@ -23,7 +23,6 @@ from planner.solver.prefixes import Downsets
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, least_costs
 from planner.solver.unequal.reach import Counts, Runs, Spans, changed
-from planner.solver.unequal.unequal_instance import UnequalInstance
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -38,24 +37,23 @@ class UnequalSteps:
 
     A step is of type `type_of[step]` and has the layers of entry `entry[step]` of its table.
     `spans` are those of the ceiling.  `cut_s[g][h]` [downset] is charged to both stages that meet
-    behind it, of types g and h; None where no cut costs anything.
+    behind it, of types g and h; empty where no cut costs anything.
     """
 
     def __init__(
         self,
-        problem: UnequalInstance,
         knapsacks: Sequence[Knapsacks],
         *,
         every: Downsets,
         known: Sequence[Known],
         spans: Spans,
-        cut_s: CutSeconds | None,
+        cut_s: CutSeconds,
     ) -> None:
-        self._problem = problem
+        self._instance = knapsacks[0].instance
         self._spans = spans
         self._width = len(every)
         self._cuts_s = cut_s
-        self._places: list[list[Counts]] = [[] for _ in range(len(problem.in_flight) + 1)]
+        self._places: list[list[Counts]] = [[] for _ in range(len(self._instance.stages) + 1)]
         for counts in spans.between:
             self._places[sum(counts)].append(counts)
         members = np.arange(len(every))
@@ -74,19 +72,19 @@ class UnequalSteps:
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""
-        problem = self._problem
+        instance = self._instance
         stage_s = self._of_steps([table.stage_s for table in self.tables]) + self._cut_s
         fill_s = self._of_steps([table.fill_s() for table in self.tables])
         once_s = []
-        if problem.forward_apart:
+        if instance.forward_apart:
             forward_s = self._of_steps([table.forward_s for table in self.tables])
             forward_s = forward_s + self._cut_s / 2
             stage_s = stage_s - forward_s
-            once_s.append(problem.steady * forward_s)
+            once_s.append(instance.steady * forward_s)
         if self._sync_s.any() and not self.sync_depends:
             once_s.append(self._sync_s)
-        fill_s = fill_s + problem.fill * self._cut_s
-        return Costs(stage_s, fill_s, tuple(once_s), problem.steady)
+        fill_s = fill_s + instance.fill * self._cut_s
+        return Costs(stage_s, fill_s, tuple(once_s), instance.steady)
 
     def least_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
@@ -117,7 +115,7 @@ class UnequalSteps:
         """States before a position, the layers so far aside."""
         found: list[Meeting] = []
         for counts in self._places[position]:
-            if self._cuts_s is None:
+            if not self._cuts_s:
                 found.append((counts, -1, -1))
                 continue
             types = range(len(counts))
@@ -178,7 +176,7 @@ class UnequalSteps:
     def _cut_of(self, meeting: Meeting, position: Indices) -> Floats:
         """Seconds that each of the two stages spends on a cut at these positions."""
         _, before, after = meeting
-        if before < 0 or after < 0 or self._cuts_s is None:
+        if before < 0 or after < 0:
             return np.zeros(len(position))
         return self._cuts_s[before][after][position]
 

@@ -10,20 +10,20 @@ import pytest
 
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.bands import Bands
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.graphs.lattice import solve_graph
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Instance, Option, Stage
 from planner.solver.knapsack import Knapsacks
+from planner.solver.solve import solve
 from tests.planner.small_graphs import random_graph
 
 
 def parts(problem: GraphInstance) -> tuple[Ideals, Knapsacks, Fluid, np.ndarray]:
     every = ideals(problem.readers(), most=1000)
     assert every is not None
-    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
-    cut_s = every.crossing(problem.readers(), np.array(problem.output_s))
+    knapsacks = Knapsacks(problem.chain, FrontierStore())
+    cut_s = every.crossing(problem.readers(), np.array(problem.sent_s()))
     fluid = Fluid(
         knapsacks,
         least_cut_s=float(cut_s[1:-1].min(initial=math.inf)),
@@ -35,7 +35,7 @@ def parts(problem: GraphInstance) -> tuple[Ideals, Knapsacks, Fluid, np.ndarray]
 @pytest.mark.parametrize("seed", range(120))
 def test_no_split_is_below_the_bounds_and_its_cuts_are_in_the_bands(seed: int) -> None:
     problem = random_graph(seed)
-    answer = solve_graph(problem)
+    answer = solve(problem)
     if not isinstance(answer, GraphSolution):
         return
     every, knapsacks, fluid, cut_s = parts(problem)
@@ -47,7 +47,7 @@ def test_no_split_is_below_the_bounds_and_its_cuts_are_in_the_bands(seed: int) -
     assert fluid.largest_s <= slowest_s + hair_s
     assert fluid.whole_s >= slowest_s - hair_s
     assert fluid.allows(slowest_s + hair_s)
-    bound_s = fluid.beyond_s(fluid.largest_s, problem.steady)
+    bound_s = fluid.beyond_s(fluid.largest_s, problem.chain.steady)
     assert bound_s <= answer.objective_s + 1e-9 * (1 + abs(answer.objective_s))
     for cut, end in enumerate(answer.split.cuts[:-1]):
         before = set(answer.order[:end])
@@ -72,15 +72,9 @@ def test_with_bytes_to_spare_the_bound_is_an_even_share_and_with_few_it_recomput
     )
 
     def bound_s(room: float) -> float:
-        problem = GraphInstance(
-            names=tuple("abcdefgh"),
-            layers=(0,) * 8,
-            edges=((0, 1), (2, 3), (1, 4), (3, 4)),
-            kinds=(ways,),
-            output_s=(0.0,) * 8,
-            stages=(Stage(capacity_bytes=room, exposed_s=0.5),) * 2,
-            steady=7,
-        )
+        stages = (Stage(capacity_bytes=room, exposed_s=0.5),) * 2
+        chain = Instance(layers=(0,) * 8, kinds=(ways,), stages=stages, steady=7)
+        problem = alike(chain, edges=((0, 1), (2, 3), (1, 4), (3, 4)))
         return parts(problem)[2].largest_s
 
     assert bound_s(1000) == pytest.approx(4 * 3 + 0.5, rel=1e-5)

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from planner.errors import DocumentError
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
-from planner.solver.instance import Infeasible
+from planner.solver.graph_instance import GraphInstance, GraphSolution
+from planner.solver.instance import Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.stated import graph_of, solve_stated
 from tests.planner.small_graphs import (
+    changed,
     least_objective_s,
     objective_s,
     random_graph,
@@ -32,8 +33,8 @@ def document(problem: GraphInstance, **more: Any) -> dict[str, Any]:
     return {
         "format": 1,
         "schedule": "custom",
-        "steady": problem.steady,
-        "fill": problem.fill,
+        "steady": problem.chain.steady,
+        "fill": problem.chain.fill,
         "kinds": {
             f"kind {at}": {
                 "options": [
@@ -49,9 +50,9 @@ def document(problem: GraphInstance, **more: Any) -> dict[str, Any]:
                     for k, option in enumerate(options)
                 ]
             }
-            for at, options in enumerate(problem.kinds)
+            for at, options in enumerate(problem.chain.kinds)
         },
-        "layers": [f"kind {kind}" for kind in problem.layers],
+        "layers": [f"kind {kind}" for kind in problem.chain.layers],
         "stages": [
             {
                 "capacity_bytes": stage.capacity_bytes,
@@ -60,18 +61,18 @@ def document(problem: GraphInstance, **more: Any) -> dict[str, Any]:
                 "exposed_s": stage.exposed_s,
                 "in_flight": float(stage.in_flight),
             }
-            for stage in problem.stages
+            for stage in problem.chain.stages
         ],
         "edges": [list(edge) for edge in problem.edges],
-        "output_s": list(problem.output_s),
+        "output_s": list(problem.sent_s()),
         "relayed": problem.relayed,
         "colocated": [list(group) for group in problem.colocated],
     } | more
 
 
 def stated_graph(seed: int, *, relayed: bool) -> GraphInstance:
-    drawn = replace(random_graph(seed), forward_apart=False, credits_s=(), relayed=relayed)
-    return with_groups(drawn, seed)
+    drawn = changed(random_graph(seed), forward_apart=False, credits_s=())
+    return with_groups(replace(drawn, relayed=relayed), seed)
 
 
 @pytest.mark.parametrize("relayed", [True, False])
@@ -87,7 +88,7 @@ def test_a_stated_graph_has_the_optimum_of_all_its_splits(relayed: bool) -> None
         found = solve_stated(stated)
 
         if best_s == math.inf:
-            assert isinstance(found, Infeasible | Undecided)
+            assert isinstance(found, Infeasible | Unfinished)
             continue
         assert isinstance(found, GraphSolution)
         assert found.optimal
@@ -116,7 +117,7 @@ def test_what_is_required_of_a_graph_is_kept_at_the_least_cost() -> None:
     dearer, tried = 0, 0
     for seed in range(7000, 7200):
         problem = stated_graph(seed, relayed=False)
-        stages, layers = len(problem.stages), len(problem.layers)
+        stages, layers = len(problem.chain.stages), len(problem.chain.layers)
         if stages < 2 or layers > 5 or not problem.edges or least_objective_s(problem) == math.inf:
             continue
         free = solve_stated(Problem.of(document(problem)))
@@ -125,7 +126,7 @@ def test_what_is_required_of_a_graph_is_kept_at_the_least_cost() -> None:
         # Where the best split does not have it.
         elsewhere = int(layer in free.order[:first])
         kept = [stage_of for stage_of in splits(problem) if stage_of[layer] == elsewhere]
-        tables = [range(len(problem.kinds[kind])) for kind in problem.layers]
+        tables = [range(len(problem.chain.kinds[kind])) for kind in problem.chain.layers]
         best_s = min(
             (
                 objective_s(problem, stage_of, options)

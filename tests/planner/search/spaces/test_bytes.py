@@ -84,8 +84,8 @@ def test_a_stage_of_a_graph_holds_what_its_prediction_says(seed: int) -> None:
     names = [name for name, _ in model.chain]
     for layout in rng.sample(layouts, min(6, len(layouts))):
         costs, problem = every.costs(layout), space.instance(layout)
-        assert isinstance(problem.used_bytes, UsedBytes)
-        chain = problem.chain_along(range(len(names)))
+        chain = problem.chain
+        assert isinstance(chain.used_bytes, UsedBytes)
         cuts = cut_at_random(rng, len(names), layout.pipeline)
         taken = order_of(rng, model)
         stages = [sorted(map(names.index, taken[a:b])) for a, b in pairwise(cuts)]
@@ -109,7 +109,7 @@ def test_a_stage_of_a_graph_holds_what_its_prediction_says(seed: int) -> None:
         before: list[int] = []
         for s, held in enumerate(stages):
             own = [options[at] for at in held]
-            used = problem.used_bytes.of(s, before, held, own)
+            used = chain.used_bytes.of(s, before, held, own)
             peak = prediction.stages[s].peak_memory_bytes
             assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
             assert sums(chain, s, held, own) <= used * (1 + 1e-9)

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from planner.search.layer_options import allowed
 from planner.search.simulated_proof import FULL, USUAL
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.mixed import MixedGraphSpace
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import random_model
 from tests.planner.small_graphs import splits
@@ -59,7 +58,7 @@ def placed(
     for stage_of in splits(problem):
         held = [
             [name for name, at in zip(problem.names, stage_of, strict=True) if at == stage]
-            for stage in range(len(problem.stages))
+            for stage in range(len(problem.chain.stages))
         ]
         flat = [name for own in held for name in own]
         for options in itertools.product(*(choices[kinds[name]] for name in flat)):
@@ -94,8 +93,7 @@ def least_mixed_s(request: Request) -> float:
         stages = space.costs.stages_of(layout)
         kinds = space.costs.tables[next(iter(stages))].of(layout).kinds
         choices = {kind: allowed(kinds[kind], layout, request.pins.recompute) for kind in kinds}
-        problem = space.instance(layout).as_alike()
-        problem = replace(problem, stages=problem.stages * layout.pipeline)
+        problem = space.instance(layout)
         types = [name for name, count in stages.items() for _ in range(count)]
         for groups in sorted(set(itertools.permutations(types))):
             for held, placements in placed(request.model, problem, choices):

@@ -19,7 +19,7 @@ from planner.search.simulated_proof import FULL, USUAL
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
-from planner.solver.unequal.unequal_instance import UnequalSolution
+from planner.solver.graph_instance import GraphSolution
 from tests.planner.search.spaces.test_mixed import llama
 
 JOB = Job(seq_len=2048, global_batch=12, precision="fp32")
@@ -31,16 +31,16 @@ def spaces(cluster: str, layers: int, pins: Pins) -> tuple[MixedSpace, Simulated
     return own, SimulatedMixed(own, Tried(replace(FULL, seconds=1e9)))
 
 
-def every_split(space: SimulatedMixed, layout: Layout) -> Iterator[UnequalSolution]:
+def every_split(space: SimulatedMixed, layout: Layout) -> Iterator[GraphSolution]:
     """Yield every order of types, cuts and options of a chain."""
     problem = space.own.instance(layout)
-    layers, ranks = problem.layers, layout.pipeline
+    layers, ranks = problem.chain.layers, layout.pipeline
     types = [number for number, one in enumerate(problem.types) for _ in range(one.stages)]
-    tables = problem.types[0].kinds
+    tables = problem.chain.kinds
     for order in sorted(set(itertools.permutations(types))):
         for inner in itertools.combinations(range(1, len(layers)), ranks - 1):
             cuts = (0, *inner, len(layers))
-            least = [stage.least_layers for stage in problem.types[0].rooms]
+            least = [stage.least_layers for stage in problem.chain.stages]
             if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
                 continue
             for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):

@@ -11,19 +11,20 @@ import pytest
 
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.cut_bounds import CutBounds
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution, Undecided
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import GraphEffort, solve_graph
+from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.graphs.nearby import Around, along_orders, of_bits
-from planner.solver.instance import Fathomed, Infeasible, Option, Stage
+from planner.solver.instance import Fathomed, Infeasible, Instance, Option, Stage, Unfinished
 from planner.solver.knapsack import Knapsacks
+from planner.solver.solve import solve
 from tests.planner.small_graphs import least_objective_s, random_graph, with_groups
 
 
 def bounds_of(problem: GraphInstance, programs: int, iterations: int = 10**6) -> CutBounds:
-    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
-    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
+    knapsacks = Knapsacks(problem.chain, FrontierStore())
+    fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.sent_s()))
     return CutBounds(problem, fluid, knapsacks.exposed_s, programs=programs, iterations=iterations)
 
 
@@ -44,16 +45,16 @@ def test_no_split_is_faster_than_its_cuts_allow(start: int) -> None:
 
         assert least_s <= best_s * (1 + 1e-9) + 1e-9, seed
         assert max(plain_s, few_s) <= best_s * (1 + 1e-9) + 1e-9, seed
-        knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
-        fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.output_s))
-        above_fluid += least_s > fluid.beyond_s(fluid.largest_s, problem.steady) + 1e-6
+        knapsacks = Knapsacks(problem.chain, FrontierStore())
+        fluid = Fluid(knapsacks, least_cut_s=0.0, most_cut_s=sum(problem.sent_s()))
+        above_fluid += least_s > fluid.beyond_s(fluid.largest_s, problem.chain.steady) + 1e-6
     assert above_fluid > 3
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_near_are_downsets_that_keep_groups(seed: int) -> None:
     problem = with_groups(random_graph(seed), seed)
-    count = len(problem.layers)
+    count = len(problem.chain.layers)
     every = ideals(problem.readers(), most=1000, colocated=problem.colocated)
     assert every is not None
     known = {tuple(row) for row in every.words.tolist()}
@@ -76,24 +77,18 @@ def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed
         problem = replace(with_groups(random_graph(seed), seed), relayed=relayed)
         best_s = least_objective_s(problem)
 
-        answer = solve_graph(
-            problem, most_ideals=1, effort=GraphEffort(programs=12, most_programs=6)
-        )
+        few = {"programs": 12, "most_programs": 6, "most_ideals": 1}
+        answer = solve(problem, effort=GraphEffort(**few))
 
         if best_s == math.inf:
-            assert isinstance(answer, Infeasible | Undecided)
+            assert isinstance(answer, Infeasible | Unfinished)
             continue
-        if isinstance(answer, Undecided):
+        if isinstance(answer, Unfinished):
             continue
         assert isinstance(answer, GraphSolution)
         assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
-        cut = solve_graph(
-            problem,
-            most_ideals=1,
-            effort=GraphEffort(programs=12, most_programs=6),
-            cutoff_s=best_s * 0.9,
-        )
+        cut = solve(problem, effort=GraphEffort(**few), cutoff_s=best_s * 0.9)
         if isinstance(cut, Fathomed):
             assert cut.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         # Small graphs are near throughout.
@@ -110,15 +105,14 @@ def wide(count: int, seed: int) -> GraphInstance:
         (Option(name="run", forward_s=rng.uniform(1, 3), backward_s=rng.uniform(2, 6)),)
         for _ in range(8)
     )
-    return GraphInstance(
-        names=tuple(f"n{at}" for at in range(count)),
+    chain = Instance(
         layers=tuple(rng.randrange(8) for _ in range(count)),
-        edges=tuple(sorted({*pairs, *((at, count - 1) for at in range(count - 6, count - 1))})),
         kinds=tables,
-        output_s=tuple(float(rng.uniform(0.1, 1)) for _ in range(count)),
         stages=(Stage(capacity_bytes=1.0),) * 4,
         steady=7.0,
     )
+    edges = sorted({*pairs, *((at, count - 1) for at in range(count - 6, count - 1))})
+    return alike(chain, edges=edges, output_s=[rng.uniform(0.1, 1) for _ in range(count)])
 
 
 def test_programs_end_with_the_iterations_they_may_take() -> None:
@@ -134,9 +128,9 @@ def test_programs_end_with_the_iterations_they_may_take() -> None:
 
 
 def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
-    problem, effort = wide(80, 1), GraphEffort(programs=28, most_programs=20)
+    problem, effort = wide(80, 1), GraphEffort(programs=28, most_programs=20, most_ideals=1000)
 
-    answer = solve_graph(problem, most_ideals=1000, effort=effort)
+    answer = solve(problem, effort=effort)
 
     assert effort.programs < 28
     assert effort.iterations < GraphEffort().iterations
@@ -147,6 +141,8 @@ def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
     assert 0 <= answer.gap < 0.1
     place = {layer: at for at, layer in enumerate(answer.order)}
     assert all(place[a] < place[b] for a, b in problem.edges)
-    whole = sum(sum(option.time_s for option in problem.kinds[kind]) for kind in problem.layers)
+    whole = sum(
+        sum(option.time_s for option in problem.chain.kinds[kind]) for kind in problem.chain.layers
+    )
     assert answer.lower_bound_s > whole / 4 * 7.0 + whole
     assert np.isfinite(answer.lower_bound_s)

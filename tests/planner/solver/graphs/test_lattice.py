@@ -1,4 +1,4 @@
-"""lattice.solve_graph is checked against every split there is, on graphs small enough to list."""
+"""solve.solve is checked against every split there is, on graphs small enough to list."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from dataclasses import replace
 import networkx
 import pytest
 
+from planner.solver import inner
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs import lattice
-from planner.solver.graphs.graph_instance import (
+from planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
-    Undecided,
+    alike,
     graph_instance,
+    in_a_row,
 )
+from planner.solver.graphs import lattice
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import Lattice, solve_graph
+from planner.solver.graphs.lattice import GraphEffort, Lattice
 from planner.solver.graphs.orders import orders
-from planner.solver.inner import solve
-from planner.solver.instance import Fathomed, Infeasible, Option, Solution, Stage, fits
+from planner.solver.instance import (
+    Fathomed,
+    Infeasible,
+    Option,
+    Solution,
+    Stage,
+    Unfinished,
+    fits,
+)
+from planner.solver.solve import solve
 from tests.planner.small_graphs import (
+    changed,
     least_objective_s,
     more_bytes,
     objective_s,
@@ -39,7 +50,7 @@ def is_sound(problem: GraphInstance, answer: GraphSolution) -> bool:
     numbers = tuple(stage_of[name] for name in problem.names)
     options = tuple(answer.options[name] for name in problem.names)
     assert all(numbers[a] <= numbers[b] for a, b in problem.edges)
-    assert fits(problem.laid(answer.order, answer.split.cuts), answer.split)
+    assert fits(problem.laid(answer.order, answer.split.cuts, answer.types), answer.split)
     assert all(len({stage_of[problem.names[at]] for at in g}) == 1 for g in problem.colocated)
     return objective_s(problem, numbers, options) == pytest.approx(answer.objective_s)
 
@@ -47,7 +58,7 @@ def is_sound(problem: GraphInstance, answer: GraphSolution) -> bool:
 def agrees_with_enumeration(problem: GraphInstance) -> bool:
     """Solve, compare with the best of all splits, and say whether any fits."""
     best_s = least_objective_s(problem)
-    answer = solve_graph(problem)
+    answer = solve(problem)
     if best_s == math.inf:
         assert isinstance(answer, Infeasible)
         assert answer.reason
@@ -72,11 +83,11 @@ def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) ->
     feasible = []
     for seed in range(start, start + 60):
         problem = random_graph(seed, sync_by_option=sync_by_option)
-        sums = problem.chain_along(range(len(problem.layers)))
+        sums = problem.chain
         if seed % 3 == 0:  # one order, in which bytes depend on the place all the same
-            edges = {*problem.edges, *itertools.pairwise(range(len(problem.layers)))}
+            edges = {*problem.edges, *itertools.pairwise(range(len(problem.chain.layers)))}
             problem = replace(problem, edges=tuple(sorted(edges)))
-        problem = replace(problem, used_bytes=more_bytes(sums, seed, by_place=True))
+        problem = changed(problem, used_bytes=more_bytes(sums, seed, by_place=True))
         feasible.append(agrees_with_enumeration(problem))
 
     assert 10 < sum(feasible) < 60
@@ -98,7 +109,7 @@ def test_outputs_may_go_straight_to_their_readers(start: int) -> None:
 
     feasible = [
         agrees_with_enumeration(
-            replace(one, relayed=False, unpaid=(seed % len(one.stages),) if seed % 2 else ())
+            replace(one, relayed=False, unpaid=(seed % len(one.chain.stages),) if seed % 2 else ())
         )
         for seed, one in enumerate(problems)
     ]
@@ -110,7 +121,7 @@ def test_a_relay_costs_what_no_straight_way_does() -> None:
     problem = random_graph(0)
     for seed in range(40):
         problem = random_graph(seed)
-        relayed, straight = (solve_graph(replace(problem, relayed=one)) for one in (True, False))
+        relayed, straight = (solve(replace(problem, relayed=one)) for one in (True, False))
         if isinstance(relayed, GraphSolution):
             assert isinstance(straight, GraphSolution)
             assert straight.objective_s <= relayed.objective_s * (1 + 1e-9) + 1e-9
@@ -137,21 +148,24 @@ def test_many_small_rises_of_the_target_change_nothing(
     assert 30 < sum(feasible) < 60
 
 
+TOO_FEW: list[dict[str, int]] = [{"most_ideals": 1}, {"most_pairs": 12}]
+
+
 @pytest.mark.parametrize("seed", range(420, 480))
 def test_a_lattice_too_large_to_finish_still_bounds_every_split(seed: int) -> None:
     problem = random_graph(seed)
     best_s = least_objective_s(problem)
 
-    for answer in (solve_graph(problem, most_ideals=1), solve_graph(problem, most_pairs=12)):
+    for answer in (solve(problem, effort=GraphEffort(**few)) for few in TOO_FEW):
         if best_s == math.inf:
-            assert isinstance(answer, Infeasible | Undecided)
+            assert isinstance(answer, Infeasible | Unfinished)
         elif isinstance(answer, GraphSolution):
             assert is_sound(problem, answer)
             assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
             assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
             assert not answer.optimal or answer.objective_s == pytest.approx(best_s)
         else:
-            assert isinstance(answer, Undecided)
+            assert isinstance(answer, Unfinished)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -160,18 +174,9 @@ def test_the_lattice_of_a_chain_gives_what_the_chain_solver_gives(seed: int) -> 
     rng = random.Random(seed)
     count = len(chain.layers)
     output_s = tuple(rng.choice([0.0, rng.uniform(0, 3)]) for _ in range(count))
-    problem = GraphInstance(
-        names=tuple(f"layer {i}" for i in range(count)),
-        layers=chain.layers,
-        edges=tuple((i, i + 1) for i in range(count - 1)),
-        kinds=chain.kinds,
-        output_s=output_s,
-        stages=chain.stages,
-        steady=chain.steady,
-        fill=chain.fill,
-        credits_s=chain.credits_s,
-    )
-    expected = solve(replace(chain, cut_s=(0.0, *output_s[:-1], 0.0)))
+    plain = replace(chain, cut_s=(), forward_apart=chain.forward_apart)
+    problem = alike(plain, edges=in_a_row(count), output_s=output_s)
+    expected = inner.solve(replace(chain, cut_s=(0.0, *output_s[:-1], 0.0)))
 
     every = ideals(problem.readers(), most=100)
     assert every is not None
@@ -219,7 +224,7 @@ def two_towers(
 
 
 def objective_of(problem: GraphInstance) -> float:
-    answer = solve_graph(problem)
+    answer = solve(problem)
     assert isinstance(answer, GraphSolution)
     assert answer.optimal
     return answer.objective_s
@@ -241,9 +246,9 @@ def test_a_faster_link_is_never_slower() -> None:
 
 def test_no_order_solved_as_a_chain_is_faster_and_parallel_branches_share_a_stage() -> None:
     problem = two_towers()
-    chains = [solve(problem.chain_along(order)) for order in orders(problem).values()]
+    chains = [inner.solve(problem.along(order)) for order in orders(problem).values()]
 
-    answer = solve_graph(problem)
+    answer = solve(problem)
 
     assert isinstance(answer, GraphSolution)
     assert answer.method == "lattice"
@@ -258,7 +263,7 @@ def test_it_is_the_best_of_all_orders_solved_as_chains(room: float) -> None:
     problem = two_towers(room, send_s=5e-4, lengths=(5, 4))
     graph = networkx.DiGraph(problem.edges)
 
-    every = [solve(problem.chain_along(o)) for o in networkx.all_topological_sorts(graph)]
+    every = [inner.solve(problem.along(o)) for o in networkx.all_topological_sorts(graph)]
 
     assert len(every) == 126
     best_s = min(chain.objective_s for chain in every if isinstance(chain, Solution))
@@ -276,11 +281,11 @@ def test_a_skip_connection_leaves_one_order_and_makes_the_cut_dearer() -> None:
         steady=0,
     )
 
-    answer = solve_graph(problem)
+    answer = solve(problem)
 
     assert isinstance(answer, GraphSolution)
     assert answer.method == "chain"
-    assert problem.chain_along(answer.order).cut_s == (0.0, 0.5, 0.75, 0.625, 0.0)
+    assert problem.along(answer.order).cut_s == (0.0, 0.5, 0.75, 0.625, 0.0)
     assert answer.stages == (("a",), ("b", "c", "d"))
     assert answer.objective_s == pytest.approx(4 * 0.01 + 2 * 0.5)
 
@@ -295,13 +300,13 @@ def test_a_cycle_is_refused_with_its_layers() -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (two_towers(depth=20), "20 stages need as many layers; the graph has 17"),
+        (two_towers(depth=20), "20 stages need as many layers; there are 17"),
         (two_towers(0.5e9), "layer 'text.0' alone fits on no stage"),
-        (two_towers(4e9), "no contiguous split into 4 stages fits"),
+        (two_towers(4e9), "no order of 4 x all and no cuts fit"),
     ],
 )
 def test_an_infeasible_graph_says_what_binds(problem: GraphInstance, words: str) -> None:
-    answer = solve_graph(problem)
+    answer = solve(problem)
 
     assert isinstance(answer, Infeasible)
     assert words in answer.reason
@@ -312,7 +317,8 @@ def test_the_order_in_which_edges_and_nodes_are_given_changes_no_time() -> None:
     expected_s = objective_of(problem)
     edges = [(problem.names[a], problem.names[b]) for a, b in problem.edges]
     tables = {
-        name: problem.kinds[kind] for name, kind in zip(problem.names, problem.layers, strict=True)
+        name: problem.chain.kinds[kind]
+        for name, kind in zip(problem.names, problem.chain.layers, strict=True)
     }
 
     for seed in range(5):
@@ -320,9 +326,9 @@ def test_the_order_in_which_edges_and_nodes_are_given_changes_no_time() -> None:
         again = graph_instance(
             networkx.DiGraph(edges),
             options=tables,
-            output_s=dict(zip(problem.names, problem.output_s, strict=True)),
-            stages=problem.stages,
-            steady=problem.steady,
+            output_s=dict(zip(problem.names, problem.sent_s(), strict=True)),
+            stages=problem.chain.stages,
+            steady=problem.chain.steady,
         )
         assert objective_of(again) == pytest.approx(expected_s, rel=1e-12)
 
@@ -330,13 +336,13 @@ def test_the_order_in_which_edges_and_nodes_are_given_changes_no_time() -> None:
 @pytest.mark.parametrize("seed", range(0, 24, 3))
 def test_only_what_is_below_a_cutoff_is_of_interest(seed: int) -> None:
     problem = random_graph(seed)
-    best = solve_graph(problem)
+    best = solve(problem)
     assert isinstance(best, GraphSolution | Infeasible)
     if isinstance(best, Infeasible):
         return
 
-    above = solve_graph(problem, cutoff_s=best.objective_s * 1.01)
-    below = solve_graph(problem, cutoff_s=best.objective_s * 0.99)
+    above = solve(problem, cutoff_s=best.objective_s * 1.01)
+    below = solve(problem, cutoff_s=best.objective_s * 0.99)
 
     assert isinstance(above, GraphSolution)
     assert above.objective_s == pytest.approx(best.objective_s, rel=1e-12)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from planner.solver.frontier import FrontierStore
-from planner.solver.graphs.graph_instance import GraphInstance
+from planner.solver.graph_instance import GraphInstance, alike, in_a_row
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.step_table import StepTable
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Instance, Option, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.step_bounds import StepBounds
-from tests.planner.small_graphs import random_graph
+from tests.planner.small_graphs import changed, random_graph
 
 
 def every_step(problem: GraphInstance) -> tuple[Knapsacks, StepTable]:
@@ -29,9 +29,9 @@ def every_step(problem: GraphInstance) -> tuple[Knapsacks, StepTable]:
         if a != b and not np.any(every.words[a] & ~every.words[b])
     ]
     hop = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
-    knapsacks = Knapsacks(problem.chain_along(range(len(problem.layers))), FrontierStore())
+    knapsacks = Knapsacks(problem.chain, FrontierStore())
     bounds = StepBounds(knapsacks, every, np.arange(len(every)), np.zeros(len(every)))
-    table = StepTable(bounds, [hop] * len(problem.stages), {})
+    table = StepTable(bounds, [hop] * len(problem.chain.stages), {})
     return knapsacks, table
 
 
@@ -40,19 +40,19 @@ def with_transients(problem: GraphInstance, seed: int) -> GraphInstance:
     rng = random.Random(seed)
     kinds = tuple(
         tuple(replace(option, transient_bytes=rng.uniform(0, 8)) for option in table)
-        for table in problem.kinds
+        for table in problem.chain.kinds
     )
-    return replace(problem, kinds=kinds * 2, credits_s=problem.credits_s * 2)
+    return changed(problem, kinds=kinds * 2, credits_s=problem.chain.credits_s * 2)
 
 
 def exact_s(problem: GraphInstance, knapsacks: Knapsacks, table: StepTable, step: int) -> float:
     stage = table.ways.level(step)
-    kinds = [problem.layers[layer] for layer in table.layers(step)]
+    kinds = [problem.chain.layers[layer] for layer in table.layers(step)]
     content = [(kind, kinds.count(kind)) for kind in sorted(set(kinds))]
     choice = knapsacks.fastest_choice(content, stage)
     if choice is None:
         return float("inf")
-    one = problem.stages[stage]
+    one = problem.chain.stages[stage]
     return one.time_scale * choice.time_s + one.exposed_s
 
 
@@ -81,15 +81,10 @@ def test_a_step_is_charged_the_transient_of_its_own_layers() -> None:
         (Option(name="none", forward_s=1, backward_s=2, stored_bytes=1, transient_bytes=u),)
         for u in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9)
     )
-    problem = GraphInstance(
-        names=tuple("abcdefghij"),
-        layers=tuple(range(10)),
-        edges=tuple((i, i + 1) for i in range(9)),
-        kinds=kinds,
-        output_s=(0.0,) * 10,
-        stages=(Stage(capacity_bytes=2.15),),
-        steady=0,
+    chain = Instance(
+        layers=tuple(range(10)), kinds=kinds, stages=(Stage(capacity_bytes=2.15),), steady=0
     )
+    problem = alike(chain, edges=in_a_row(10))
 
     _, table = every_step(problem)
 

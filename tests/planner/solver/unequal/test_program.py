@@ -9,27 +9,24 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver.graphs.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphInstance, GraphSolution
+from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
-from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together
-from planner.solver.unequal import program
-from planner.solver.unequal.unequal import solve_unequal
-from planner.solver.unequal.unequal_graph import UnequalGraph, solve_unequal_graph
-from planner.solver.unequal.unequal_instance import UnequalInstance, UnequalSolution
+from planner.solver.sides import AtMost, Chosen, Host, Placed, Tie, Together
+from planner.solver.solve import solve
 from tests.planner import small_graphs
 from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
 from tests.planner.solver.unequal.test_unequal_graph import random_graph
 
 
-def one_optimum(problem: UnequalGraph | UnequalInstance) -> bool:
+def one_optimum(problem: GraphInstance) -> bool:
     """Solve both ways, compare, and say whether anything fits."""
-    exactly = solve_unequal_graph if isinstance(problem, UnequalGraph) else solve_unequal
-    exact, found = exactly(problem), program.solve(problem)  # type: ignore[arg-type]
+    exact, found = solve(problem), solve_graph(problem)
     if isinstance(exact, Infeasible):
         assert isinstance(found, Infeasible)
         return False
-    assert isinstance(exact, UnequalSolution)
-    assert isinstance(found, UnequalSolution)
+    assert isinstance(exact, GraphSolution)
+    assert isinstance(found, GraphSolution)
     best_s, hair_s = exact.split.objective_s, 1e-6 * abs(exact.split.objective_s) + 1e-6
     assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
     assert found.split.lower_bound_s <= best_s + hair_s
@@ -47,7 +44,7 @@ def test_chains_have_one_optimum(types: int) -> None:
 @pytest.mark.parametrize("types", [1, 2, 3])
 def test_graphs_have_one_optimum(types: int) -> None:
     some = (random_graph(seed) for seed in range(300))
-    problems = [one for one in some if len(one.chain.types) == types][: 10 - 2 * types]
+    problems = [one for one in some if len(one.types) == types][: 10 - 2 * types]
 
     assert sum(map(one_optimum, problems)) > 1
 
@@ -57,12 +54,12 @@ def test_the_program_finds_what_enumeration_finds() -> None:
         problem = random_unequal(seed)
         best_s = least_objective_s(problem)
 
-        found = program.solve(problem)
+        found = solve_graph(problem)
 
         if math.isinf(best_s):
             assert isinstance(found, Infeasible)
         else:
-            assert isinstance(found, UnequalSolution)
+            assert isinstance(found, GraphSolution)
             assert found.split.objective_s == pytest.approx(best_s, rel=1e-6, abs=1e-6)
 
 
@@ -71,11 +68,11 @@ def test_groups_and_straight_outputs_are_in_the_program() -> None:
     for seed in range(24):
         problem = small_graphs.with_groups(small_graphs.random_graph(seed), seed)
         problem = replace(problem, relayed=seed % 2 == 0, unpaid=(0,) if seed % 4 == 1 else ())
-        if math.prod(len(problem.kinds[kind]) for kind in problem.layers) > 200:
+        if math.prod(len(problem.chain.kinds[kind]) for kind in problem.chain.layers) > 200:
             continue
         best_s = small_graphs.least_objective_s(problem)
 
-        found = program.solve_by_program(problem)
+        found = solve_graph(problem)
 
         grouped += bool(problem.colocated)
         if math.isinf(best_s):
@@ -90,33 +87,40 @@ def test_groups_and_straight_outputs_are_in_the_program() -> None:
 
 def test_hosts_are_kept_to() -> None:
     problem = random_unequal(1)
+    stages = range(len(problem.chain.stages))
+    alone = tuple(
+        Host(capacity_bytes=2.0, ranks=tuple(int(s == own) for s in stages)) for own in stages
+    )
     fed = replace(
         problem,
         types=tuple(
             replace(
                 one,
-                host_bytes=2.0,
-                kinds=tuple(
-                    tuple(replace(o, host_bytes=o.stored_bytes / 2) for o in table)
-                    for table in one.kinds
+                chain=replace(
+                    one.chain,
+                    hosts=alone,
+                    kinds=tuple(
+                        tuple(replace(o, host_bytes=o.stored_bytes / 2) for o in table)
+                        for table in one.chain.kinds
+                    ),
                 ),
             )
             for one in problem.types
         ),
     )
-    free = program.solve(problem)
-    kept = program.solve(fed)
+    free = solve_graph(problem)
+    kept = solve_graph(fed)
 
-    assert isinstance(free, UnequalSolution)
+    assert isinstance(free, GraphSolution)
     assert isinstance(kept, Infeasible) or kept.split.objective_s >= free.split.objective_s  # type: ignore[union-attr]
 
 
 def random_tie(rng: random.Random, problem: GraphInstance) -> Tie:
     """Return any requirement of some layers, not always in a row."""
-    count, stages = len(problem.layers), len(problem.stages)
+    count, stages = len(problem.chain.layers), len(problem.chain.stages)
     some = tuple(sorted(rng.sample(range(count), rng.randint(1, min(2, count)))))
     first, last = some[0], some[-1]
-    names = sorted({option.name for table in problem.kinds for option in table})
+    names = sorted({option.name for table in problem.chain.kinds for option in table})
     return rng.choice(
         [
             Tie(Together(first=first, last=last), some),
@@ -131,7 +135,7 @@ def test_no_split_that_keeps_what_is_required_is_faster() -> None:
     compared = costs = 0
     for seed in range(60):
         rng, problem = random.Random(seed), small_graphs.random_graph(seed)
-        tables = [problem.kinds[kind] for kind in problem.layers]
+        tables = [problem.chain.kinds[kind] for kind in problem.chain.layers]
         if len(tables) > 5 or math.prod(map(len, tables)) > 81:
             continue
         tie, best_s, free_s = random_tie(rng, problem), math.inf, math.inf
@@ -143,7 +147,7 @@ def test_no_split_that_keeps_what_is_required_is_faster() -> None:
                 if tie.kept(stage_of, names):
                     best_s = min(best_s, seconds)
 
-        found = program.solve_by_program(problem, ties=[tie])
+        found = solve_graph(problem, ties=[tie])
 
         if math.isinf(best_s):
             assert isinstance(found, Infeasible), seed

@@ -1,4 +1,4 @@
-"""unequal_graph.solve_unequal_graph against every split, order of types and choice of options."""
+"""solve.solve of graphs on several types against every split, order of types and options."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from dataclasses import replace
 
 import pytest
 
+from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graphs.ideals import ideals
+from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible
-from planner.solver.unequal.unequal import solve_unequal
-from planner.solver.unequal.unequal_graph import (
-    UnequalGraph,
-    least_graph_s,
-    solve_unequal_graph,
-)
-from planner.solver.unequal.unequal_instance import UnequalSolution
-from tests.planner import small_graphs
+from planner.solver.solve import least_s, solve
+from planner.solver.unequal.ideal_reach import nested
+from planner.solver.unequal.unequal import Search
+from tests.planner.small_graphs import with_groups
 from tests.planner.solver.unequal.test_unequal import (
     choices_of,
     orders,
     random_unequal,
+    scale,
     with_more_bytes,
 )
 
 
-def random_graph(seed: int) -> UnequalGraph:
+def random_graph(seed: int) -> GraphInstance:
     """At most 6 layers on 4 stages of 3 types, whose cuts cost what crosses them."""
     rng = random.Random(1000 + seed)
-    chain = replace(random_unequal(seed), cut_s=())
-    layers, types = len(chain.layers), len(chain.types)
+    chain = random_unequal(seed)
+    layers, types = len(chain.chain.layers), len(chain.types)
     share = rng.choice([0.1, 0.3, 0.5])
     pairs = itertools.combinations(range(layers), 2)
-    return UnequalGraph(
+    return replace(
+        chain,
         names=tuple(f"layer {i}" for i in range(layers)),
         edges=tuple(pair for pair in pairs if rng.random() < share),
-        chain=chain,
         output_s=tuple(
             tuple(tuple(float(rng.randint(0, 3)) for _ in range(layers)) for _ in range(types))
             for _ in range(types)
@@ -44,12 +45,12 @@ def random_graph(seed: int) -> UnequalGraph:
     )
 
 
-def least_objective_s(problem: UnequalGraph) -> float:
+def least_objective_s(problem: GraphInstance) -> float:
     """Seconds of the best split, order of types and options from the definition; inf if none."""
     chain = problem.chain
-    stages, layers = len(chain.in_flight), len(problem.names)
+    stages, layers = len(chain.stages), len(problem.names)
     apart = 0.5 if chain.forward_apart else 0.0
-    best, every = math.inf, orders(chain)
+    best, every = math.inf, orders(problem)
     known: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
     for stage_of in itertools.product(range(stages), repeat=layers):
         backward = any(stage_of[a] > stage_of[b] for a, b in problem.edges)
@@ -67,7 +68,7 @@ def least_objective_s(problem: UnequalGraph) -> float:
                 before = [at for at in range(layers) if stage_of[at] < s]
                 key = s, g, tuple(held[s]), tuple(before)
                 if key not in known:
-                    known[key] = choices_of(chain, s, g, held[s], before=before)
+                    known[key] = choices_of(problem, s, g, held[s], before=before)
                 choices.append(known[key])
             beside = [0.0] * stages
             for s in range(stages - 1):
@@ -76,10 +77,9 @@ def least_objective_s(problem: UnequalGraph) -> float:
                 beside[s] += cut_s
                 beside[s + 1] += cut_s
             credit_s = sum(
-                chain.types[g].time_scale * chain.credits_of(g)[chain.layers[at]]
+                scale(problem, g) * problem.types[g].chain.credit_s(at)
                 for s, g in enumerate(order)
                 for at in held[s]
-                if chain.credits_of(g)
             )
             for parts in itertools.product(*choices):
                 both = list(zip(parts, beside, strict=True))
@@ -91,18 +91,18 @@ def least_objective_s(problem: UnequalGraph) -> float:
     return best
 
 
-def small(problem: UnequalGraph) -> bool:
+def small(problem: GraphInstance) -> bool:
     """Whether all splits, orders of types and options are soon listed."""
     chain = problem.chain
-    options = max(len(table) for one in chain.types for table in one.kinds)
-    splits = len(chain.in_flight) ** len(problem.names)
-    return splits * len(orders(chain)) * options <= 3000
+    options = max(len(table) for one in problem.types for table in one.chain.kinds)
+    splits = len(chain.stages) ** len(problem.names)
+    return splits * len(orders(problem)) * options <= 3000
 
 
 GRAPHS = [
     problem
     for problem in map(random_graph, range(520))
-    if small(problem) and len(problem.chain.types) > 1
+    if small(problem) and len(problem.types) > 1
 ]
 
 
@@ -113,28 +113,22 @@ def test_no_split_and_no_order_of_types_beats_the_solution(start: int, exact: bo
     for seed, plain in enumerate(GRAPHS[start : start + 20]):
         problem = plain
         if not exact:
-            problem = replace(plain, chain=with_more_bytes(plain.chain, seed, by_place=True))
+            problem = with_more_bytes(plain, seed, by_place=True)
         best_s = least_objective_s(problem)
 
-        answer = solve_unequal_graph(problem)
+        answer = solve(problem)
 
-        assert least_graph_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
+        assert least_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
         if best_s == math.inf:
             assert isinstance(answer, Infeasible), seed
             continue
-        assert isinstance(answer, UnequalSolution), seed
+        assert isinstance(answer, GraphSolution), seed
         assert answer.optimal
         assert answer.split.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
-        place = {layer: at for at, layer in enumerate(answer.layers)}
+        place = {layer: at for at, layer in enumerate(answer.order)}
         assert all(place[a] < place[b] for a, b in problem.edges)
         feasible += 1
     assert feasible > 5
-
-
-def with_groups(problem: UnequalGraph, seed: int) -> UnequalGraph:
-    """The same with groups of layers that stay on one stage."""
-    grouped = small_graphs.with_groups(problem.as_alike(), seed)
-    return replace(problem, colocated=grouped.colocated)
 
 
 def test_layers_of_a_group_stay_on_one_stage() -> None:
@@ -143,18 +137,18 @@ def test_layers_of_a_group_stay_on_one_stage() -> None:
         problem = with_groups(plain, seed)
         best_s = least_objective_s(problem)
 
-        answer = solve_unequal_graph(problem)
-        tried = solve_unequal_graph(problem, most_steps=0)
+        answer = solve(problem)
+        tried = solve(problem, effort=GraphEffort(most_steps=0))
 
-        assert least_graph_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
+        assert least_s(problem) <= best_s * (1 + 1e-9) + 1e-9, seed
         if best_s == math.inf:
             assert isinstance(answer, Infeasible), seed
             continue
-        assert isinstance(answer, UnequalSolution), seed
+        assert isinstance(answer, GraphSolution), seed
         assert answer.split.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9), seed
         for one in (answer, tried):
-            if isinstance(one, UnequalSolution):
-                held = [set(one.layers[a:b]) for a, b in itertools.pairwise(one.split.cuts)]
+            if isinstance(one, GraphSolution):
+                held = [set(one.order[a:b]) for a, b in itertools.pairwise(one.split.cuts)]
                 assert all(any(set(g) <= stage for stage in held) for g in problem.colocated), seed
         feasible += 1
     assert feasible > 10
@@ -165,12 +159,12 @@ def test_with_too_many_downsets_orders_are_tried_and_the_gap_is_honest(seed: int
     problem = GRAPHS[seed]
     best_s = least_objective_s(problem)
 
-    answer = solve_unequal_graph(problem, most_steps=0)
+    answer = solve(problem, effort=GraphEffort(most_steps=0))
 
-    if isinstance(answer, UnequalSolution):
+    if isinstance(answer, GraphSolution):
         assert answer.split.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
         assert answer.split.objective_s >= best_s * (1 - 1e-9) - 1e-9
-        place = {layer: at for at, layer in enumerate(answer.layers)}
+        place = {layer: at for at, layer in enumerate(answer.order)}
         assert all(place[a] < place[b] for a, b in problem.edges)
 
 
@@ -179,27 +173,30 @@ def test_a_graph_with_one_order_is_a_chain(seed: int) -> None:
     problem = random_graph(seed)
     edges = {*problem.edges, *itertools.pairwise(range(len(problem.names)))}
     problem = replace(problem, edges=tuple(sorted(edges)))
+    every = ideals(problem.readers(), most=100)
+    assert every is not None
 
-    answer = solve_unequal_graph(problem)
-    chain = solve_unequal(problem.along(range(len(problem.names))))
+    answer = solve(problem)
+    found, bound_s = Search(problem, FrontierStore(), math.inf, every, nested(every, 100)).solved()
 
-    assert type(answer) is type(chain)
-    if isinstance(answer, UnequalSolution) and isinstance(chain, UnequalSolution):
-        assert answer.split.objective_s == pytest.approx(chain.split.objective_s, abs=1e-9)
+    if isinstance(answer, GraphSolution):
+        assert answer.method == "chain"
+        assert found is not None
+        assert answer.objective_s == pytest.approx(found.objective_s, abs=1e-9)
+    else:
+        assert bound_s == math.inf
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_below_the_cutoff_is_said(seed: int) -> None:
     problem = random_graph(seed)
-    best = solve_unequal_graph(problem)
-    if not isinstance(best, UnequalSolution) or not best.split.objective_s:
+    best = solve(problem)
+    if not isinstance(best, GraphSolution) or not best.split.objective_s:
         return
 
     hair_s = 1e-6 * abs(best.split.objective_s)
 
-    assert isinstance(
-        solve_unequal_graph(problem, cutoff_s=best.split.objective_s - hair_s), Fathomed
-    )
-    above = solve_unequal_graph(problem, cutoff_s=best.split.objective_s + hair_s)
-    assert isinstance(above, UnequalSolution)
+    assert isinstance(solve(problem, cutoff_s=best.split.objective_s - hair_s), Fathomed)
+    above = solve(problem, cutoff_s=best.split.objective_s + hair_s)
+    assert isinstance(above, GraphSolution)
     assert above.split.objective_s == pytest.approx(best.split.objective_s)

@@ -1,0 +1,162 @@
+"""One way into the exact solvers: the best split of a layer graph over stages of any device types.
+
+    solve(problem) -> GraphSolution     optimal, or with the gap that is left
+                    | Infeasible        no order of types, no split fits in memory
+                    | Fathomed          none is below the cutoff, or none was found there
+                    | Unfinished        none was found, and too many to be sure
+
+A chain on devices of one type is `planner.solver.inner`'s.  On several types the order of types,
+the branches and the cuts are chosen together along paths of (downset, stages used of each type)
+(`planner.solver.unequal.unequal`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
+graph with more downsets than that allows is split through those of several orders of the branches
+(`planner.solver.graphs.nearby`), under a bound of all orders: on several types
+
+    T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync
+
+With P_g stages of type g, seconds t_gl of layer l on it and T_g = Σ_l t_gl, weighing the stages by
+1 / T_g gives, for the slowest stage of any split,
+
+    τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from planner.solver import inner
+from planner.solver.frontier import FrontierStore
+from planner.solver.graph_instance import GraphInstance, GraphSolution, too_few
+from planner.solver.graphs.ideals import ideals
+from planner.solver.graphs.lattice import GraphEffort, split_alike
+from planner.solver.graphs.nearby import along_orders, of_bits
+from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished
+from planner.solver.knapsack import Knapsacks
+from planner.solver.memory_reach import why_no_split
+from planner.solver.prefixes import Downsets, Prefixes
+from planner.solver.unequal.ideal_reach import nested
+from planner.solver.unequal.reach import Runs
+from planner.solver.unequal.unequal import Search
+from planner.tolerances import ROUNDING
+
+
+def solve(
+    problem: GraphInstance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+    effort: GraphEffort | None = None,
+) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    """Minimise the time of `problem` over all orders of types and branches, cuts and options.
+
+    Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
+    may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows.
+    """
+    few = too_few(problem)
+    if few:
+        return Infeasible(few)
+    store = frontiers if frontiers is not None else FrontierStore()
+    effort = effort or GraphEffort()
+    if problem.one_order and len(problem.types) == 1:
+        best, bound_s = _chain(problem, cutoff_s, store)
+    elif len(problem.types) == 1:
+        every = ideals(problem.readers(), most=effort.most_ideals, colocated=problem.colocated)
+        best, bound_s = split_alike(problem, every, store, cutoff_s, effort)
+    else:
+        best, bound_s = _on_types(problem, cutoff_s, store, effort)
+    if best is not None:
+        split = replace(best.split, lower_bound_s=min(bound_s, best.objective_s))
+        return replace(best, split=split)
+    if bound_s == math.inf:
+        return Infeasible(why_no_split(problem))
+    if cutoff_s < math.inf:
+        return Fathomed(bound_s)
+    return Unfinished(
+        bound_s,
+        "no split that was tried fits in memory, and the "
+        f"{len(problem.chain.layers)} layers can be split in too many ways to try them all",
+    )
+
+
+def least_s(
+    problem: GraphInstance,
+    *,
+    frontiers: FrontierStore | None = None,
+    effort: GraphEffort | None = None,
+) -> float:
+    """Return seconds below which no split within memory stays; inf if none is known to fit."""
+    if too_few(problem):
+        return math.inf
+    store = frontiers if frontiers is not None else FrontierStore()
+    known = _downsets(problem, effort or GraphEffort())
+    if known is None:
+        return _any_order_s(problem, store)
+    return Search(problem, store, math.inf, *known).bound_s
+
+
+def _chain(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore
+) -> tuple[GraphSolution | None, float]:
+    order = tuple(range(len(problem.chain.layers)))
+    found = inner.solve(problem.along(order), cutoff_s=cutoff_s, frontiers=store)
+    if not isinstance(found, Solution):
+        return None, found.lower_bound_s if isinstance(found, Fathomed) else math.inf
+    types = (0,) * len(problem.chain.stages)
+    best = GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
+    return best, found.lower_bound_s
+
+
+def _on_types(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
+) -> tuple[GraphSolution | None, float]:
+    known = _downsets(problem, effort)
+    if known is not None:
+        return Search(problem, store, cutoff_s, *known).solved()
+    bound_s = _any_order_s(problem, store)
+    if bound_s >= cutoff_s:
+        return None, bound_s
+    some = of_bits(along_orders(problem), len(problem.chain.layers))
+    pairs = nested(some, GraphEffort().most_steps)
+    best = pairs and Search(problem, store, cutoff_s, some, pairs).solved()[0]
+    return (replace(best, method="orders") if best else None), bound_s
+
+
+def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs | None] | None:
+    """Return the downsets of a problem with few of them, and those that lie in others."""
+    if problem.one_order:
+        return Prefixes(len(problem.chain.layers)), None
+    most = effort.most_steps // (len(problem.chain.stages) * len(problem.types))
+    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
+    pairs = None if every is None else nested(every, most)
+    return None if every is None or pairs is None else (every, pairs)
+
+
+def _any_order_s(problem: GraphInstance, store: FrontierStore) -> float:
+    """Bound on all orders, memory and cuts ignored; see the head of this module."""
+    chain, stages = problem.chain, np.array([one.stages for one in problem.types])
+    seconds, gains, sync, exposed = [], [], [], []
+    for one in problem.types:
+        knapsacks = Knapsacks(one.chain, store)
+        scale, least_s = float(knapsacks.time_scale[0]), knapsacks.options.least_time_s
+        credits_s = np.array(one.chain.credits_s or (0.0,))
+        seconds.append((scale * least_s)[knapsacks.layers])
+        gains.append(
+            np.broadcast_to(scale * (chain.fill * least_s - credits_s), least_s.shape)[
+                knapsacks.layers
+            ]
+        )
+        sync.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
+        exposed.append(knapsacks.exposed_s)
+    each_s, least_sync_s = np.array(seconds), np.min(sync, axis=0)
+    whole_s = each_s.sum(axis=1)
+    slowest_s = 0.0
+    if whole_s.all():
+        weighed = float((each_s / whole_s[:, None]).min(axis=0).sum())
+        slowest_s = weighed / float((stages / whole_s).sum())
+        slowest_s = max(slowest_s, float(each_s.min(axis=0).max()))
+    once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(chain.stages))
+    rest_s = float(np.min(gains, axis=0).sum()) + once_s
+    rest_s += chain.fill * float(np.min(exposed, axis=0).sum())
+    return (1 - ROUNDING) * (chain.steady * slowest_s + rest_s)
