@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,8 @@ from planner.search.simulated_proof import USUAL, Effort, Told, prove
 from planner.search.space import kind
 from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
-from planner.search.spaces.mixed_proof import prove_mixed
-from planner.search.spaces.rounds import RoundSpace, bounded_too
+from planner.search.spaces.mixed_proof import prove_spaces
+from planner.search.spaces.rounds import RoundSpace
 from planner.solver.graphs.lattice import GraphEffort
 
 SOLVERS = ("exact", "ilp")
@@ -114,8 +115,9 @@ def search(
         order, said = _proven_finalists(queue, plain, (start, closed_form), effort, told)
     else:
         order, said = _near_finalists(queue, winner, closed_form)
-        if request.cluster.mixed and not (request.model.edges or request.pins.require):
-            proof = prove_mixed(queue.spaces, order[0], effort)
+        if not (chains or request.pins.require):
+            proven_s = account.proven_s(winner.objective_s, winner.lower_bound_s)
+            proof = prove_spaces(queue.spaces, order[0], effort, proven_s)
             order, said = finalists_mixed(
                 [*order, *proof.found], closed_form, proof.lower_bound_s, proof.looked_at
             )
@@ -212,6 +214,14 @@ def _proven_finalists(
         effort=effort,
         told=heard,
     )
+    rounds = [space for space in queue.spaces if isinstance(space, RoundSpace)]
+    if rounds:
+        more = prove_spaces(rounds, proof.best, effort, 0.0)
+        proof = replace(
+            proof,
+            lower_bound_s=min(proof.lower_bound_s, more.lower_bound_s),
+            found=(*proof.found, *((home.candidates, one) for one in more.found)),
+        )
     order = finalists((home.candidates, start), proof)
     step_s = best.prediction.step_time_s
     if start is best or step_s >= order[0][1].prediction.step_time_s:
@@ -219,9 +229,6 @@ def _proven_finalists(
     else:
         order.insert(0, (home.candidates, best))
         said = simulated(order, best, proof)
-    for space in queue.spaces:
-        if isinstance(space, RoundSpace):
-            said = bounded_too(said, space)
     return [one for _, one in order], said
 
 

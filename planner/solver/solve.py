@@ -42,9 +42,7 @@ from planner.solver.instance import (
 )
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_no_split
-from planner.solver.prefixes import Downsets, Prefixes
-from planner.solver.unequal.ideal_reach import nested
-from planner.solver.unequal.reach import Runs
+from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.unequal.unequal import Search
 from planner.tolerances import ROUNDING
 
@@ -220,18 +218,18 @@ def _on_types(
     if bound_s >= cutoff_s:
         return None, bound_s
     some = of_bits(along_orders(problem), len(problem.chain.layers))
-    pairs = nested(some, GraphEffort().most_steps)
+    pairs = some.nested(GraphEffort().most_steps)
     best = pairs and Search(problem, store, cutoff_s, some, pairs).solved()[0]
     return (replace(best, method="orders") if best else None), bound_s
 
 
-def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs | None] | None:
+def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs] | None:
     """Return the downsets of a problem with few of them, and those that lie in others."""
-    if problem.one_order:
-        return Prefixes(len(problem.chain.layers)), None
     most = effort.most_steps // (len(problem.chain.stages) * len(problem.types))
-    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
-    pairs = None if every is None else nested(every, most)
+    every: Downsets | None = Prefixes(len(problem.chain.layers))
+    if not problem.one_order:
+        every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
+    pairs = None if every is None else every.nested(most)
     return None if every is None or pairs is None else (every, pairs)
 
 
