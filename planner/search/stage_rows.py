@@ -126,7 +126,7 @@ class _Stages:
         some = named
         if tie.at_most is None:
             front, back = range(max(named) + 1), range(min(named), count)
-            some = list(min(front, back, key=len))
+            some = list(back if len(back) < len(front) else front)
         wide = [s for s in some if box[self._home[s]][0] < box[self._home[s]][1]]
         wide = wide or [s for s in range(count) if box[self._home[s]][0] < box[self._home[s]][1]]
         return self._home[max(wide, key=lambda s: spans[s][1] - spans[s][0])]
