@@ -17,6 +17,7 @@ least over a layer's choices, which makes the bubble of like ranks max(f, b, f +
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 from planner.cluster import ClusterSpec
@@ -24,9 +25,10 @@ from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes
+from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
-from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
+from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share
 from planner.plan import Stage as PlanStage
 from planner.request import Request
 from planner.schedule import rank_of_stage, splits_backward
@@ -171,20 +173,20 @@ def plan_of(
             [(at, solution.options[at]) for at in range(first, end)]
             for first, end in itertools.pairwise(solution.cuts)
         ]
-    chosen = [
-        [(names[at], choices[model.chain_kinds[at]][option]) for at, option in stage]
-        for stage in placed
-    ]
     stages = tuple(
-        PlanStage(
-            layers=tuple(
-                PlacedLayer(layer=name, recompute=choice.recompute, activations=choice.activations)
-                for name, choice in stage
-            )
-        )
-        for stage in chosen
+        stage_of((names[at], choices[model.chain_kinds[at]][option]) for at, option in stage)
+        for stage in placed
     )
     return plan_with(request, layout, stages, step_s=solution.objective_s + costs.step_s)
+
+
+def stage_of(chosen: Iterable[tuple[str, StrategyCost]], group: str | None = None) -> PlanStage:
+    """Return a plan's stage with these layers, each under its choice."""
+    layers = tuple(
+        PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+        for name, cost in chosen
+    )
+    return PlanStage(layers=layers, group=group)
 
 
 def plan_with(
@@ -194,6 +196,7 @@ def plan_with(
     *,
     step_s: float,
     groups: tuple[PlannedGroup, ...] | None = None,
+    shares: tuple[Share, ...] | None = None,
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     job = request.job
@@ -235,4 +238,5 @@ def plan_with(
         training=Training(lora=job.lora),
         stages=stages,
         groups=groups,
+        shares=shares,
     )

@@ -23,7 +23,6 @@ from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
-from planner.predict import placement_prediction, placements_of
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
@@ -34,7 +33,7 @@ from planner.search.certificate import (
 )
 from planner.search.formulation import instance_of, plan_of
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
@@ -204,11 +203,4 @@ class GraphSpace(AlikeSpace):
         seats = branching(
             self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]
         )
-        prediction = placement_prediction(
-            self._tables, found.layout, placements_of(plan, original), seats
-        )
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        return predicted(plan, found.objective_s, original, self._tables, seats)

@@ -18,10 +18,10 @@ from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
-from planner.plan import Layout, PlacedLayer, Plan, Stage
+from planner.plan import Layout, Plan
 from planner.schedule import rank_of_stage
 from planner.schedules import schedule_of
-from planner.search.formulation import plan_with
+from planner.search.formulation import plan_with, stage_of
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
@@ -220,15 +220,7 @@ def planned(space: GroupSpace, found: Found[GraphSolution]) -> Plan:
         space.request,
         layout,
         tuple(
-            Stage(
-                layers=tuple(
-                    PlacedLayer(
-                        layer=names[at], recompute=cost.recompute, activations=cost.activations
-                    )
-                    for at, cost in held
-                ),
-                group=group_of_rank[rank],
-            )
+            stage_of(((names[at], cost) for at, cost in held), group_of_rank[rank])
             for held, rank in zip(placed, home, strict=True)
         ),
         step_s=found.objective_s,

@@ -38,11 +38,10 @@ from numpy.typing import NDArray
 from planner.costs.crossings import narrowest_bytes
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
-from planner.costs.seats import Seats
 from planner.costs.strategy import least_resident
 from planner.fullest import fullest
-from planner.plan import INSIDE_OUT, Layout, Plan
-from planner.predict import placement_prediction, placements_of
+from planner.plan import INSIDE_OUT, Layout
+from planner.predict import branches_of
 from planner.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import TIES_LIMIT_S
@@ -57,7 +56,7 @@ from planner.search.certificate import (
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.savings import savings_of
 from planner.search.space import (
     Family,
@@ -118,10 +117,6 @@ class MixedSpace(GroupSpace):
         """Least seconds of what crosses a boundary."""
         names = list(self.costs.tables)
         return min(self.costs.crossing_s(layout, a, b) for a, b in itertools.product(names, names))
-
-    def seats(self, plan: Plan) -> Seats:
-        """Return where the stages of a plan sit."""
-        return self.costs.seats(plan.layout, [stage.group or "" for stage in plan.stages])
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -338,17 +333,10 @@ class MixedSpace(GroupSpace):
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found)
-        prediction = placement_prediction(
-            self.costs.tables[plan.stages[0].group or ""],
-            found.layout,
-            placements_of(plan, self.model),
-            self.seats(plan),
-        )
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        groups = [stage.group or "" for stage in plan.stages]
+        seats = self.costs.seats(plan.layout, groups, branches_of(plan, self.model))
+        tables = self.costs.tables[groups[0]]
+        return predicted(plan, found.objective_s, self.model, tables, seats)
 
 
 class MixedGraphSpace(MixedSpace):
@@ -367,12 +355,6 @@ class MixedGraphSpace(MixedSpace):
             self.costs.crossing_s(layout, a, b, least_bytes) if least_bytes else 0.0
             for a, b in itertools.product(names, names)
         )
-
-    def seats(self, plan: Plan) -> Seats:
-        """Return where the stages of a plan sit."""
-        groups = [stage.group or "" for stage in plan.stages]
-        held = [[item.layer for item in stage.layers] for stage in plan.stages]
-        return self.costs.seats(plan.layout, groups, held)
 
 
 def _alive(layout: Layout) -> Floats:
