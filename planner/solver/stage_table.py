@@ -73,23 +73,15 @@ class StageTable(Table):
         """By signature, its runs."""
         seconds = np.full((len(stages), self._each), np.inf)
         if len(at):
-            seconds[:, at] = self._bounds_s(at[sample])[:, self._signature[at]]
+            some = at[sample]
+            own_s = bounds.layers_s(some // self._width, self._end.reshape(-1)[some])
+            seconds[:, at] = own_s[:, self._signature[at]]
         for s, stage in enumerate(stages):
             barred = [n for n in range(1, self._width + 1) if not stage.may_hold(n)]
             if barred:
                 seconds[s].reshape(layers, -1)[:, [n - 1 for n in barred]] = np.inf
         stage_s = self._rounded(seconds.reshape(-1) + self._besides_s)
         self._begin(stage_s, ~np.isfinite(stage_s))
-
-    def _bounds_s(self, runs: Indices) -> Floats:
-        """[stage, run] Lagrangian bounds on the seconds of the layers."""
-        first, end = runs // self._width, self._end.reshape(-1)[runs]
-        knapsacks = self._knapsacks
-        found = np.empty((len(knapsacks.time_scale), len(runs)))
-        for family, own in enumerate(knapsacks.families):
-            found[own.stages] = self._bounds.layers_s(family, first, end)
-        found *= knapsacks.time_scale[:, None]
-        return found
 
     def entries(self, way: tuple[int, ...]) -> list[int]:
         """[stage] Entries of a split."""

@@ -148,8 +148,7 @@ class Search:
         if spans is None:
             return best
         steps = UnequalSteps(
-            self._knapsacks,
-            every=self._every,
+            self._reach.bounds,
             known=self._known,
             spans=spans,
             cut_s=self._cut_s,
