@@ -118,7 +118,8 @@ class StepBounds:
         bound = np.full((len(stages), len(smaller)), np.inf)
         for one in self._ranges[number]:
             np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
-        return self.knapsacks.time_scale[stages, None] * bound
+        bound *= self.knapsacks.time_scale[stages, None]
+        return bound
 
     @cached_property
     def codes(self) -> NDArray[np.int64] | None:

@@ -33,10 +33,10 @@ Floats = NDArray[np.float64]
 class Fastest:
     """`counts` [kind], `time_s` and `credits_s` [type, kind], `stages` [type] of a problem."""
 
-    counts: Floats
+    counts: NDArray[np.intp]
     time_s: Floats
     credits_s: Floats
-    stages: Floats
+    stages: NDArray[np.intp]
     steady: float
     fill: float
 
@@ -63,7 +63,7 @@ class Fastest:
         return max(fill_s, self.weighed_s(self.weights()))
 
 
-def evened(stages: Floats, whole_s: Floats, steady: float, fill: float) -> Floats:
+def evened(stages: NDArray[np.intp], whole_s: Floats, steady: float, fill: float) -> Floats:
     """[type] Return weights y with Σ stages · y = 1 that even out (steady y + fill) · whole_s.
 
     Types on which that would take a weight below 0 have 0.  The slowest stage takes no less than

@@ -132,8 +132,8 @@ class Reach:
             each = [seconds[position] <= highest_s for seconds in self._seconds]
             some = np.logical_or.reduce(each) & begins[smaller] & stops[larger]
             runs.append((smaller[some], larger[some]))
-            for kept, own, holds in zip(least_s, self._alone_s, each, strict=True):
-                kept.append(np.where(holds, own[position], np.inf)[some])
+            for kept, alone_s, holds in zip(least_s, self._alone_s, each, strict=True):
+                kept.append(np.where(holds, alone_s[position], np.inf)[some])
         return Spans(runs=runs, least_s=least_s, between=between)
 
 
