@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Chain
+from planner.solver.cuts import ChainWays
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table
 from planner.tolerances import ROUNDING
@@ -60,7 +60,7 @@ class StageTable(Table):
         self._each = self._end.size
         cut_s = bounds.cut_s[self._first] + bounds.cut_s[self._end]
         self._besides_s = np.add.outer(knapsacks.exposed_s, cut_s).reshape(-1)
-        self.ways = Chain(len(stages), layers, self._width)
+        self.ways = ChainWays(len(stages), layers, self._width)
 
         at = np.flatnonzero(inside.reshape(-1))
         self._signature = np.full(inside.size, -1, dtype=np.intp)
