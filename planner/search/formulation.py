@@ -17,10 +17,11 @@ least over a layer's choices, which makes the bubble of like ranks max(f, b, f +
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from planner.cluster import ClusterSpec
+from planner.costs.crossings import colocated
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
@@ -35,6 +36,7 @@ from planner.schedule import rank_of_stage, splits_backward
 from planner.search.layer_options import allowed
 from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
+from planner.solver.graph_instance import DeviceType, GraphInstance
 from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Tie
@@ -111,6 +113,33 @@ def _free_instance(
     apart = layout.executed.forwards_first and same_forward
     return RankProblem(model, layout, costs, recompute).instance(
         capacity, steady=steady, fill=fill, exposed_s=exposed_s, forward_apart=apart
+    )
+
+
+def branching_problem(
+    model: ModelGraph,
+    layout: Layout,
+    types: Sequence[tuple[DeviceType, float]],
+    output_s: tuple[tuple[tuple[float, ...], ...], ...],
+) -> GraphInstance:
+    """Return the partition problem of a graph's layout on devices of some types.
+
+    Each type has the seconds of one action; that of the loss is in the last layer's own.
+    """
+    number = {name: at for at, (name, _) in enumerate(model.chain)}
+    each = 3.0 if counted_by_rank(layout) else 2.0
+    actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
+    own = []
+    for one, action_s in types:
+        both = zip(one.chain.stages, actions, strict=True)
+        stages = tuple(replace(stage, exposed_s=count * action_s) for stage, count in both)
+        own.append(replace(one, chain=replace(one.chain, stages=stages, cut_s=())))
+    return GraphInstance(
+        types=tuple(own),
+        edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
+        output_s=output_s,
+        names=tuple(number),
+        colocated=colocated(model),
     )
 
 
