@@ -79,15 +79,24 @@ def moments(
 
 
 @lru_cache(maxsize=1 << 12)
-def fullest(name: str, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Fullest:
+def fullest(
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    deferred: float = DEFERRED,
+) -> Fullest:
     """Return the moment of every rank by which its bytes are bounded from below.
+
+    A micro-batch that waits for W counts `deferred`.
 
     >>> fullest("interleaved", ranks=2, micro_batches=4, virtual_stages=2).holding.tolist()
     [[3.0, 2.0], [2.0, 1.0]]
     """
     schedule, shape = schedule_of(name), Shape(ranks, micro_batches, virtual_stages)
     if schedule.fullest is not None:
-        return schedule.fullest(shape)
+        return schedule.fullest(shape, deferred)
     holding, waiting, place = [], [], []
     for rank in range(ranks):
         found = moments(
@@ -95,7 +104,7 @@ def fullest(name: str, *, ranks: int, micro_batches: int, virtual_stages: int = 
         )
         backward = np.flatnonzero((found.kind == 1) | (found.kind == 2))
         late = found.holding @ (1 + LATE * np.arange(virtual_stages))
-        most = backward[(late + found.waiting.sum(axis=1) * DEFERRED)[backward].argmax()]
+        most = backward[(late + found.waiting.sum(axis=1) * deferred)[backward].argmax()]
         holding.append(found.holding[most])
         waiting.append(found.waiting[most])
         place.append(found.place[most])

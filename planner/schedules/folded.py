@@ -11,6 +11,7 @@ from collections import deque
 import numpy as np
 
 from planner.actions import Action, Kind, Order
+from planner.schedules.looped import Counts
 from planner.schedules.record import SPLIT, Fullest, InFlight, Schedule, Shape
 
 
@@ -117,14 +118,34 @@ def _two_for_each_rank(shape: Shape) -> str:
     return "" if shape.micro_batches >= least else f"at least {least}, 2 for each of its ranks"
 
 
-def _first_way_up(shape: Shape, most: int) -> Fullest:
-    """Return the first backwards of the stages on the way up, with rank + 1 forwards done there.
+def _fuller(shape: Shape, most: int, owed: Counts, deferred: float) -> Fullest:
+    """Return the first backward on the way up, or the first after the last one of the drain.
 
-    On the first rank the stage on the way down has done `most`, on each further one fewer.
+    At the former rank + 1 forwards are done on the way up; on the way down the first rank has done
+    `most`, each further one fewer.  At the latter the W of `owed` [stage, rank] wait, and the last
+    micro-batches of the ranks from here on are alive on the way down.  The one is taken that counts
+    more, with `deferred` for each that waits.
     """
     at = np.arange(shape.ranks)
     alive = np.minimum(np.stack([most - at, at + 1]), shape.micro_batches)
-    return Fullest(alive.astype(float), np.zeros(alive.shape), np.ones_like(at))
+    left = np.stack([shape.ranks - at, 0 * at])
+    late = (left + deferred * owed).sum(axis=0) > alive.sum(axis=0)
+    late &= shape.micro_batches >= 2 * shape.ranks
+    return Fullest(
+        np.where(late, left, alive).astype(float),
+        np.where(late, owed, 0.0),
+        np.where(late, 0, np.ones_like(at)),
+    )
+
+
+def _fullest_zbv(shape: Shape, deferred: float) -> Fullest:
+    at = np.arange(shape.ranks)
+    return _fuller(shape, shape.stages - 1, np.stack([at, at]), deferred)
+
+
+def _fullest_dualpipe_v(shape: Shape, deferred: float) -> Fullest:
+    at = np.arange(shape.ranks)
+    return _fuller(shape, shape.stages, np.stack([at // 2, (at + 1) // 2]), deferred)
 
 
 ZBV = Schedule(
@@ -138,7 +159,7 @@ ZBV = Schedule(
     repeats=True,
     # Fewer than 2 P - 1 micro-batches may have one less in flight.
     in_flight=lambda rank, shape: InFlight(shape.stages, shape.stages, max(2, 2 * rank + 1)),
-    fullest=lambda shape: _first_way_up(shape, shape.stages - 1),
+    fullest=_fullest_zbv,
     names={"torchtitan": "ZBVZeroBubble"},
 )
 DUALPIPE_V = Schedule(
@@ -151,7 +172,7 @@ DUALPIPE_V = Schedule(
     splits_backward=True,
     repeats=True,
     in_flight=lambda rank, shape: InFlight(shape.stages + 1, shape.stages + 1, max(2, rank + 1)),
-    fullest=lambda shape: _first_way_up(shape, shape.stages),
+    fullest=_fullest_dualpipe_v,
     names={"torchtitan": "DualPipeV"},
     # Its own overlap of experts' messages does not go with recomputation.
     settings={"torchtitan": ("pipeline_parallel_expert_parallel_overlap = false",)},

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from planner.actions import Action, Kind, Order, actions
 from planner.schedules.record import (
-    DEFERRED,
     LATE,
     SPLIT,
     Coefficients,
@@ -102,10 +101,10 @@ def _whole_groups(shape: Shape) -> str:
     return f"a multiple of its {ranks} ranks: {nearby}"
 
 
-def _fullest(shape: Shape, warm_up: Counts, late: Counts) -> Fullest:
+def _fullest(shape: Shape, warm_up: Counts, late: Counts, deferred: float) -> Fullest:
     """Return the fullest backwards of ranks that warm up with so many forwards.
 
-    Their W come `late` backwards after their I.
+    Their W come `late` backwards after their I; what waits for W counts `deferred`.
     """
     ranks, micro_batches, virtual = shape
     whole = micro_batches * virtual
@@ -115,7 +114,7 @@ def _fullest(shape: Shape, warm_up: Counts, late: Counts) -> Fullest:
     ended = _done(number[None], chunks[::-1], ranks)
     alive = begun - ended
     waiting = ended - _done(np.maximum(number - late[:, None], 0), chunks[::-1], ranks)
-    weight = alive @ (1 + LATE * chunks) + DEFERRED * waiting.sum(axis=2)
+    weight = alive @ (1 + LATE * chunks) + deferred * waiting.sum(axis=2)
     best = weight.argmax(axis=1)
     at = np.arange(ranks)
     return Fullest(
@@ -132,16 +131,16 @@ def _done(number: Counts, chunks: Counts, ranks: int) -> Counts:
     return done
 
 
-def _fullest_whole(shape: Shape) -> Fullest:
+def _fullest_whole(shape: Shape, deferred: float) -> Fullest:
     behind = shape.ranks - 1 - np.arange(shape.ranks)
     none = np.zeros(shape.ranks, dtype=np.intp)
-    return _fullest(shape, 2 * behind + (shape.virtual_stages - 1) * shape.ranks, none)
+    return _fullest(shape, 2 * behind + (shape.virtual_stages - 1) * shape.ranks, none, deferred)
 
 
-def _fullest_split(shape: Shape) -> Fullest:
+def _fullest_split(shape: Shape, deferred: float) -> Fullest:
     at = np.arange(shape.ranks)
     warm_up = shape.ranks - 1 - at + (shape.virtual_stages - 1) * shape.ranks
-    return _fullest(shape, warm_up, at)
+    return _fullest(shape, warm_up, at, deferred)
 
 
 INTERLEAVED = Schedule(

@@ -58,8 +58,9 @@ class Fullest:
 LATE = 1e-3
 """What a micro-batch counts more for each stage before its own on the rank: late stages store most
 (planner.search.ranks)."""
-DEFERRED = 0.3
-"""What one counts that waits for W, beside one that is alive."""
+DEFERRED, LEAN = 0.3, 4.0
+"""What one counts that waits for W, beside one that is alive: where layers store what backward
+needs, and where they recompute most of it, which leaves W as much."""
 
 
 class Coefficients(NamedTuple):
@@ -108,8 +109,9 @@ class Schedule:
     """From 2 P micro-batches on ranks hold the same, however many there are."""
     in_flight: Callable[[int, Shape], InFlight] | None = None
     """Closed form of the counts of a rank, or more, before m V limits them."""
-    fullest: Callable[[Shape], Fullest] | None = None
-    """Closed form of every rank's fullest backward; without one orders are gone through."""
+    fullest: Callable[[Shape, float], Fullest] | None = None
+    """Closed form of every rank's fullest backward, of what one counts that waits for W; without
+    one orders are gone through."""
     no_slower: str | None = None
     """A schedule that no split is slower under; it is preferred where it holds no more."""
     phi_bound: bool = False

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from planner.collector import uncollected
@@ -49,6 +50,7 @@ from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
 from planner.search.spaces.mixed_proof import prove_spaces
 from planner.search.spaces.rounds import RoundSpace
+from planner.solver.graphs.lattice import GraphEffort
 
 SOLVERS = ("exact", "ilp")
 
@@ -99,7 +101,11 @@ def search(
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
         raise NoPlanFits(
-            why_nothing(request, queue, lambda asked: spaces_of(asked, rules=rules, store=store))
+            why_nothing(
+                request,
+                queue,
+                partial(spaces_of, rules=rules, store=store, effort=graph.any_split()),
+            )
         )
 
     every = [queue.home(best).ranked(best) for best in bests]
@@ -161,8 +167,12 @@ def spaces_of(
     rules: Rules | None = None,
     known: Sequence[Candidates] = (),
     store: FigureStore | None = None,
+    effort: GraphEffort | None = None,
 ) -> Iterator[Space[Any]]:
-    """Yield the spaces of a request in the order in which they are looked at."""
+    """Yield the spaces of a request in the order in which they are looked at.
+
+    An `effort` is what graphs of several requests share, of which any split will do.
+    """
     by_program = solver == "ilp"
     if request.cluster.mixed:
         yield from mixed.spaces_of(request, by_program=by_program)
@@ -170,7 +180,7 @@ def spaces_of(
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
-            yield from graph.spaces_of(candidates, by_program=by_program)
+            yield from graph.spaces_of(candidates, by_program=by_program, effort=effort)
             return
         yield ChainSpace(candidates, by_program=by_program)
         known = known or (candidates,)

@@ -20,6 +20,7 @@ and for a single layout:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -385,13 +386,23 @@ class Candidates:
         return self._known_paces[key]
 
     def parts(self, family: Family, levels: Levels) -> list[tuple[Family, float]]:
-        """Return a family's part of each ZeRO level and timetable, with its bound of `levels`."""
+        """Return a family's part of each ZeRO level and timetable, with its bound of `levels`.
+
+        Timetables under which no layout of a level fits are one part.
+        """
         if id(family) not in self._known_parts:
             found = []
             for sharings, rooms_s in levels:
+                without = []
                 for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
-                    part = family.part(sharings=sharings, timetables=(timetable,))
-                    found.append((part, room_s))
+                    if room_s < math.inf:
+                        part = family.part(sharings=sharings, timetables=(timetable,))
+                        found.append((part, room_s))
+                    else:
+                        without.append(timetable)
+                if without:
+                    part = family.part(sharings=sharings, timetables=tuple(without))
+                    found.append((part, math.inf))
             self._known_parts[id(family)] = family, found
         return self._known_parts[id(family)][1]
 

@@ -21,27 +21,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.fullest import fullest
 from planner.plan import Layout
-from planner.schedules.record import Fullest
+from planner.search.loads import Load, binding, loads_of
 from planner.search.ranks import Shares
+from planner.search.spread import Ranks, Spread, evenly, relieved
 from planner.solver.instance import Option
 
 Floats = NDArray[np.float64]
 Choices = Mapping[str, Sequence[StrategyParts]]
 """By kind, what its layers may be."""
-
-
-_ALPHAS = 17
-"""Values of α that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +53,7 @@ class LeastBytes:
 
     def __init__(
         self,
-        chain: Sequence[str],
+        chain: tuple[str, ...],
         shares: Shares | None,
         costs: LayoutCosts,
         layout: Layout,
@@ -75,16 +70,17 @@ class LeastBytes:
         self._narrowest_bytes = narrowest_bytes
         self._costs, self._layout = costs, layout
         self._choices = choices
-        self._stores_input = any(
-            part.stores_input for kind in set(chain[1:]) for part in choices[kind]
-        )
-        self._fullest = _fullest(layout) if counted_by_rank(layout) else None
+        self._by_rank = counted_by_rank(layout)
         self._working = self._least_working()
+        self._load = self._binding(capacity_bytes)
+        fixed_bytes = self._buffers_bytes()
+        counted = Spread(self._load.alive[0], self._load.waiting[0], fixed_bytes)
+        if shares is not None:
+            self._acting = self._working_of_acting(shares)
+            counted = self._of_several(shares, fixed_bytes + self._acting, capacity_bytes)
         self.ranks: tuple[RankAtLeast, ...] = tuple(
-            self._of_one(rank)
-            if shares is None
-            else _OfSeveral(self, shares, rank, capacity_bytes).at_least()
-            for rank in range(layout.pipeline)
+            RankAtLeast(in_flight=in_flight, waiting=waiting, fixed_bytes=fixed)
+            for in_flight, waiting, fixed in zip(*(one.tolist() for one in counted), strict=True)
         )
 
     def option(self, at: int, option: Option, part: StrategyParts) -> Option:
@@ -100,7 +96,7 @@ class LeastBytes:
             return replace(
                 option,
                 stored_bytes=stored,
-                kept_bytes=part.figures.kept_bytes if self._fullest is not None else 0.0,
+                kept_bytes=part.figures.kept_bytes if self._by_rank else 0.0,
                 resident_bytes=self._resident(part),
                 transient_bytes=working,
             )
@@ -116,14 +112,15 @@ class LeastBytes:
             )
         rank, alive, waiting = self.at_end(at)
         working = 0.0
-        if at == len(self._chain) - 1 and self._last_acts:
+        if at == len(self._chain) - 1 and self._load.last_acts[rank]:
             alive -= 1.0
-            working = part.backward_transient_bytes + part.stored_bytes - self.working(rank)
+            working = part.backward_transient_bytes + part.stored_bytes - self._acting[rank]
+        held = alive * part.stored_bytes + waiting * part.figures.kept_bytes
         return replace(
             option,
-            stored_bytes=alive * part.stored_bytes / self.ranks[rank].in_flight,
+            stored_bytes=0.0,
             kept_bytes=0.0,
-            resident_bytes=part.states.resident_bytes + waiting * part.figures.kept_bytes,
+            resident_bytes=part.states.resident_bytes + held,
             transient_bytes=max(0.0, working),
         )
 
@@ -132,89 +129,112 @@ class LeastBytes:
         assert self._shares is not None
         home, first = self._shares.home, at < self._shares.run.before
         rank, place = (home[0], 0) if first else (home[-1], -1)
-        holding, waiting = self.counts(rank)
-        return rank, float(holding[place]), float(waiting[place])
-
-    def counts(self, rank: int) -> tuple[Floats, Floats]:
-        """[stage of the rank] Micro-batches alive and waiting at the moment that counts."""
-        assert self._fullest is not None
-        return self._fullest.holding[:, rank], self._fullest.waiting[:, rank]
-
-    def buffers(self, rank: int) -> float:
-        """Return the pipeline's buffers at that moment."""
-        layout = self._layout
-        own = self._own_stages(rank)
-        passed = [
-            (stage > 0 and not self._stores_input)
-            + (stage < layout.stages - 1) * self._costs.keeps_sent
-            for stage in own
-        ]
-        alive, _ = self.counts(rank)
-        held = float(alive @ np.array(passed, dtype=float))
-        each_bytes = self._costs.boundary_bytes
-        if self._narrowest_bytes is not None:
-            each_bytes = self._narrowest_bytes
-        return (held + 2 * layout.virtual_stages) * each_bytes
+        return rank, float(self._load.alive[place, rank]), float(self._load.waiting[place, rank])
 
     @cached_property
     def like(self) -> Like:
-        """What like layers may hold."""
-        assert self._shares is not None
-        run = self._shares.run
-        parts = self._choices[self._chain[run.before]]
+        """What like layers may hold; of a chain whose ranks have one stage, any of its layers."""
+        run = None if self._shares is None else self._shares.run
+        kinds = set(self._chain) if run is None else {self._chain[run.before]}
+        parts = [part for kind in kinds for part in self._choices[kind]]
         stored = [part.stored_bytes for part in parts]
         return Like(
-            number=run.alike,
             least_stored=min(stored),
             most_stored=max(stored),
             kept=min(part.figures.kept_bytes for part in parts),
             resident=parts[0].states.resident_bytes,
         )
 
-    def end_bytes(self, rank: int) -> float:
-        """Return the least that layers before and behind the like ones hold on a rank."""
-        assert self._shares is not None
-        run, total = self._shares.run, 0.0
+    def _binding(self, capacity_bytes: float) -> Load:
+        """Return the moments that count, those at which a mean rank needs the most room."""
+        layout, like = self._layout, self.like
+        early, *others = loads_of(
+            self._chain,
+            layout.schedule,
+            layout.pipeline,
+            layout.micro_batches,
+            layout.virtual_stages,
+        )
+        if not others:
+            return early
+        ranks = np.ones(layout.pipeline)
+        return binding(
+            early,
+            *others,
+            room_bytes=capacity_bytes * layout.pipeline / len(self._chain) * ranks,
+            resident=like.resident * ranks,
+            kept=like.kept * ranks,
+            least_stored=like.least_stored * ranks,
+            most_stored=like.most_stored * ranks,
+            depths=layout.virtual_stages,
+        )
+
+    def _buffers_bytes(self) -> Floats:
+        """[rank] The pipeline's buffers at that moment."""
+        layout, load, costs = self._layout, self._load, self._costs
+        if layout.pipeline == 1:
+            return np.zeros(1)
+        if self._narrowest_bytes is not None and not self._by_rank:
+            passed = np.maximum(load.received, load.sent)
+            return (passed + 2) * self._narrowest_bytes
+        stored = any(
+            part.stores_input for kind in set(self._chain[1:]) for part in self._choices[kind]
+        )
+        passed = load.received * (not stored) + load.sent * costs.keeps_sent
+        each_bytes = (
+            costs.boundary_bytes if self._narrowest_bytes is None else self._narrowest_bytes
+        )
+        return (passed + 2 * layout.virtual_stages) * each_bytes
+
+    def _working_of_acting(self, shares: Shares) -> Floats:
+        """[rank] The least working memory of the last layer that acts.
+
+        That is a like one, if the stage that acts has any.
+        """
+        run, chain, load = shares.run, self._chain, self._load
+        like = self._least_of(chain[run.before])
+        working = np.full(self._layout.pipeline, like)
+        before, behind = chain[: run.before], chain[run.before + run.alike :]
+        for kinds, rank, acts in (
+            (before, shares.home[0], load.first_acts[shares.home[0]]),
+            (behind, shares.home[-1], load.last_acts[shares.home[-1]]),
+        ):
+            if acts:
+                working[rank] = min([working[rank], *map(self._least_of, kinds)])
+        return working
+
+    def _of_several(self, shares: Shares, fixed_bytes: Floats, capacity_bytes: float) -> Spread:
+        """[rank] What ranks of several stages count: see `option` for their layers."""
+        run, like, load = shares.run, self.like, self._load
+        free_bytes = capacity_bytes - fixed_bytes
         for at in (*range(run.before), *range(run.before + run.alike, len(self._chain))):
-            home, alive, waiting = self.at_end(at)
-            if home == rank:
-                total += min(
-                    part.states.resident_bytes
-                    + alive * part.stored_bytes
-                    + waiting * part.figures.kept_bytes
-                    for part in self._choices[self._chain[at]]
-                )
-        return total
-
-    def _own_stages(self, rank: int) -> list[int]:
-        if self._shares is None:
-            return [rank]
-        return [stage for stage, home in enumerate(self._shares.home) if home == rank]
-
-    def _of_one(self, rank: int) -> RankAtLeast:
-        """Return what a rank of one stage counts."""
-        layout = self._layout
-        if self._fullest is not None:
-            holding, waiting = self.counts(rank)
-            return RankAtLeast(
-                in_flight=float(holding[0]),
-                waiting=float(waiting[0]),
-                fixed_bytes=self.buffers(rank),
+            rank, alive, waiting = self.at_end(at)
+            free_bytes[rank] -= min(
+                part.states.resident_bytes
+                + alive * part.stored_bytes
+                + waiting * part.figures.kept_bytes
+                for part in self._choices[self._chain[at]]
             )
-        alive = in_flight_at_most(layout, rank)
-        buffers, each_bytes = 0, self._costs.boundary_bytes
-        if layout.pipeline > 1 and self._narrowest_bytes is not None:
-            buffers, each_bytes = alive + 2, self._narrowest_bytes
-        elif layout.pipeline > 1:
-            passed = int(rank > 0 and not self._stores_input)
-            passed += (rank < layout.pipeline - 1) * self._costs.keeps_sent
-            buffers = passed * alive + 2
-        # Where all forwards come first, whole gradients never lie beside all micro-batches.
-        alive -= alive == layout.micro_batches > 1
-        return RankAtLeast(
-            in_flight=float(alive),
-            waiting=0.0,
-            fixed_bytes=buffers * each_bytes,
+        ones = np.ones(shares.ranks)
+        ranks = Ranks(
+            alive=load.alive,
+            kept_bytes=load.waiting * like.kept,
+            free_bytes=free_bytes,
+            number=run.alike / shares.ranks * ones,
+            least_stored=like.least_stored * ones,
+            most_stored=like.most_stored * ones,
+            resident=like.resident * ones,
+        )
+        found = evenly(ranks)
+        last = shares.home[-1]
+        if shares.relieved(last):
+            for column, value in zip(found, relieved(ranks, shares, np.array([last])), strict=True):
+                column[last] = value[0]
+        always = found.in_flight * like.least_stored + like.resident
+        return Spread(
+            found.in_flight,
+            (found.each_bytes + always) / like.carrier,
+            fixed_bytes + found.fixed_bytes,
         )
 
     def _resident(self, part: StrategyParts) -> float:
@@ -222,7 +242,7 @@ class LeastBytes:
         layout = self._layout
         return least_resident(
             part.states,
-            whole=self._fullest is not None,
+            whole=self._by_rank,
             forwards_first=layout.executed.forwards_first,
             once=layout.micro_batches == 1,
         )
@@ -244,47 +264,11 @@ class LeastBytes:
     def _least_of(self, kind: str) -> float:
         return min(part.backward_transient_bytes for part in self._choices[kind])
 
-    @property
-    def _last_acts(self) -> bool:
-        """Whether the model's last layer acts at the moment that counts on its rank."""
-        assert self._shares is not None
-        assert self._fullest is not None
-        place = self._fullest.place[self._shares.home[-1]]
-        return bool(place == self._shares.virtual_stages - 1)
-
-    def working(self, rank: int) -> float:
-        """Return the least working memory of the last layer that acts on a rank of several stages.
-
-        That is a like one, if the stage that acts has any.
-        """
-        shares = self._shares
-        assert shares is not None
-        assert self._fullest is not None
-        stage = self._own_stages(rank)[self._fullest.place[rank]]
-        run, chain = shares.run, self._chain
-        kinds = {chain[run.before]}
-        if stage == 0 and run.before:
-            kinds |= {*chain[: run.before]}
-        if stage == len(shares.home) - 1 and run.behind:
-            kinds |= {*chain[run.before + run.alike :]}
-        return min(self._least_of(kind) for kind in kinds)
-
-
-def _fullest(layout: Layout) -> Fullest:
-    """Return the moments that count on ranks of several stages or of split backwards."""
-    return fullest(
-        layout.schedule,
-        ranks=layout.pipeline,
-        micro_batches=layout.micro_batches,
-        virtual_stages=layout.virtual_stages,
-    )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Like:
-    """The like layers of a chain, and what one of them holds."""
+    """What one of the like layers of a chain holds."""
 
-    number: int
     least_stored: float
     most_stored: float
     kept: float
@@ -294,95 +278,3 @@ class Like:
     def carrier(self) -> float:
         """Bytes of which a stage counts a multiple for each like layer."""
         return max(1.0, self.resident)
-
-
-class _OfSeveral:
-    """A rank of several stages."""
-
-    def __init__(
-        self, bytes_: LeastBytes, shares: Shares, rank: int, capacity_bytes: float
-    ) -> None:
-        self._like = bytes_.like
-        self._alive, self._waiting = bytes_.counts(rank)
-        # All ranks but one that is relieved share their layers alike.
-        alike = rank if shares.relieved(rank) else min({0, 1} - {shares.home[-1]})
-        self._sizes, _ = sizes_of(shares, alike)
-        mean = round(shares.run.alike / shares.ranks)
-        self._mean = min(max(1, mean), len(self._sizes) - 1)
-        self._fixed_bytes = bytes_.buffers(rank) + bytes_.working(rank)
-        self._free_bytes = capacity_bytes - self._fixed_bytes - bytes_.end_bytes(rank)
-
-    def at_least(self) -> RankAtLeast:
-        """Return what the solver's stage counts."""
-        like, alpha = self._like, self._alpha()
-        each = self._each(alpha)
-        always = alpha * like.least_stored + like.resident
-        slope, fixed_bytes = _line(self._sizes @ each, self._mean, at_least=-always)
-        return RankAtLeast(
-            in_flight=alpha,
-            waiting=(slope + always) / like.carrier,
-            fixed_bytes=self._fixed_bytes + fixed_bytes,
-        )
-
-    def _each(self, alpha: float) -> Floats:
-        """[stage] What a like layer there holds beside α of its stored bytes, at least."""
-        like, alive = self._like, self._alive
-        stored = np.where(alive < alpha, like.most_stored, like.least_stored)
-        each: Floats = (alive - alpha) * stored + self._waiting * like.kept
-        return each
-
-    def _alpha(self) -> float:
-        """Return a_c of the stage up to which a mean rank has to store less, above 0.
-
-        It is less where the leanest layers would hold less than nothing.
-        """
-        low, high = max(0.25, float(self._alive.min())), self._marginal()
-        if high <= low:
-            return low
-        for alpha in np.linspace(high, low, _ALPHAS)[:-1].tolist():
-            mean = float(self._sizes[self._mean] @ self._each(alpha)) / self._mean
-            if mean + alpha * self._like.least_stored + self._like.resident >= 0:
-                return float(alpha)
-        return low
-
-    def _marginal(self) -> float:
-        """Return a_c of the stage up to which a mean rank has to store less."""
-        like, sizes = self._like, self._sizes[self._mean]
-        left = self._free_bytes - self._mean * like.resident
-        left -= float(sizes @ (self._waiting * like.kept + self._alive * like.least_stored))
-        more = like.most_stored - like.least_stored
-        for count, size in zip(reversed(self._alive), reversed(sizes), strict=True):
-            left -= float(count) * float(size) * more
-            if left < 0:
-                return float(count)
-        return float(self._alive.max())
-
-
-@lru_cache(maxsize=1 << 10)
-def sizes_of(shares: Shares, rank: int) -> tuple[Floats, int]:
-    """[n, stage] Layers of each stage, of n like layers on a rank; and the rank.
-
-    More than leave every other stage a layer, no rank has.
-    """
-    most = shares.run.alike - shares.virtual_stages * (shares.ranks - 1) + 2
-    numbers = range(min(most, shares.run.alike) + 1)
-    return np.array([shares.sizes(rank, number) for number in numbers], dtype=float), rank
-
-
-def _line(values: Floats, mean: int, *, at_least: float) -> tuple[float, float]:
-    """Return slope and offset of a line below values [n] that comes near to them at the mean.
-
-    The slope is no less than asked for.
-
-    >>> _line(np.array([0.0, 1.0, 4.0]), 1, at_least=0.0)
-    (1.0, 0.0)
-    """
-    numbers = np.arange(len(values))
-    here = values[mean]
-    before = ((here - values[:mean]) / (mean - numbers[:mean])).max(initial=-math.inf)
-    behind = ((values[mean + 1 :] - here) / (numbers[mean + 1 :] - mean)).min(initial=math.inf)
-    slope = min(float(before), float(behind))
-    if not math.isfinite(slope):
-        slope = 0.0
-    slope = max(slope, at_least)
-    return slope, float((values - slope * numbers).min())

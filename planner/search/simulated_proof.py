@@ -386,11 +386,8 @@ class _Search:
             return
         rooms = bounded.rooms_s([family for _, family in single])
         for (bound_s, family), levels in zip(single, rooms, strict=True):
-            for sharings, rooms_s in levels:
-                for room_s, timetable in zip(rooms_s.tolist(), family.timetables, strict=True):
-                    if room_s < self._limit_s:
-                        part = family.part(sharings=sharings, timetables=(timetable,))
-                        self._push(PART, max(bound_s, room_s), place, part)
+            for part, room_s in bounded.parts(family, levels):
+                self._push(PART, max(bound_s, room_s), place, part)
 
     def _open(self, place: int, some: Sequence[tuple[float, Family]]) -> None:
         """Put the layouts of parts in their place."""

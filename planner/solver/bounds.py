@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
@@ -31,6 +32,9 @@ Floats = NDArray[np.float64]
 
 CEILINGS = 16
 """How many limits on the slowest stage are told apart; the last one stands for all above it."""
+
+_MOST_WAYS = 400
+"""In which whole layers may choose their options."""
 
 # A bound may not be above what it bounds.
 _BELOW = 1.0 - SETTLED
@@ -242,8 +246,9 @@ def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) 
         t_s >= c_s + σ_s e + σ_s (n - z (M_s - θ - b)) / y               (y > 0)
         n <= z (M_s - θ - b)                                             (y = 0)
 
-    The entry is the largest of these over a few prices, and the least over the placed layers'
-    options and over θ: the largest of their transients, or one of the main kind above it.
+    The entry is the largest of these over a few prices, and of the least of all ways to choose
+    whole x_k where those are few; and the least over the placed layers' options and over θ: the
+    largest of their transients, or one of the main kind above it.
     """
     options = undominated(tables[chain.main])
     placed = {kind: undominated(tables[kind]) for kinds in chain.placed for kind in kinds}
@@ -253,10 +258,8 @@ def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) 
     numbers = np.arange(most + 1.0)
     result = np.full((len(in_flight), most + 1), np.inf)
     levels = sorted({o.transient_bytes for o in options})
-    prices = [
-        _prices([o for o in options if o.transient_bytes <= level], in_flight, waiting)
-        for level in levels
-    ]
+    allowed = [[o for o in options if o.transient_bytes <= level] for level in levels]
+    prices = [_prices(some, in_flight, waiting) for some in allowed]
     for kinds in dict.fromkeys(chain.placed):
         here = np.array([s for s, placed in enumerate(chain.placed) if placed == kinds])
         for chosen in itertools.product(*(placed[kind] for kind in kinds)):
@@ -284,8 +287,38 @@ def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) 
                 held_s = base_s[:, None] + scale[here, None] * needs_s
                 beyond = numbers * (1 - ROUNDING) > most_held[:, None]
                 held_s[beyond | (left < 0)[:, None]] = np.inf
+                whole_s = _whole_s(allowed[index], in_flight[here], waiting[here], left, most)
+                few = slice(1, whole_s.shape[1] + 1)
+                whole_s = base_s[:, None] + scale[here, None] * whole_s
+                held_s[:, few] = np.maximum(held_s[:, few], whole_s)
                 result[here, 1:] = np.minimum(result[here, 1:], held_s[:, 1:])
     return result
+
+
+def _whole_s(
+    options: Sequence[Option], in_flight: Floats, waiting: Floats, left: Floats, most: int
+) -> Floats:
+    """[stage, n - 1] Least seconds of n whole layers within so many bytes, for as many n as have
+    few ways to choose their options."""
+    counts, firsts = _ways(len(options), most)
+    each_s = (counts @ np.array([o.time_s for o in options]))[:, None]
+    fits = counts @ _held(options, in_flight, waiting) <= left
+    least_s: Floats = np.minimum.reduceat(np.where(fits, each_s, np.inf), firsts, axis=0).T
+    return least_s
+
+
+@lru_cache(maxsize=64)
+def _ways(options: int, most: int) -> tuple[Floats, NDArray[np.intp]]:
+    """[way, option] How many of n layers have each option, n = 1, 2, ...; [n - 1] the first way."""
+    rows: list[Floats] = []
+    firsts: list[int] = []
+    for number in range(1, most + 1):
+        ways = list(itertools.combinations_with_replacement(range(options), number))
+        if len(rows) + len(ways) > _MOST_WAYS:
+            break
+        firsts.append(len(rows))
+        rows += [np.bincount(way, minlength=options).astype(float) for way in ways]
+    return np.array(rows), np.array(firsts)
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
@@ -309,6 +342,13 @@ def undominated(options: Sequence[Option]) -> list[Option]:
 _FIGURES = attrgetter(*(field.name for field in fields(Option) if field.name != "name"))
 
 
+def _held(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> Floats:
+    """[option, stage] Bytes of a layer, its transient ones aside."""
+    return np.array(
+        [o.resident_bytes + in_flight * o.stored_bytes + waiting * o.kept_bytes for o in options]
+    )
+
+
 def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tuple[Floats, Floats]:
     """[price, stage] Prices y of a second and z of a byte at which every option costs at least 1.
 
@@ -316,9 +356,7 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
     replaced by the trivial price of the fastest option, y = 1 / min t, z = 0.
     """
     time_s = np.array([o.time_s for o in options])
-    held = np.array(
-        [o.resident_bytes + in_flight * o.stored_bytes + waiting * o.kept_bytes for o in options]
-    )
+    held = _held(options, in_flight, waiting)
     fastest_s, leanest = float(time_s.min()), held.min(axis=0)
     stages = len(in_flight)
     infinite = np.full(stages, np.inf)

@@ -10,6 +10,7 @@ import pytest
 from planner.fullest import KINDS, fullest, moments
 from planner.plan import ScheduleName
 from planner.schedule import obstacle, orders, rank_of_stage
+from planner.schedules.record import LEAN
 
 SHAPES: list[tuple[ScheduleName, int]] = [
     ("1f1b", 1),
@@ -76,3 +77,24 @@ def test_the_moment_that_counts_is_a_backward_with_most_alive(
         same &= (found.waiting >= most.waiting[:, rank]).all(axis=1)
         assert (backward & same).any()
         assert most.holding[:, rank].sum() == found.holding.sum(axis=1).max()
+
+
+@pytest.mark.parametrize(("name", "virtual"), SHAPES[1:])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_where_layers_store_little_most_waits_at_the_moment_that_counts(
+    name: ScheduleName, virtual: int, ranks: int, turns: int
+) -> None:
+    shape = {"micro_batches": turns * ranks, "virtual_stages": virtual}
+    if obstacle(name, stages=ranks * virtual, **shape):
+        pytest.skip("the schedule does not run so")
+    most = fullest(name, ranks=ranks, **shape, deferred=LEAN)
+    for rank in range(ranks):
+        found = moments(name, rank, ranks=ranks, **shape)
+        backward = np.isin(found.kind, (1, 2))
+        held = most.holding[:, rank], most.waiting[:, rank]
+        same = (found.holding >= held[0]).all(axis=1) & (found.waiting >= held[1]).all(axis=1)
+        assert (same & backward & (found.place == most.place[rank])).any()
+        if turns > 1:
+            weights = found.holding.sum(axis=1) + LEAN * found.waiting.sum(axis=1)
+            assert held[0].sum() + LEAN * held[1].sum() >= 0.9 * weights[backward].max()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -25,19 +26,17 @@ from planner.costs.figure_store import KindFigures
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
-from planner.costs.rank_memory import in_flight_at_most
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.fullest import fullest
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
 from planner.schedule import rank_of_stage
-from planner.search.joint import spread
+from planner.search import spread
 from planner.search.joint.hosting import Options, Stages, hosted
-from planner.search.joint.spread import Spread
-from planner.search.least_bytes import sizes_of
-from planner.search.ranks import longest_run, shares_of
+from planner.search.loads import Load, binding, loads_of
+from planner.search.ranks import Shares, longest_run, shares_of
 from planner.search.space import Family, ShardingChoice, Timetable
+from planner.search.spread import Spread
 from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
@@ -83,22 +82,21 @@ class ChainFigures:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a pipeline under one timetable, at the moments that count.
+    """The ranks of pipelines of one degree under each timetable; arrays begin with [timetable]."""
 
-    `alive` and `waiting` are arrays of micro-batches [stage of its V, rank].
-    """
-
-    alive: Floats
-    waiting: Floats
-    columns: Floats
-    """[column, rank] Buffers; then 1 where the rank has the model's first, last layer; 1 where the
-    last layer acts; 1 where none of the layers of the commonest kind may act."""
-    relieved: tuple[Floats, int] | None
-    """Sizes [n, stage] of the rank that does not share evenly, and which it is."""
-    holding: int
+    early: Load
+    late: Load
+    """Of all ranks of all timetables in a row, at the moments that may count."""
+    depths: Indices
+    """How many stages each rank has."""
+    ends: Indices
+    """[timetable, end] Rank of the model's first, last stage."""
+    relieved: tuple[Shares | None, ...]
+    """Where the latter does not share evenly."""
+    holding: Indices
     """Place in `_HELD`."""
-    least: tuple[float, float]
-    """Least in flight, and least buffers."""
+    least: Floats
+    """[timetable, 2] Least in flight, and least buffers."""
 
 
 class Rooms:
@@ -124,7 +122,6 @@ class Rooms:
             and run.alike == chain.counts[chain.commonest]
         )
         self._recompute = recompute
-        self._ranks: dict[tuple[object, ...], tuple[_Ranks, ...]] = {}
         self._host_bytes: float | None = None
         """What a rank may put on its host, where layers can be there and somebody says."""
         if "offload" in tables.activations:
@@ -151,9 +148,18 @@ class Rooms:
         `settings` [unit] are divisions; `added_s` [unit] comes on top of a step, `seen_s`
         [unit, choice] of the passes of one of the commonest layers.
         """
-        each = [self._ranks_of(unit.family) for unit in units]
-        every = [ranks for own in each for ranks in own]
-        of_unit = np.repeat(np.arange(len(units)), [len(own) for own in each])
+        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        each = [
+            _ranks_of(
+                self._kinds,
+                family.degrees.pipeline,
+                family.micro_batches,
+                family.timetables,
+                keeps_sent=keeps_sent,
+            )
+            for family, _ in units
+        ]
+        of_unit = np.repeat(np.arange(len(units)), [len(own.depths) for own in each])
         degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
         members = self._chain.members[settings]
         several = bool((members != members[:, :1]).any())
@@ -161,7 +167,7 @@ class Rooms:
         layouts = [[_layout(unit, place) for unit in units] for place in losses]
         figures, recompute = self._chain.figures, self._recompute
         costs = LayersTogether(self._tables, figures, layouts, members, recompute)
-        holdings = np.array([ranks.holding for ranks in every])
+        holdings = np.concatenate([own.holding for own in each])
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
         )
@@ -169,15 +175,13 @@ class Rooms:
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
         boundary_bytes = np.array([self._tables.boundary_bytes(one) for one in layouts[0]])[of_unit]
-        least = np.array([ranks.least for ranks in every]).T
+        least = np.concatenate([own.least for own in each]).T
         kept = np.flatnonzero(self._may_fit(options, boundary_bytes, least, degree))
-        bound_s = np.full(len(every), np.inf)
+        bound_s = np.full(len(of_unit), np.inf)
         if len(kept):
-            some = [every[at] for at in kept.tolist()]
+            ranks = _some(each, degree, of_unit, kept)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
-            stages = self._stages(
-                some, options, degree, boundary_bytes[kept], costs, holdings[kept], of_unit
-            )
+            stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
             rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
             alone = np.flatnonzero(degree == 1)
@@ -240,72 +244,92 @@ class Rooms:
 
     def _stages(
         self,
-        ranks: Sequence[_Ranks],
+        ranks: _Ranks,
         options: Options,
         degree: Indices,
         boundary_bytes: Floats,
         costs: LayersTogether,
-        holdings: Indices,
         of_unit: Indices,
     ) -> Stages:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
-        columns = np.concatenate([one.columns for one in ranks], axis=1)
-        buffers, *ends, acting, bare = columns
-        depth = max(len(one.alive) for one in ranks)
-        alive = np.concatenate([_padded(one.alive, depth) for one in ranks], axis=1)
-        waiting = np.concatenate([_padded(one.waiting, depth) for one in ranks], axis=1)
         problem = np.repeat(np.arange(len(degree)), degree)
+        working = options.transient_bytes[0][problem]
+        load = self._load(ranks, options, problem, self._capacity_bytes - working, degree)
+        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
+        buffers = load.sent * keeps_sent + 2.0 * (ranks.depths * (degree > 1))[problem]
         free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
-        last_place = [np.full(one.alive.shape[1], len(one.alive) - 1) for one in ranks]
-        places = np.zeros(len(problem), dtype=int), np.concatenate(last_place)
-        for last, (kind, here) in enumerate(zip(self._tables.end_kinds, ends, strict=True)):
+        starts = np.cumsum(degree) - degree
+        for last, kind in enumerate(self._tables.end_kinds):
             if kind is None or kind == self._chain.commonest:
                 continue
-            at = np.flatnonzero(here)
-            figures = costs.of(kind, holdings, of_unit).min(axis=1)[:, problem[at]]
+            at = starts + ranks.ends[:, last]
+            figures = costs.of(kind, ranks.holding, of_unit).min(axis=1)
             time_s, stored, resident, transient, kept = figures
             beside_s[at] += time_s
-            place = places[last][at]
+            place = ranks.depths - 1 if last else 0
             # The model's last layer has a micro-batch less while a layer before it acts.
-            number = alive[place, at] - (acting[at] if last else 0.0)
-            free_bytes[at] -= resident + number * stored + waiting[place, at] * kept
+            number = load.alive[place, at] - (load.last_acts[at] if last else 0.0)
+            free_bytes[at] -= resident + number * stored + load.waiting[place, at] * kept
             if last:
-                beside_bytes[at] = (transient + stored) * acting[at]
-        working = options.transient_bytes[0][problem]
-        spread_ = self._spread(ranks, options, problem, free_bytes - beside_bytes, degree)
+                beside_bytes[at] = (transient + stored) * load.last_acts[at]
+        spread_ = self._spread(
+            ranks, options, problem, load, free_bytes - beside_bytes - working, degree
+        )
         return Stages(
             counts=degree,
             in_flight=spread_.in_flight,
             waiting=np.zeros(len(problem)),
             each_bytes=spread_.each_bytes,
-            free_bytes=free_bytes - spread_.fixed_bytes + bare * working,
+            free_bytes=free_bytes - spread_.fixed_bytes + load.bare * working,
             beside_s=beside_s,
             beside_transient_bytes=beside_bytes,
         )
 
-    def _spread(
+    def _load(
         self,
-        ranks: Sequence[_Ranks],
+        ranks: _Ranks,
         options: Options,
         problem: Indices,
+        room_bytes: Floats,
+        degree: Indices,
+    ) -> Load:
+        """Return the moments that count of all ranks in a row."""
+        if ranks.late is ranks.early:
+            return ranks.early
+        stored = options.stored_bytes
+        return binding(
+            ranks.early,
+            ranks.late,
+            room_bytes=room_bytes * degree[problem] / self._chain.counts[self._chain.commonest],
+            resident=options.resident_bytes.min(axis=0)[problem],
+            kept=options.kept_bytes.min(axis=0)[problem],
+            least_stored=stored.min(axis=0)[problem],
+            most_stored=stored.max(axis=0)[problem],
+            depths=ranks.depths[problem],
+        )
+
+    def _spread(
+        self,
+        ranks: _Ranks,
+        options: Options,
+        problem: Indices,
+        load: Load,
         free_bytes: Floats,
         degree: Indices,
     ) -> Spread:
         """[rank] What a rank counts of its like layers."""
         result = Spread(*(np.zeros(len(problem)) for _ in range(3)))
-        starts = np.cumsum([0, *(one.alive.shape[1] for one in ranks[:-1])])
         number = self._chain.counts[self._chain.commonest]
-        depths = np.array([len(one.alive) for one in ranks])
-        for virtual in np.unique(depths).tolist():
-            some = np.flatnonzero(depths == virtual).tolist()
-            at = np.concatenate([starts[n] + np.arange(ranks[n].alive.shape[1]) for n in some])
-            own, waiting = problem[at], np.concatenate([ranks[n].waiting for n in some], axis=1)
+        starts = np.cumsum(degree) - degree
+        for virtual in np.unique(ranks.depths).tolist():
+            at = np.flatnonzero(ranks.depths[problem] == virtual)
+            own = problem[at]
             stored = options.stored_bytes[:, own]
             held = spread.Ranks(
-                alive=np.concatenate([ranks[n].alive for n in some], axis=1),
-                kept_bytes=options.kept_bytes.min(axis=0)[own] * waiting,
-                free_bytes=free_bytes[at] - options.transient_bytes[0][own],
+                alive=load.alive[:virtual, at],
+                kept_bytes=options.kept_bytes.min(axis=0)[own] * load.waiting[:virtual, at],
+                free_bytes=free_bytes[at],
                 number=number / degree[own],
                 least_stored=stored.min(axis=0),
                 most_stored=stored.max(axis=0),
@@ -314,17 +338,14 @@ class Rooms:
             even = spread.evenly(held) if self._like and virtual > 1 else spread.alike(held)
             for column, values in zip(result, even, strict=True):
                 column[at] = values
-            uneven: dict[int, list[int]] = {}
-            for n in some:
-                if ranks[n].relieved is not None and self._like:
-                    uneven.setdefault(id(ranks[n].relieved), []).append(n)
-            places = dict(zip(at.tolist(), range(len(at)), strict=True))
-            for members in uneven.values():
-                sizes, rank = ranks[members[0]].relieved or (np.zeros((1, 1)), 0)
-                there = np.array([starts[n] + rank for n in members])
-                mean = min(round(number / ranks[members[0]].alive.shape[1]), len(sizes) - 1)
-                local = np.array([places[one] for one in there.tolist()])
-                found = spread.by_sizes(held.of(local), sizes, mean)
+            uneven: dict[Shares, list[int]] = {}
+            for n in np.flatnonzero(ranks.depths == virtual).tolist():
+                shares = ranks.relieved[n]
+                if shares is not None and self._like:
+                    uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
+            for shares, some in uneven.items():
+                there = np.array(some)
+                found = spread.relieved(held, shares, np.searchsorted(at, there))
                 for column, values in zip(result, found, strict=True):
                     column[there] = values
         return result
@@ -347,23 +368,6 @@ class Rooms:
         once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
         bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
         return np.where(fits, bound_s, np.inf)
-
-    def _ranks_of(self, family: Family) -> tuple[_Ranks, ...]:
-        """[timetable] Return how the ranks of a family are laden."""
-        key = (family.degrees.pipeline, family.micro_batches, family.timetables)
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = tuple(
-                _ranks(
-                    self._kinds,
-                    family.degrees.pipeline,
-                    family.micro_batches,
-                    timetable,
-                    keeps_sent=self._tables.rates.stack.pipeline.keeps_sent,
-                )
-                for timetable in family.timetables
-            )
-        return found
 
 
 class LayersTogether:
@@ -497,57 +501,61 @@ def _layout(unit: Unit, loss: int = 0) -> Layout:
     return unit.family.layout(unit.leanest, Timetable(), place=place)
 
 
-def _ranks(
+@lru_cache(maxsize=1 << 12)
+def _ranks_of(
     kinds: tuple[str, ...],
     ranks: int,
     micro_batches: int,
-    timetable: Timetable,
+    timetables: tuple[Timetable, ...],
     *,
     keeps_sent: bool,
 ) -> _Ranks:
     """Return how ranks are laden, as in planner.search.least_bytes."""
-    name, virtual = timetable
-    layout = Layout(
-        pipeline=ranks, schedule=name, virtual_stages=virtual, micro_batches=micro_batches
-    )
-    at = np.arange(ranks)
-    home = rank_of_stage(name, stages=ranks * virtual, virtual_stages=virtual)
-    first, last = (at == home[0]).astype(float), (at == home[-1]).astype(float)
-    acting, bare, relieved = last, np.zeros(ranks), None
-    if not counted_by_rank(layout):
-        alive = np.array([[float(in_flight_at_most(layout, rank)) for rank in range(ranks)]])
-        waiting = np.zeros((1, ranks))
-        sent = np.where(at < ranks - 1, alive[0], 0.0) * keeps_sent
-        buffers = sent + 2.0 if ranks > 1 else bare
-        alive = alive - ((alive == micro_batches) & (alive > 1))
-    else:
-        shape = {"ranks": ranks, "micro_batches": micro_batches, "virtual_stages": virtual}
-        most = fullest(name, **shape)
-        alive, waiting = most.holding, most.waiting
-        sent = (alive.sum(axis=0) - last * alive[-1]) * keeps_sent
-        buffers = sent + 2.0 * virtual
-        acting = last * (most.place == virtual - 1)
+    loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
+    early = Load.together([each[0] for each in loads])
+    late = early
+    if any(len(each) > 1 for each in loads):
+        late = Load.together([each[-1] for each in loads])
+    homes, relieved, holding = [], [], []
+    for name, virtual in timetables:
+        layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
+        homes.append(rank_of_stage(name, stages=layout.stages, virtual_stages=virtual))
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
-        if shares is not None:
-            bare = first * (most.place == 0)
-            if shares.folded:
-                bare = np.maximum(bare, acting)
-            if shares.relieved(home[-1]):
-                bare = np.maximum(bare, last)
-                relieved = sizes_of(shares, home[-1])
-    least = float(alive.min()), float(buffers.min())
+        uneven = shares is not None and shares.relieved(homes[-1][-1])
+        relieved.append(shares if uneven else None)
+        holding.append(how_held(layout))
+    depths = np.array([timetable.virtual_stages for timetable in timetables])
+    sent = np.array([each[0].sent.min() for each in loads]) * keeps_sent
+    least = np.array([each[0].alive.min() for each in loads]), sent + 2.0 * depths * (ranks > 1)
     return _Ranks(
-        alive,
-        waiting,
-        np.stack([buffers, first, last, acting, bare]),
-        relieved,
-        how_held(layout),
-        least,
+        early,
+        late,
+        depths,
+        np.array([(home[0], home[-1]) for home in homes]),
+        tuple(relieved),
+        np.array(holding),
+        np.stack(least, axis=1),
     )
 
 
-def _padded(numbers: Floats, depth: int) -> Floats:
-    """[stage, rank] Numbers for as many stages as any rank has."""
-    padded = np.zeros((depth, numbers.shape[1]))
-    padded[: len(numbers)] = numbers
-    return padded
+def _some(each: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
+    """Return the ranks of the timetables that are kept; `of_unit` tells whose each one is."""
+    chosen = np.unique(of_unit[kept])
+    some = [each[unit] for unit in chosen.tolist()]
+    here = np.flatnonzero(np.isin(of_unit, chosen))
+    stays = np.isin(here, kept)
+    at = np.flatnonzero(np.repeat(stays, degree[here]))
+    early = Load.together([one.early for one in some]).of(at)
+    late = early
+    if any(one.late is not one.early for one in some):
+        late = Load.together([one.late for one in some]).of(at)
+    relieved = [shares for one in some for shares in one.relieved]
+    return _Ranks(
+        early,
+        late,
+        np.concatenate([one.depths for one in some])[stays],
+        np.concatenate([one.ends for one in some])[stays],
+        tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
+        np.concatenate([one.holding for one in some])[stays],
+        np.concatenate([one.least for one in some])[stays],
+    )

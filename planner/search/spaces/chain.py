@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.plan import Layout
 from planner.search.answer import TIES_LIMIT_S
-from planner.search.candidates import Bounded, Candidates, Levels
+from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
@@ -30,21 +30,20 @@ from planner.search.certificate import (
 from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened, judged
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import Family
-from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.solver.memory_reach import why_infeasible
+from planner.solver.solve import solve_chain
 
-_AHEAD = 96
-"""Families that are bounded at once."""
-_OPENED = 12
-"""Parts of families whose layouts are bounded at once."""
+_FAMILIES, _PARTS = 96, 12
+"""Families that are bounded at once, and parts of families whose layouts are."""
 
 TRIED_FOR_S = 5.0
 """Seconds of the integer program where it is only asked whether a layout fits."""
 
 Outcome = Solution | Infeasible | Fathomed | Unfinished
 Solve = Callable[[Instance, float], Outcome]
+B = TypeVar("B")
 
 
 class ChainSpace:
@@ -85,44 +84,26 @@ class ChainSpace:
         return self.candidates.memory_s(layout)
 
     def opened(self, group: Family, known: int, ahead: Ahead) -> Opened:
-        """Yield the parts of a family, or the layouts of a part."""
+        """Yield the parts of a family, or the layouts of a part.
+
+        Of what comes next, as much is bounded with it as is quickly bounded together.
+        """
+        own = self.candidates
         if known == COMPUTATION and len(group.savings) > 1:
-            for part_s, part in zip(
-                self.candidates.savings_s(group), group.by_saving(), strict=True
-            ):
+            for part_s, part in zip(own.savings_s(group), group.by_saving(), strict=True):
                 yield part_s, COMPUTATION, part
         elif known == COMPUTATION:
-            for part, room_s in self.candidates.parts(group, self._levels(group, ahead)):
+            coming = [one for one in ahead(COMPUTATION, _FAMILIES) if len(one.savings) == 1]
+            levels = _together(own.looked_at, group, coming[: _FAMILIES - 1], own.rooms_s)
+            for part, room_s in own.parts(group, levels):
                 yield room_s, ROOM, part
         elif known == ROOM:
             for part in group.by_loss():
-                yield float(self.candidates.shared_s(part).min()), SHARED, part
+                yield float(own.shared_s(part).min()), SHARED, part
         else:
-            for layout, better_s in self._layouts(group, ahead):
+            coming = ahead(SHARED, _PARTS)
+            for layout, better_s in _together(own.opened, group, coming, own.shared_rooms_s):
                 yield better_s, SHARED, layout
-
-    def _levels(self, family: Family, ahead: Ahead) -> Levels:
-        """Return a family's bounds within memory; those that come next are worked out with it."""
-        known = self.candidates.looked_at
-        if id(family) not in known:
-            some = [family]
-            for one in ahead(COMPUTATION, _AHEAD):
-                if len(one.savings) == 1 and one is not family and id(one) not in known:
-                    some.append(one)
-            some = some[:_AHEAD]
-            for one, levels in zip(some, self.candidates.rooms_s(some), strict=True):
-                known[id(one)] = one, levels
-        return known[id(family)][1]
-
-    def _layouts(self, part: Family, ahead: Ahead) -> Bounded:
-        """Return a part's layouts with their bounds; those of the next parts are worked out too."""
-        known = self.candidates.opened
-        if id(part) not in known:
-            coming = ahead(SHARED, _OPENED)
-            some = [part, *(one for one in coming if one is not part and id(one) not in known)]
-            for one, bounded in zip(some, self.candidates.shared_rooms_s(some), strict=True):
-                known[id(one)] = one, bounded
-        return known[id(part)][1]
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[Solution] | Lost:
         """Return the best split of a layout."""
@@ -137,15 +118,29 @@ class ChainSpace:
         instance = self.candidates.instance(layout)
         if why_infeasible(instance):
             return False
-        return isinstance(sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution)
+        return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
 
     def ranked(self, found: Found[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         return ranked(self.candidates, found.layout, found.split)
 
 
+def _together(
+    known: dict[int, tuple[Family, B]],
+    group: Family,
+    coming: Sequence[Family],
+    bounds_of: Callable[[list[Family]], list[B]],
+) -> B:
+    """Return the bounds of a group; those of `coming` that are not `known` are worked out too."""
+    if id(group) not in known:
+        some = [group, *(one for one in coming if one is not group and id(one) not in known)]
+        for one, bounds in zip(some, bounds_of(some), strict=True):
+            known[id(one)] = one, bounds
+    return known[id(group)][1]
+
+
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:
-    return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
+    return solve_chain(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
 
 
 def _by_program(instance: Instance, _: float) -> Any:

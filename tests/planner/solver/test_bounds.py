@@ -111,15 +111,20 @@ def test_a_chain_that_cannot_fit_has_no_finite_bound() -> None:
     assert counted_s(beyond) == math.inf
 
 
-def test_a_single_stage_is_bounded_by_its_linear_relaxation() -> None:
-    fast = Option(name="fast", forward_s=1, backward_s=1, stored_bytes=10)
+@pytest.mark.parametrize(
+    ("layers", "fast"),
+    # Of few layers whole ones are fast; of many 35 in a hundred, by the linear relaxation.
+    [(8, 3), (90, 31.5)],
+)
+def test_a_single_stage_is_bounded_by_what_it_holds(layers: int, fast: float) -> None:
+    quick = Option(name="fast", forward_s=1, backward_s=1, stored_bytes=10)
     slow = Option(name="slow", forward_s=1, backward_s=2, stored_bytes=0)
-    stages = (Stage(capacity_bytes=35, in_flight=1),)
+    stages = (Stage(capacity_bytes=35 if layers == 8 else 315, in_flight=1),)
+    chain = (0,) * layers
 
-    bound_s = counted_s(Instance(layers=(0,) * 8, kinds=((fast, slow),), stages=stages, steady=0))
+    bound_s = counted_s(Instance(layers=chain, kinds=((quick, slow),), stages=stages, steady=0))
 
-    # 35 bytes let 3.5 of 8 layers be fast.
-    assert bound_s == pytest.approx(3.5 * 2 + 4.5 * 3)
+    assert bound_s == pytest.approx(fast * 2 + (layers - fast) * 3)
 
 
 def test_whole_layers_are_counted() -> None:

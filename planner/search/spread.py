@@ -8,10 +8,13 @@ Arrays are [rank], or [stage of the rank, rank]; all ranks have V stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.search.ranks import Shares
 
 Floats = NDArray[np.float64]
 
@@ -94,20 +97,34 @@ def evenly(ranks: Ranks) -> Spread:
     return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
 
 
-def by_sizes(ranks: Ranks, sizes: Floats, mean: int) -> Spread:
-    """Return what ranks count that have `sizes` [n, stage] of n like layers."""
-    alpha = ranks.alpha()
-    values = sizes @ ranks.each(alpha)
-    number = np.arange(len(values))[:, None]
-    here = values[mean]
-    slope = np.zeros(len(alpha))
-    if mean + 1 < len(values):
-        slope = ((values[mean + 1 :] - here) / (number[mean + 1 :] - mean)).min(axis=0)
-    if mean:
-        before = ((here - values[:mean]) / (mean - number[:mean])).max(axis=0)
-        slope = np.minimum(slope, before) if mean + 1 < len(values) else before
-    slope = np.maximum(slope, -alpha * ranks.least_stored - ranks.resident)
+def relieved(ranks: Ranks, shares: Shares, places: NDArray[np.intp]) -> Spread:
+    """Return what the ranks at `places` count, whose last stage takes what the others leave.
+
+    Their layers are those of `shares`: of n like ones each stage has some number, and what depends
+    on that is bounded by a line in n that meets it at the mean rank.
+    """
+    some = ranks.of(places)
+    alpha, sizes = some.alpha(), sizes_of(shares)
+    values = sizes @ some.each(alpha)
+    mean = min(max(1, round(shares.run.alike / shares.ranks)), len(sizes) - 1)
+    beside = np.delete(np.arange(len(sizes)) - mean, mean)[:, None]
+    slopes = np.delete(values - values[mean], mean, axis=0) / beside
+    before, behind = slopes[:mean], slopes[mean:]
+    slope = np.minimum(before.max(axis=0), behind.min(axis=0, initial=np.inf))
+    slope = np.maximum(slope, -alpha * some.least_stored - some.resident)
+    number = np.arange(len(sizes))[:, None]
     return Spread(alpha, slope, (values - slope * number).min(axis=0))
+
+
+@lru_cache(maxsize=1 << 10)
+def sizes_of(shares: Shares) -> Floats:
+    """[n, stage] Layers of each stage, of n like layers on the last rank.
+
+    More than leave every other stage a layer, no rank has.
+    """
+    most = shares.run.alike - shares.virtual_stages * (shares.ranks - 1) + 2
+    numbers = range(min(most, shares.run.alike) + 1)
+    return np.array([shares.sizes(shares.home[-1], number) for number in numbers], dtype=float)
 
 
 def alike(ranks: Ranks) -> Spread:
