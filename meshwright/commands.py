@@ -50,10 +50,11 @@ from planner.search.preferred import (
 from planner.search.simulated_proof import EFFORTS, Prove, Told
 from planner.search.waterfall import Change, waterfall
 from planner.solver.graph_instance import GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished
+from planner.solver.ilp import solve_graph as solve_by_program
+from planner.solver.instance import Fathomed, Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
-from planner.solver.sided import solve as solve_exactly
+from planner.solver.solve import solve as solve_exactly
 from planner.stack import base_of
 from planner.units import bytes_text, count_text, duration_s, seconds_text
 
@@ -598,23 +599,16 @@ class Solved:
     """A partition problem and its best split, or why there is none."""
 
     problem: Problem
-    result: Solution | GraphSolution | Infeasible | Fathomed | Unfinished
+    result: GraphSolution | Infeasible | Fathomed | Unfinished
 
 
 def solve(problem: str, *, solver: str = "exact") -> Solved:
     """Solve a bare partition problem; docs/problem.md has its format."""
     stated = document.read(Problem, problem)
-    if stated.edges and solver in ("exact", "ilp"):
-        from planner.solver.stated import solve_stated  # noqa: PLC0415 - loads networkx
-
-        return Solved(problem=stated, result=solve_stated(stated, by_program=solver == "ilp"))
-    instance = stated.instance()
     if solver == "exact":
-        return Solved(problem=stated, result=solve_exactly(instance))
+        return Solved(problem=stated, result=solve_exactly(stated.graph()))
     if solver == "ilp":
-        from planner.solver.ilp import solve as solve_program  # noqa: PLC0415 - loads HiGHS
-
-        return Solved(problem=stated, result=solve_program(instance))
+        return Solved(problem=stated, result=solve_by_program(stated.graph()))
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
 
 

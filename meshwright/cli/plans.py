@@ -53,7 +53,7 @@ from planner.report.facts import Fact, Summary
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
 from planner.solver.graph_instance import GraphSolution
-from planner.solver.instance import Infeasible, Solution, Unfinished
+from planner.solver.instance import Infeasible, Unfinished
 from planner.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def solve(
     solved = commands.solve(problem, solver=solver.value)
     if json:
         print(as_json(solution_json(solved.problem, solved.result)))
-    elif isinstance(solved.result, Solution | GraphSolution):
+    elif isinstance(solved.result, GraphSolution):
         out.print(solution_text(solved.problem, solved.result, explain=explain))
     elif isinstance(solved.result, Infeasible):
         raise MeshwrightError(f"{problem}: no split fits: {solved.result.reason}")

@@ -10,30 +10,22 @@ from rich.console import Group, RenderableType
 
 from planner.report.facts import plain_table
 from planner.solver.graph_instance import GraphSolution
-from planner.solver.instance import (
-    Fathomed,
-    Infeasible,
-    Instance,
-    Solution,
-    Unfinished,
-    host_bytes,
-)
+from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished, host_bytes
 from planner.solver.problem import Problem
 from planner.units import bytes_text, seconds_text
 
 FEW = 8
 """Stages that are shown unless all of them are asked for."""
 
-Found = Solution | GraphSolution
-"""The split of a chain, or of a graph."""
 
-
-def solution_text(problem: Problem, found: Found, *, explain: bool = False) -> RenderableType:
+def solution_text(
+    problem: Problem, found: GraphSolution, *, explain: bool = False
+) -> RenderableType:
     """Return the step, and a row for each stage: layers, their options, seconds, memory.
 
     Of many stages the slowest are shown; with `explain` all are.
     """
-    instance, solution = problem.instance(), split_of(found)
+    instance, solution = problem.instance(), found.split
     proof = "optimal" if solution.optimal else f"within {100 * solution.gap:.2g} %"
     lines: list[RenderableType] = [
         f"a step takes {seconds_text(solution.objective_s)}, {proof}; no split takes less than "
@@ -70,24 +62,18 @@ def solution_text(problem: Problem, found: Found, *, explain: bool = False) -> R
     return Group(*lines)
 
 
-def split_of(found: Found) -> Solution:
-    """Return the split, of a graph that of the chain of its layers in the order found."""
-    return found.split if isinstance(found, GraphSolution) else found
-
-
-def _held(found: Found) -> list[list[int]]:
+def _held(found: GraphSolution) -> list[list[int]]:
     """[stage] Numbers of its layers, rising."""
-    cuts = split_of(found).cuts
-    order = found.order if isinstance(found, GraphSolution) else range(cuts[-1])
-    return [sorted(order[first:end]) for first, end in itertools.pairwise(cuts)]
+    cuts = itertools.pairwise(found.split.cuts)
+    return [sorted(found.order[first:end]) for first, end in cuts]
 
 
-def stages_of(problem: Problem, found: Found) -> list[dict[str, Any]]:
+def stages_of(problem: Problem, found: GraphSolution) -> list[dict[str, Any]]:
     """Return every stage as plain data.
 
     `layers` are its first and its last, and of a graph all of them.
     """
-    instance, solution, whole = problem.instance(), split_of(found), isinstance(found, Solution)
+    instance, solution, whole = problem.instance(), found.split, not problem.edges
     return [
         {
             "stage": s,
@@ -102,7 +88,7 @@ def stages_of(problem: Problem, found: Found) -> list[dict[str, Any]]:
     ]
 
 
-def options_text(problem: Problem, found: Found, stage: int) -> str:
+def options_text(problem: Problem, found: GraphSolution, stage: int) -> str:
     """Return the options of a stage's layers, alike ones in a row together.
 
     `embedding: keep; 3 x block: recompute; 2 x block: keep`
@@ -122,15 +108,12 @@ def _runs(chosen: Iterator[tuple[str, str]]) -> Iterator[str]:
         yield f"{kind}: {option}" if count == 1 else f"{count} x {kind}: {option}"
 
 
-def _options(found: Found) -> list[int]:
+def _options(found: GraphSolution) -> list[int]:
     """[layer] Index of the option that it takes."""
-    options = split_of(found).options
-    if isinstance(found, Solution):
-        return list(options)
-    return [option for _, option in sorted(zip(found.order, options, strict=True))]
+    return [option for _, option in sorted(zip(found.order, found.split.options, strict=True))]
 
 
-def _names(instance: Instance, found: Found, held: Sequence[int]) -> list[str]:
+def _names(instance: Instance, found: GraphSolution, held: Sequence[int]) -> list[str]:
     options = _options(found)
     return [instance.options_of(layer)[options[layer]].name for layer in held]
 
@@ -146,11 +129,11 @@ def _span(run: Sequence[int]) -> str:
 
 
 def solution_json(
-    problem: Problem, result: Found | Infeasible | Fathomed | Unfinished
+    problem: Problem, result: GraphSolution | Infeasible | Fathomed | Unfinished
 ) -> dict[str, Any]:
     """Return what `solve --json` prints."""
-    if isinstance(result, Solution | GraphSolution):
-        split = split_of(result)
+    if isinstance(result, GraphSolution):
+        split = result.split
         found: dict[str, Any] = {
             "feasible": True,
             "objective_s": split.objective_s,
@@ -162,7 +145,7 @@ def solution_json(
             "stage_bytes": list(split.stage_bytes),
             "stages": stages_of(problem, result),
         }
-        if isinstance(result, GraphSolution):
+        if problem.edges:
             found["order"] = list(result.order)
         return found
     if isinstance(result, Infeasible):

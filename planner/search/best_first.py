@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from planner.collector import uncollected
@@ -46,8 +48,9 @@ from planner.search.simulated_proof import USUAL, Effort, Told, prove
 from planner.search.space import kind
 from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
-from planner.search.spaces.mixed_proof import prove_mixed
-from planner.search.spaces.rounds import RoundSpace, bounded_too
+from planner.search.spaces.mixed_proof import prove_spaces
+from planner.search.spaces.rounds import RoundSpace
+from planner.solver.graphs.lattice import GraphEffort
 
 SOLVERS = ("exact", "ilp")
 
@@ -98,7 +101,11 @@ def search(
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
         raise NoPlanFits(
-            why_nothing(request, queue, lambda asked: spaces_of(asked, rules=rules, store=store))
+            why_nothing(
+                request,
+                queue,
+                partial(spaces_of, rules=rules, store=store, effort=graph.any_split()),
+            )
         )
 
     every = [queue.home(best).ranked(best) for best in bests]
@@ -108,8 +115,9 @@ def search(
         order, said = _proven_finalists(queue, plain, (start, closed_form), effort, told)
     else:
         order, said = _near_finalists(queue, winner, closed_form)
-        if request.cluster.mixed and not (request.model.edges or request.pins.require):
-            proof = prove_mixed(queue.spaces, order[0], effort)
+        if not (chains or request.pins.require):
+            proven_s = account.proven_s(winner.objective_s, winner.lower_bound_s)
+            proof = prove_spaces(queue.spaces, order[0], effort, proven_s)
             order, said = finalists_mixed(
                 [*order, *proof.found], closed_form, proof.lower_bound_s, proof.looked_at
             )
@@ -159,8 +167,12 @@ def spaces_of(
     rules: Rules | None = None,
     known: Sequence[Candidates] = (),
     store: FigureStore | None = None,
+    effort: GraphEffort | None = None,
 ) -> Iterator[Space[Any]]:
-    """Yield the spaces of a request in the order in which they are looked at."""
+    """Yield the spaces of a request in the order in which they are looked at.
+
+    An `effort` is what graphs of several requests share, of which any split will do.
+    """
     by_program = solver == "ilp"
     if request.cluster.mixed:
         yield from mixed.spaces_of(request, by_program=by_program)
@@ -168,7 +180,7 @@ def spaces_of(
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
-            yield from graph.spaces_of(candidates, by_program=by_program)
+            yield from graph.spaces_of(candidates, by_program=by_program, effort=effort)
             return
         yield ChainSpace(candidates, by_program=by_program)
         known = known or (candidates,)
@@ -202,6 +214,14 @@ def _proven_finalists(
         effort=effort,
         told=heard,
     )
+    rounds = [space for space in queue.spaces if isinstance(space, RoundSpace)]
+    if rounds:
+        more = prove_spaces(rounds, proof.best, effort, 0.0)
+        proof = replace(
+            proof,
+            lower_bound_s=min(proof.lower_bound_s, more.lower_bound_s),
+            found=(*proof.found, *((home.candidates, one) for one in more.found)),
+        )
     order = finalists((home.candidates, start), proof)
     step_s = best.prediction.step_time_s
     if start is best or step_s >= order[0][1].prediction.step_time_s:
@@ -209,9 +229,6 @@ def _proven_finalists(
     else:
         order.insert(0, (home.candidates, best))
         said = simulated(order, best, proof)
-    for space in queue.spaces:
-        if isinstance(space, RoundSpace):
-            said = bounded_too(said, space)
     return [one for _, one in order], said
 
 

@@ -2,10 +2,10 @@
 
 The closed form in which a search is proven may be some percent above or below the simulated step
 (docs/schedules.md).  So plans that may simulate faster than its optimum are solved and simulated
-too, and the fastest simulated plan is the answer.  Of chains those are what a proof in simulated
-time comes across (planner.search.simulated_proof; planner.search.spaces.mixed_proof where devices
-differ); of graphs those within `MARGIN` of the optimum or below what it simulates, and nothing is
-proven of simulated time.
+too, and the fastest simulated plan is the answer.  They are what a proof in simulated time comes
+across (planner.search.simulated_proof for chains on devices that are alike, else
+planner.search.spaces.mixed_proof); of graphs and of devices that differ also those within `MARGIN`
+of the optimum or below what it simulates.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def told(order: Sequence[Ranked], closed_form: Ranked, recompute: Sequence[str] 
         statement=verdict,
         layout=chosen.prediction.layout,
         step_time_s=step_s,
-        bound="none is known: it is proven for chains of layers",
+        bound="none is known where layers are required to be on certain stages",
         finalists=tuple(
             Finalist(
                 layout=one.prediction.layout + beside,

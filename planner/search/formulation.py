@@ -35,7 +35,7 @@ from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
 from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
-from planner.solver.sides import AtMost, Tie
+from planner.solver.sides import Tie
 from planner.training import Training
 from planner.units import LONGEST_S
 
@@ -49,14 +49,14 @@ def instance_of(
     costs: LayoutCosts,
     recompute: Recomputes = None,
     require: tuple[Requirement, ...] = (),
+    stated: ModelGraph | None = None,
 ) -> Instance:
     """Return the partition problem of one layout; `recompute` allows that choice alone.
 
-    Every one of `require` must be one that the layout can keep (see `unkept`).
+    Every one of `require` must be one that the layout can keep (see `unkept`); they speak of the
+    chain of the model as it is `stated`, whose layers may have another order.
     """
     instance = _free_instance(model, cluster, layout, costs, recompute)
-    layers, stages = len(instance.layers), len(instance.stages)
-    sides = [asked.side(layers=layers, stages=stages) for asked in require]
     on_host = any(
         option.host_bytes or option.host_resident_bytes
         for table in instance.kinds
@@ -64,7 +64,7 @@ def instance_of(
     )
     return replace(
         instance,
-        sides=tuple(side for side in sides if side is not None),
+        sides=_ties(stated or model, layout, require, model),
         hosts=hosts(cluster, layout, costs.host_share) if on_host else (),
     )
 
@@ -73,32 +73,20 @@ def unkept(
     model: ModelGraph, layout: Layout, require: tuple[Requirement, ...]
 ) -> Requirement | None:
     """Return a requirement that no plan of a layout keeps, because it lacks the stages."""
-    layers = len(model.chain)
-    for asked in require:
-        if asked.side(layers=layers, stages=layout.pipeline) is None:
-            return asked
-    return None
+    numbers = range(len(model.chain))
+    return next((one for one in require if one.tie(numbers, layout.pipeline) is None), None)
 
 
-def ties_of(
-    model: ModelGraph,
-    layout: Layout,
-    require: tuple[Requirement, ...],
-    ordered: ModelGraph | None = None,
+def _ties(
+    model: ModelGraph, layout: Layout, require: tuple[Requirement, ...], ordered: ModelGraph
 ) -> tuple[Tie, ...]:
-    """Return what is required of a layout's stages, for layers numbered as in `ordered`.
-
-    Without it as in the model's own chain.
-    """
-    place = {name: at for at, (name, _) in enumerate((ordered or model).chain)}
+    """Return what is required of a layout's stages, for layers numbered as in `ordered`."""
+    if not require:
+        return ()
+    place = {name: at for at, (name, _) in enumerate(ordered.chain)}
     numbers = [place[name] for name, _ in model.chain]
-    found = []
-    for asked in require:
-        side = asked.side(layers=len(numbers), stages=layout.pipeline)
-        if side is not None:
-            own = () if isinstance(side, AtMost) else numbers[side.first : side.last + 1]
-            found.append(Tie(side, tuple(own)))
-    return tuple(found)
+    ties = (asked.tie(numbers, layout.pipeline) for asked in require)
+    return tuple(tie for tie in ties if tie is not None)
 
 
 def _free_instance(

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.strategy import StrategyParts, least_resident
 from planner.plan import Layout
-from planner.search.joint.spread import Ranks, Spread, evenly, relieved
 from planner.search.loads import Load, binding, loads_of
 from planner.search.ranks import Shares
+from planner.search.spread import Ranks, Spread, evenly, relieved
 from planner.solver.instance import Option
 
 Floats = NDArray[np.float64]

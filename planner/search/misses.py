@@ -104,10 +104,8 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     alone = next((f" For one, {one}." for one in reasons if one.startswith("layer ")), "")
     best: tuple[float, Ranked] | None = None
     for number, _, layout in lean:
-        most = MOST_MEMORY if best is None else best[0]
-        found = _least_memory(request, build, number, layout, most)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
+        below = None if best is None else best[0]
+        best = _least_memory(request, build, number, layout, below) or best
     if best is None:
         return f"{start} {at}{alone} Not with {MOST_MEMORY:g} times the memory either. {would_fit}"
     factor, closest = best
@@ -203,11 +201,12 @@ def _fitting(build: Build, request: Request) -> Layout | None:
 
 
 def _least_memory(
-    request: Request, build: Build, number: int, layout: Layout, most: float
+    request: Request, build: Build, number: int, layout: Layout, below: float | None
 ) -> tuple[float, Ranked] | None:
-    """Return how many times the memory a layout needs, and its plan there; None if over `most`.
+    """Return how many times the memory a layout needs, and its plan there.
 
-    Hosts have room for anything; `number` is that of its space.
+    None if that is not `below` what another needs, or over MOST_MEMORY.  Hosts have room for
+    anything; `number` is that of its space.
     """
     names = [field.name for field in fields(Pins) if hasattr(layout, field.name)]
     pinned = {name: getattr(layout, name) for name in names}
@@ -225,11 +224,15 @@ def _least_memory(
         answer = space.solve(layout, float("inf"))
         return (space, answer) if isinstance(answer, Found) else None
 
-    low = high = 1.0
+    low, high = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
+    if below is not None and high == below:
+        return None
     while (found := within(high)) is None:
-        if high >= most:
+        if below is not None or high >= MOST_MEMORY:
             return None
         low, high = high, 2 * high
+    if below is not None and low < high and (least := within(low)) is not None:
+        high, found = low, least
     while high - low > HAIR * low:
         middle = (low + high) / 2
         better = within(middle)

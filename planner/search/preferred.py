@@ -29,7 +29,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
-from planner.search.simulated_proof import BRIEF
+from planner.search.simulated_proof import Effort
 from planner.search.space import kind
 from planner.units import seconds_text
 
@@ -42,6 +42,8 @@ AXES = ("tensor", "context", "expert", "pipeline")
 """What a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
+BESIDE = Effort(likely=16, tried=4, families=0, layouts=0, cut=0, solved=0, programs=0)
+"""What plans beside the answer may take in simulated time: of them nothing is proven."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
 
@@ -195,7 +197,7 @@ def _best(
     asked: Pins = replace(request.pins, **pins)
     try:
         found = search(
-            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BRIEF
+            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BESIDE
         )
     except (NoPlanFits, DocumentError):
         return None

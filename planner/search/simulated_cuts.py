@@ -24,17 +24,19 @@ The mean of (2) over r with n = ⌊m / P⌋ has (m + P - 1) / P for every second
 2 (P - 1) ⌊m / P⌋ transfers.
 
 Ranks take columns (`planner.search.simulated_program`), one behind the other.  Of all ways in which
-the first ranks hold the first e entries of the chain, each path of (1) at most θ and no t_r above a
-ceiling, what lies behind needs to know the least Σ (p_s + 2 c) alone.  θ is a bound where none
-reaches the last rank; with rounds, where for every interval of the slowest rank (2) is above θ by
-the interval's lower end and the least sum below its upper one.
+the first ranks hold what lies before a place, with so many ranks of each device type, each path of
+(1) at most θ and no t_r above a ceiling, what lies behind needs to know the least Σ (p_s + 2 c)
+alone.  θ is a bound where none reaches the last place; with rounds, where for every interval of the
+slowest rank (2) is above θ by the interval's lower end and the least sum below its upper one.
+
+Places are the positions of a chain, or the downsets of a graph: a column leads from one to another
+that contains it.  Where transfers differ by place or type, c is what a column's own takes at least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +58,7 @@ HALVINGS = 9
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """[column] What a rank may hold, from one entry of the chain to another."""
+    """[column] What a rank may hold, from one place to another, on a device type."""
 
     rank: Indices
     first: Indices
@@ -65,6 +67,14 @@ class Placed:
     """[column, kind of `planner.critical_path.KINDS`, stage]"""
     sync_s: Floats
     update_s: Floats
+    number: Indices
+    """The device type."""
+    hop_s: Floats
+    """Of a transfer to the rank behind, what it takes more than others at least."""
+    numbers: tuple[int, ...]
+    """[type] Ranks on devices of it."""
+    joints: int = 1
+    """As many places are one but for the types that meet there."""
 
 
 @lru_cache(maxsize=256)
@@ -98,19 +108,17 @@ def drained(
 
 
 def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
-    """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less."""
-    return least_of(partial(Cuts, layout, placed, transfer_s), layout, placed, limit_s)
+    """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less.
 
-
-def least_of(cuts_of: Callable[[], Cuts], layout: Layout, placed: Placed, limit_s: float) -> float:
-    """Return the same of cuts that `cuts_of` makes, which want a column of every rank."""
+    A transfer takes `transfer_s` and a column's `hop_s`.
+    """
     update_s = max(
         float(placed.update_s[placed.rank == rank].min(initial=np.inf))
         for rank in range(layout.pipeline)
     )
     if update_s >= limit_s:
         return limit_s  # of a rank without a column it is inf
-    cuts, high_s = cuts_of(), limit_s - update_s
+    cuts, high_s = Cuts(layout, placed, transfer_s), limit_s - update_s
     if not cuts.possible(high_s):
         return limit_s
     low_s = min(cuts.surely_s, high_s)
@@ -148,19 +156,19 @@ class Cuts:
         self._alone_s = count * passes_s + placed.sync_s
         self._passes_s, self._own_s, self._straight_s = passes_s, own_s, straight_s
         self._sync_s = float(placed.sync_s[placed.rank == 0].min())
-        self._entries = int(placed.end.max())
-        self._by_rank = []
-        for rank in range(ranks):
-            own = np.flatnonzero(placed.rank == rank)
-            own = own[np.argsort(placed.end[own], kind="stable")]
-            ends, starts = np.unique(placed.end[own], return_index=True)
-            self._by_rank.append((own, placed.first[own], ends, starts))
+        self._places, self._numbers = int(placed.end.max()), placed.numbers
+        self._by_rank = [
+            [_of_type(placed, rank, number) for number in range(len(placed.numbers))]
+            for rank in range(ranks)
+        ]
         self._times_s = np.unique(passes_s)
         least_s = float(self._sums_s(np.inf, self._times_s[-1:])[0])
         self._mean_s = least_s / ranks - self._hops_s
         """[rank] At least, of a micro-batch."""
         self.surely_s = count * max(0.0, self._mean_s)
         """What all cuts take."""
+        if drain is not None:
+            self._straight_s = straight_s + 2 * placed.hop_s
 
     def possible(self, limit_s: float) -> bool:
         """Whether the paths of some cut are all at most a limit."""
@@ -188,16 +196,35 @@ class Cuts:
     def _sums_s(self, limit_s: float, ceilings_s: Floats) -> Floats:
         """[ceiling] Least Σ (p_s + 2 c) of cuts with paths within a limit; inf if there is none."""
         ceiling_s = ceilings_s[:, None] * (1 + ROUNDING)
-        best_s = np.full((len(ceilings_s), self._entries + 1), np.inf)
-        best_s[:, 0] = 0.0
-        for rank, (own, firsts, ends, starts) in enumerate(self._by_rank):
-            before_s = best_s[:, firsts]
+        none = np.full((len(ceilings_s), self._places + 1), np.inf)
+        best_s = {(0,) * len(self._numbers): none.copy()}
+        for start in best_s.values():
+            start[:, 0] = 0.0
+        for rank, of_types in enumerate(self._by_rank):
+            after: dict[tuple[int, ...], Floats] = {}
             ended_s = self._sync_s if rank else 0.0
-            fits = before_s + self._own_s[own] + ended_s <= limit_s
-            fits &= self._alone_s[own] <= limit_s
-            fits &= self._passes_s[own] <= ceiling_s
-            after_s = np.where(fits, before_s + self._straight_s[own], np.inf)
-            best_s = np.full_like(best_s, np.inf)
-            best_s[:, ends] = np.minimum.reduceat(after_s, starts, axis=1)
-        result: Floats = best_s[:, -1]
+            for number, (own, firsts, ends, starts) in enumerate(of_types):
+                if len(own) == 0:
+                    continue
+                fits = (self._alone_s[own] <= limit_s) & (self._passes_s[own] <= ceiling_s)
+                for used, before in best_s.items():
+                    if used[number] == self._numbers[number]:
+                        continue
+                    before_s = before[:, firsts]
+                    able = fits & (before_s + self._own_s[own] + ended_s <= limit_s)
+                    after_s = np.where(able, before_s + self._straight_s[own], np.inf)
+                    least = np.minimum.reduceat(after_s, starts, axis=1)
+                    key = (*used[:number], used[number] + 1, *used[number + 1 :])
+                    row = after.setdefault(key, none.copy())
+                    row[:, ends] = np.minimum(row[:, ends], least)
+            best_s = after
+        result: Floats = best_s.get(self._numbers, none)[:, -1]
         return result
+
+
+def _of_type(placed: Placed, rank: int, number: int) -> tuple[Indices, Indices, Indices, Indices]:
+    """Return a rank's columns on a type by ends, where they begin, the ends, where each starts."""
+    own = np.flatnonzero((placed.rank == rank) & (placed.number == number))
+    own = own[np.argsort(placed.end[own], kind="stable")]
+    ends, starts = np.unique(placed.end[own], return_index=True)
+    return own, placed.first[own], ends, starts

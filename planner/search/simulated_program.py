@@ -1,13 +1,16 @@
 """The least simulated step of one layout: a program whose rows are paths.
 
-A *column* is what one rank may hold: consecutive entries of the chain (planner.search.rank_problem)
-with one option each, within its memory, no other choice of which is as fast layer by layer.  With
-z one or zero for each, and t_z the seconds of its stages,
+A *column* is what one rank may hold on a device type: what lies between two places of the chain
+(planner.search.rank_problem) or the graph (`Places`), with one option each, within its memory, no
+other choice of which is as fast layer by layer.  With z one or zero for each, and t_z the seconds
+of its stages,
 
     min θ + ω
-    Σ z of a rank = 1                         ranks follow each other: entries are used once
+    Σ z of a rank = 1                         ranks follow each other: layers are used once
+    Σ z of a type = its ranks
     θ >= Σ_s K_s t_s + hops c + σ_end         for paths K of the step's actions
     ω >= the optimizer of every rank
+    Σ z of a rank that keep row k >= y_k      Σ y = 1, where a rule has rows of sizes to choose from
 
 Every path is a bound at all stage times (`planner.critical_path`), so every optimum of the program
 is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as fast as the
@@ -24,9 +27,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +44,9 @@ from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, least_s
+from planner.solver.graphs.ideals import Ideals
 from planner.solver.instance import Instance, Option, Solution, priced
+from planner.stage_rules import Rows
 from planner.tolerances import ROUNDING
 
 MOST_COLUMNS = 6_000
@@ -55,7 +60,7 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """What a rank may hold, wherever its entries begin, and its seconds."""
+    """What a rank may hold, wherever its entries begin, and its seconds but for transfers."""
 
     rank: int
     options: tuple[int, ...]
@@ -65,22 +70,96 @@ class Column:
     update_s: float
 
 
+class Places:
+    """Where the entries of a chain can be cut."""
+
+    alike = True
+    """Whether entries of the same kinds make the same columns wherever they lie."""
+
+    def __init__(self, entries: int) -> None:
+        self.sizes: Indices = np.arange(entries + 1)
+        """[place] Entries before it."""
+
+    @cached_property
+    def nested(self) -> NDArray[np.bool_]:
+        """[place, place] Whether the second has all that the first has."""
+        return self.sizes[:, None] <= self.sizes[None, :]
+
+    def totals(self, values: Sequence[float]) -> Floats:
+        """[place] Sums of `values` [entry] before it."""
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    def before(self, place: int) -> Sequence[int]:
+        """Return what lies before a place."""
+        return range(place)
+
+    def between(self, first: int, end: int) -> Sequence[int]:
+        """Return what lies between two places, in an order that runs."""
+        return range(first, end)
+
+
+class GraphPlaces(Places):
+    """The downsets of a graph."""
+
+    alike = False
+
+    def __init__(self, every: Ideals) -> None:
+        self.every = every
+        self.sizes = every.totals(np.ones((every.layers, 1)))[:, 0].astype(np.intp)
+
+    @cached_property
+    def nested(self) -> NDArray[np.bool_]:
+        """[place, place] Whether the second has all that the first has."""
+        words = self.every.words
+        found: NDArray[np.bool_] = (words[:, None, :] & ~words[None, :, :] == 0).all(axis=-1)
+        return found
+
+    def totals(self, values: Sequence[float]) -> Floats:
+        """[place] Sums of `values` [layer] before it."""
+        return self.every.totals(np.array(values)[:, None])[:, 0]
+
+    def before(self, place: int) -> Sequence[int]:
+        """Return what lies before a place."""
+        return self.every.difference(0, place)
+
+    def between(self, first: int, end: int) -> Sequence[int]:
+        """Return what lies between two places, in an order that runs."""
+        return self.every.difference(first, end)
+
+    def laid(self, ends: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return all layers in the order of the ranks between some places, and the cuts of it."""
+        held = [self.between(a, b) for a, b in itertools.pairwise(ends)]
+        order = tuple(at for own in held for at in own)
+        return order, (0, *itertools.accumulate(map(len, held)))
+
+
+Links = Sequence[Sequence[Floats]]
+"""[type before][type after][place] Seconds of a transfer there; none is below that of the costs."""
+Read = Callable[[Sequence[int], Sequence[int], Sequence[int]], Any]
+"""Return the split of device types [rank], places [rank + 1] and options, rank after rank."""
+
+
 class Choices:
     """What the ranks of a layout may hold in plans that beat a limit."""
 
     def __init__(
         self,
-        candidates: Candidates,
         layout: Layout,
-        instance: Instance,
+        each: Sequence[Columns],
         columns: Sequence[Column],
         placed: Placed,
+        read: Read,
     ) -> None:
         """`columns` are those of `placed`, one for each of its rows."""
-        self._candidates, self._layout, self._instance = candidates, layout, instance
-        self._columns, self._placed = columns, placed
-        costs = candidates.costs(layout)
-        self._step_s, self._transfer_s = costs.step_s, hidden_s(costs)
+        self._layout, self._columns, self._placed, self._read = layout, columns, placed, read
+        self._rows = each[0].instance.sizes
+        self._sizes = np.repeat(each[0].places.sizes, placed.joints)
+        self._step_s, self._transfer_s = each[0].costs.step_s, hidden_s(each[0].costs)
+
+    @property
+    def size(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
 
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
@@ -90,150 +169,166 @@ class Choices:
     def optimum(
         self,
         limit_s: float,
-        tried: Callable[[Solution], float],
+        tried: Callable[[Any], float],
         *,
         actions: int,
         nodes: int,
+        most_columns: int = MOST_COLUMNS,
         until: float = math.inf,
-    ) -> float | None:
+    ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
-        `tried` simulates a solution and returns its step.  None where the step has more
-        `actions`; it stops at so many `nodes` of a tree, or when the process has used `until` CPU
-        seconds.
+        `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
+        the program more columns; it stops at so many `nodes` of a tree, or when the process has
+        used `until` CPU seconds.
         """
-        if 2 * self._layout.micro_batches * self._layout.stages > actions:
-            return None
+        count = 2 * self._layout.micro_batches * self._layout.stages
+        if count > actions or len(self._columns) > most_columns:
+            return 0.0
         low_s = self.cut_s(limit_s)
         if low_s >= limit_s:
             return limit_s
         program = Program(
-            self._candidates, self._layout, self._instance, self._columns, self._placed
+            self._layout, self._columns, self._placed, self._read, self._step_s, self._transfer_s
         )
+        if self._rows:
+            program.keep_one(self._rows, self._sizes)
         return max(low_s, program.solve(limit_s, tried, nodes, until))
 
 
-def choices_of(
+def of_chain(
     candidates: Candidates, layout: Layout, limit_s: float, *, ways: int
 ) -> Choices | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
-    Too much are more than `ways` to choose options on a rank.  Where a rule of a framework says how
-    many layers ranks hold, each may have what any row of the rule gives it.
+    Too much are more than `ways` to choose options on a rank.
     """
     if layout.pipeline == 1:
         return None
     instance = candidates.instance(layout)
     if instance.sides or instance.hosts or instance.used_bytes is None:
         return None
-    if instance.sizes:
-        each = zip(instance.stages, zip(*instance.sizes, strict=True), strict=True)
-        stages = tuple(
-            replace(
-                stage,
-                least_layers=max(stage.least_layers, min(least for least, _ in sizes)),
-                most_layers=max(most for _, most in sizes),
-            )
-            for stage, sizes in each
-        )
-        instance = replace(instance, stages=stages, sizes=())
-    found = Columns(candidates, layout, instance, limit_s, ways).every()
-    return None if found is None else Choices(candidates, layout, instance, *found)
+    costs = candidates.costs(layout)
+    prices = candidates.model, candidates.recompute, costs
+    own = Columns(*prices, layout, instance, limit_s, ways)
+
+    def read(_: Sequence[int], cuts: Sequence[int], options: Sequence[int]) -> Solution:
+        return priced(instance, cuts, options)
+
+    links = [[np.full(len(own.places.sizes), costs.transfer_s)]]
+    return choices_of(layout, [own], [layout.pipeline], links, limit_s, read)
 
 
-class LayoutPrices(Protocol):
-    """A model and what a layout costs on some devices."""
+def choices_of(
+    layout: Layout,
+    each: Sequence[Columns],
+    numbers: Sequence[int],
+    links: Links,
+    limit_s: float,
+    read: Read,
+    *,
+    least: bool = False,
+) -> Choices | None:
+    """Return what ranks may hold on every type; None where that is too much.
 
-    @property
-    def model(self) -> ModelGraph:
-        """The model."""
-
-    @property
-    def recompute(self) -> Recomputes:
-        """What layers may recompute."""
-
-    def costs(self, layout: Layout, /) -> LayoutCosts:
-        """Return what a layout costs."""
+    `each` and `numbers` [type] are its columns and how many ranks it has.  With `least` there is
+    one column for all that begin and end alike, no slower than any.
+    On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
+    behind it do on whichever type is the fastest.
+    """
+    some = each[0]
+    stages, places, ranks = some.instance.stages, some.places, layout.pipeline
+    most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
+    own_s = [one.fastest_s for one in each]
+    totals_s = [places.totals(one) for one in own_s]
+    total_s = places.totals(np.min(own_s, axis=0).tolist())
+    sizes, count = places.sizes, len(some.instance.layers)
+    able = [np.arange(len(sizes)) == len(sizes) - 1]
+    """[rank, place] Whether the ranks from it on can hold what lies behind."""
+    for _ in range(ranks):
+        within = total_s[able[-1]] <= total_s[:, None] + most_s
+        able.append((within & places.nested[:, able[-1]]).any(axis=1))
+    able.reverse()
+    columns: list[Column] = []
+    where: list[tuple[int, int, int, int]] = []
+    starts = {0} if able[0][0] else set[int]()
+    rows = some.instance.sizes
+    for rank in range(ranks):
+        following: set[int] = set()
+        behind = sum(stage.least_layers for stage in stages[rank + 1 :])
+        least_layers, most_layers = stages[rank].least_layers, count
+        if rows:
+            least_layers = max(least_layers, min(row[rank][0] for row in rows))
+            most_layers = max(row[rank][1] for row in rows)
+        for number, first in itertools.product(range(len(each)), sorted(starts)):
+            held = sizes - sizes[first]
+            ends = places.nested[first] & able[rank + 1] & (sizes <= count - behind)
+            ends &= (held >= least_layers) & (held <= most_layers)
+            ends &= totals_s[number] <= totals_s[number][first] + most_s
+            for end in np.flatnonzero(ends).tolist():
+                own = each[number].of(rank, first, end, least=least)
+                if own is None or len(columns) + len(own) > MOST_COLUMNS:
+                    return None
+                following.add(end)
+                columns += own
+                where += [(rank, first, end, number)] * len(own)
+        starts = following
+    return Choices(layout, each, *joined(layout, columns, where, numbers, links, some.costs), read)
 
 
 class Columns:
-    """The columns of a layout that are not as slow as the limit by themselves."""
+    """The columns of a layout on one type that are not as slow as the limit by themselves."""
 
     def __init__(
         self,
-        candidates: LayoutPrices,
+        model: ModelGraph,
+        recompute: Recomputes,
+        costs: LayoutCosts,
         layout: Layout,
         instance: Instance,
         limit_s: float,
         ways: int,
+        places: Places | None = None,
     ) -> None:
+        self.instance, self.costs = instance, costs
+        self.places = places or Places(len(instance.layers))
+        self.fastest_s = [
+            min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
+        ]
         self._layout = layout
-        self._instance = instance
         self._ways = ways
-        self._costs = candidates.costs(layout)
-        self._problem = RankProblem(candidates.model, layout, self._costs, candidates.recompute)
+        self._problem = RankProblem(model, layout, costs, recompute)
         self._home = rank_of_stage(
             layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
         )
-        self._room_s = limit_s - self._costs.step_s
-        self._fastest_s = [
-            min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
-        ]
+        self._room_s = limit_s - costs.step_s
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
         self._known: dict[tuple[object, ...], list[Column] | None] = {}
 
-    def every(self) -> tuple[list[Column], Placed] | None:
-        """Return all columns and where they may begin; None where there are too many.
+    def of(self, rank: int, first: int, end: int, *, least: bool = False) -> list[Column] | None:
+        """Return the columns of a rank between two places; None where there are too many.
 
-        A rank's entries take at most as long as the limit leaves, at their fastest; so do those of
-        the ranks behind it, which have to hold the rest.
+        With `least` one that no column is below, or none.
         """
-        layers, ranks = self._instance.layers, self._layout.pipeline
-        count = len(layers)
-        total_s = np.concatenate([[0.0], np.cumsum(self._fastest_s)])
-        most_s = self._room_s / self._layout.micro_batches * (1 + ROUNDING)
-        earliest = [count]
-        for _ in range(ranks):
-            least_s = total_s[earliest[-1]] - most_s
-            earliest.append(int(np.searchsorted(total_s, least_s, "left")))
-        earliest.reverse()
-        columns: list[Column] = []
-        places: list[tuple[int, int, int]] = []
-        starts = {0} if earliest[0] == 0 else set[int]()
-        for rank in range(ranks):
-            following: set[int] = set()
-            for first in sorted(starts):
-                furthest = int(np.searchsorted(total_s, total_s[first] + most_s, "right")) - 1
-                behind = self._instance.stages[rank + 1 :]
-                furthest = min(furthest, count - sum(stage.least_layers for stage in behind))
-                own_stage = self._instance.stages[rank]
-                least = own_stage.least_layers
-                if own_stage.most_layers is not None:
-                    furthest = min(furthest, first + own_stage.most_layers)
-                for end in range(max(first + least, earliest[rank + 1]), furthest + 1):
-                    following.add(end)
-                    own = self.of(rank, first, layers[first:end])
-                    if own is None or len(columns) + len(own) > MOST_COLUMNS:
-                        return None
-                    columns += own
-                    places += [(rank, first, end)] * len(own)
-            starts = following
-        return columns, placed(columns, places, self._layout.stages)
-
-    def of(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
-        """Return the columns of a rank with these entries; None where there are too many."""
-        key = rank, kinds
+        held = self.places.between(first, end)
+        kinds = tuple(self.instance.layers[at] for at in held)
+        key = least, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
-            self._known[key] = self._new(rank, first, kinds)
+            which = self._least if least else self._new
+            self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
 
-    def _new(self, rank: int, first: int, kinds: tuple[int, ...]) -> list[Column] | None:
-        most, others, each = self._beside(kinds)
-        tables = self._instance.kinds
+    def _too_many(self, kinds: tuple[int, ...]) -> bool:
         counts = {kind: kinds.count(kind) for kind in kinds}
-        ways = [math.comb(n + len(tables[kind]) - 1, n) for kind, n in counts.items()]
-        if math.prod(ways) > self._ways:
+        options = self.instance.kinds
+        each = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
+        return math.prod(each) > self._ways
+
+    def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
+        if self._too_many(kinds):
             return None
+        most, others, each = self._beside(kinds)
+        tables = self.instance.kinds
         found = []
         known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
         """Options of the others that were gone through, and how many of the main kind are slower
@@ -241,18 +336,16 @@ class Columns:
         for beside in sorted(each, key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
             own = [tables[kind][at] for kind in others for at in given[kind]]
-            slower = [
-                one for faster, falling in known if _no_slower(faster, own) for one in falling
-            ]
+            slower = [one for faster, falling in known if no_slower(faster, own) for one in falling]
             before = len(slower)
-            for options in self._minimal(rank, first, kinds, most, given, slower):
-                found.append(self._column(rank, first, options))
+            for options in self._minimal(rank, (first, end), kinds, most, given, slower):
+                found.append(self._column(rank, first, end, options))
             known.append((own, slower[before:]))
         return found
 
     def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
         """Return what tells the seconds of options [kind][layer]."""
-        tables = self._instance.kinds
+        tables = self.instance.kinds
 
         def seconds(beside: Sequence[Sequence[int]]) -> float:
             return sum(
@@ -266,7 +359,7 @@ class Columns:
     def _minimal(
         self,
         rank: int,
-        first: int,
+        span: tuple[int, int],
         kinds: tuple[int, ...],
         most: tuple[int, int],
         given: dict[int, tuple[int, ...]],
@@ -280,7 +373,7 @@ class Columns:
         Of several stages those with layers that store less come first: their seconds compare layer
         by layer if what stores less takes longer.
         """
-        (main, _), tables = most, self._instance.kinds
+        (main, _), tables = most, self.instance.kinds
         order, numbers, _ = self._within_sums(rank, most, given)
         stored = [tables[main][at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
@@ -292,7 +385,7 @@ class Columns:
                 continue
             picked = tuple(at for at, n in zip(order, each, strict=True) for _ in range(n))
             options = _along(kinds, {**given, main: picked})
-            if self._fits(rank, first, options):
+            if self._fits(rank, span, options):
                 found.append(slower)
                 yield options
 
@@ -304,11 +397,11 @@ class Columns:
         [way, option], and [way] seconds of all entries.  Ways are within the limit alone, and
         within memory by sums of bytes, which are no more than what ranks hold, and quicker.
         """
-        (main, number), tables = most, self._instance.kinds
+        (main, number), tables = most, self.instance.kinds
         table = tables[main]
         order = sorted(range(len(table)), key=lambda at: table[at].time_s)
         numbers = _ways(number, len(order))
-        stage = self._instance.stages[rank]
+        stage = self.instance.stages[rank]
         others = [tables[kind][at] for kind, own in given.items() for at in own]
         each_s = np.array([table[at].time_s for at in order])
         passes_s = sum(one.time_s for one in others) + numbers @ each_s
@@ -322,21 +415,13 @@ class Columns:
         able &= held + widest <= free_bytes + ROUNDING * np.abs(held)
         return order, numbers[able], passes_s[able]
 
-    def least(self, rank: int, first: int, kinds: tuple[int, ...]) -> Column | None:
-        """Return seconds that no column with these entries is below; None if there is none.
+    def _least(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+        """Return a column that no other between two places is below; none if there is none.
 
-        They are those of the fastest options, and what memory takes more by sums of bytes, which
-        does not go to the rank's first stage if it has others.
+        It has the seconds of the fastest options, and what memory takes more by sums of bytes,
+        which does not go to the rank's first stage if it has others.
         """
-        key = "least", rank, kinds
-        if key not in self._known:
-            found = self._least(rank, first, kinds)
-            self._known[key] = None if found is None else [found]
-        known = self._known[key]
-        return None if known is None else known[0]
-
-    def _least(self, rank: int, first: int, kinds: tuple[int, ...]) -> Column | None:
-        tables = self._instance.kinds
+        tables = self.instance.kinds
         most, others, each = self._beside(kinds)
         least_s = math.inf
         for beside in each:
@@ -344,15 +429,15 @@ class Columns:
             _, _, passes_s = self._within_sums(rank, most, given)
             least_s = min(least_s, float(passes_s.min(initial=math.inf)))
         if least_s == math.inf:
-            return None
+            return []
         fastest = tuple(
             min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
         )
-        column = self._column(rank, first, fastest)
+        column = self._column(rank, first, end, fastest)
         more_s = least_s - sum(tables[k][at].time_s for k, at in zip(kinds, fastest, strict=True))
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
-        column.seconds[1:3, last] += max(0.0, more_s * (1 - ROUNDING))
-        return column
+        column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
+        return [column]
 
     def _beside(
         self, kinds: tuple[int, ...]
@@ -366,36 +451,38 @@ class Columns:
         others = [kind for kind in counts if kind != main]
         each = (
             itertools.combinations_with_replacement(
-                range(len(self._instance.kinds[kind])), counts[kind]
+                range(len(self.instance.kinds[kind])), counts[kind]
             )
             for kind in others
         )
         return (main, counts[main]), others, itertools.product(*each)
 
-    def _fits(self, rank: int, first: int, options: tuple[int, ...]) -> bool:
-        instance = self._instance
+    def _fits(self, rank: int, span: tuple[int, int], options: tuple[int, ...]) -> bool:
+        instance = self.instance
         assert instance.used_bytes is not None
-        held = range(first, first + len(options))
-        used = instance.used_bytes.of(rank, range(first), held, options)
+        held, before = self.places.between(*span), self.places.before(span[0])
+        used = instance.used_bytes.of(rank, before, held, options)
         capacity = instance.stages[rank].capacity_bytes
         return used <= capacity + ROUNDING * abs(capacity)
 
-    def _column(self, rank: int, first: int, options: tuple[int, ...]) -> Column:
-        layout, costs = self._layout, self._costs
+    def _contents(
+        self, rank: int, first: int, end: int, options: tuple[int, ...]
+    ) -> dict[int, list[tuple[int, int]]]:
+        """[stage] Position and choice of its layers."""
+        return self._problem.contents(rank, first, options)
+
+    def _column(self, rank: int, first: int, end: int, options: tuple[int, ...]) -> Column:
+        layout, action_s = self._layout, self.costs.action_s
         stages, splits = layout.stages, layout.executed.splits_backward
         seconds = np.zeros((len(KINDS), stages))
         sync_s = update_s = 0.0
-        for stage, layers in self._problem.contents(rank, first, options).items():
+        for stage, layers in self._contents(rank, first, end, options).items():
             figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
             forward_s, backward_s, weight_s, synced_s, updated_s = figures
-            action_s, waiting_s = costs.action_s, costs.waits * costs.transfer_s
-            ahead = stage < stages - 1 and self._home[stage + 1] != rank
-            back = stage > 0 and self._home[stage - 1] != rank
-            seconds[0, stage] = forward_s + action_s + ahead * waiting_s
-            seconds[1, stage] = backward_s + (1 + splits) * action_s + back * waiting_s
+            seconds[0, stage] = forward_s + action_s
+            seconds[1, stage] = backward_s + (1 + splits) * action_s
             if splits:
                 seconds[3, stage] = weight_s + action_s
-                seconds[2, stage] = seconds[1, stage] - seconds[3, stage]
             sync_s, update_s = sync_s + synced_s, update_s + updated_s
         return Column(rank, options, seconds, sync_s, update_s)
 
@@ -405,7 +492,7 @@ class Columns:
         if key not in self._layer_s:
             part = self._problem.part(position, choice)
             kind = self._problem.model.chain_kinds[position]
-            every = self._costs.parts[kind]
+            every = self.costs.parts[kind]
             self._layer_s[key] = (
                 part.forward_s,
                 part.backward_s,
@@ -416,25 +503,75 @@ class Columns:
         return self._layer_s[key]
 
 
-def _no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
+def no_slower(faster: Sequence[Option], slower: Sequence[Option]) -> bool:
+    """Whether the options of some layers take no longer than others, neither way nor once."""
     return all(
         a.forward_s <= b.forward_s and a.backward_s <= b.backward_s and a.sync_s <= b.sync_s
         for a, b in zip(faster, slower, strict=True)
     )
 
 
-def placed(
-    columns: Sequence[Column], places: Sequence[tuple[int, int, int]], stages: int
-) -> Placed:
-    """Return columns with the rank, the first entry and the end of each."""
-    rank, first, end = np.array(places, dtype=np.intp).reshape(-1, 3).T
-    return Placed(
-        rank=rank,
-        first=first,
-        end=end,
-        seconds=np.array([column.seconds for column in columns]).reshape(-1, len(KINDS), stages),
-        sync_s=np.array([column.sync_s for column in columns]),
-        update_s=np.array([column.update_s for column in columns]),
+def joined(
+    layout: Layout,
+    columns: Sequence[Column],
+    where: Sequence[tuple[int, int, int, int]],
+    numbers: Sequence[int],
+    links: Links,
+    costs: LayoutCosts,
+) -> tuple[list[Column], Placed]:
+    """Return columns by rank, first place, end and type, with what their transfers take.
+
+    Where links differ, a place is one for each pair of types that may meet there, so that a column
+    is told apart by the types of the ranks beside it.
+    """
+    types, last = range(len(numbers)), layout.pipeline - 1
+    able = [(a, b) for a in types for b in types if a != b or numbers[a] > 1]
+    one = links[able[0][0]][able[0][1]] if able else links[0][0]
+    if all(np.array_equal(one, links[a][b]) for a, b in able):
+        able = [(0, 0)]  # whatever meets
+        links = [[one] * len(numbers)] * len(numbers)
+    joints = len(numbers) ** 2 if len(able) > 1 else 1
+    found: list[tuple[int, ...]] = []
+    sent_s: list[tuple[float, float]] = []
+    for at, (rank, first, end, number) in enumerate(where):
+        before = [(a, b) for a, b in able if joints == 1 or b == number] if rank else [(0, 0)]
+        after = [(a, b) for a, b in able if joints == 1 or a == number] if rank < last else [(0, 0)]
+        for (a, b), (c, d) in itertools.product(before, after):
+            ends = [
+                place * joints + (x * len(numbers) + y if joints > 1 else 0)
+                for place, (x, y) in ((first, (a, b)), (end, (c, d)))
+            ]
+            found.append((at, rank, *ends, number))
+            back_s = float(links[a][b][first]) if rank else 0.0
+            sent_s.append((back_s, float(links[c][d][end]) if rank < last else 0.0))
+    own, rank_of, first_of, end_of, number_of = np.array(found, dtype=np.intp).reshape(-1, 5).T
+    back, ahead = np.array(sent_s).reshape(-1, 2).T
+    shape = len(columns), len(KINDS), layout.stages
+    seconds = np.array([column.seconds for column in columns]).reshape(shape)[own]
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    for (kind, step), (stage, rank) in itertools.product(((0, 1), (1, -1)), enumerate(home)):
+        if not 0 <= stage + step < layout.stages or home[stage + step] == rank:
+            continue
+        to = home[stage + step] - rank
+        each_s = {1: ahead, -1: back}.get(to, np.full(len(own), costs.transfer_s))
+        mine = rank_of == rank
+        seconds[mine, kind, stage] += costs.waits * each_s[mine]
+    if layout.executed.splits_backward:
+        seconds[:, 2] = seconds[:, 1] - seconds[:, 3]
+    chosen = [columns[at] for at in own.tolist()]
+    return chosen, Placed(
+        rank=rank_of,
+        first=first_of,
+        end=end_of,
+        seconds=seconds,
+        sync_s=np.array([column.sync_s for column in chosen]),
+        update_s=np.array([column.update_s for column in chosen]),
+        number=number_of,
+        hop_s=(1 - costs.waits) * (rank_of < last) * (ahead - costs.transfer_s),
+        numbers=tuple(numbers),
+        joints=joints,
     )
 
 
@@ -473,18 +610,27 @@ class Program:
 
     def __init__(
         self,
-        candidates: LayoutPrices,
         layout: Layout,
-        instance: Instance,
         columns: Sequence[Column],
         placed: Placed,
+        read: Read,
+        step_s: float,
+        transfer_s: float,
     ) -> None:
         import highspy  # noqa: PLC0415 - loaded where it is used
 
-        self._instance, self._layout, self._columns = instance, layout, columns
-        costs = candidates.costs(layout)
-        self._step_s = costs.step_s
-        self._transfer_s = [hidden_s(costs)] * (layout.stages - 1)
+        self._layout, self._columns, self._read = layout, columns, read
+        self._step_s = step_s
+        self._transfer_s = np.full(layout.stages - 1, transfer_s)
+        self._hops = bool(placed.hop_s.any())
+        home = rank_of_stage(
+            layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+        )
+        self._behind = np.zeros((layout.pipeline, layout.stages - 1))
+        """[rank, boundary] Whether it lies between the rank and the next."""
+        for boundary, pair in enumerate(itertools.pairwise(home)):
+            if abs(pair[0] - pair[1]) == 1:
+                self._behind[min(pair), boundary] = 1.0
         self._graph: Graph = graph_of(
             layout.executed.name,
             stages=layout.stages,
@@ -502,6 +648,8 @@ class Program:
         infinite = highspy.kHighsInf
         self._infinite = infinite
         number = len(columns)
+        self._whole = list(range(number))
+        """Variables that are whole in the end."""
         self._highs.addVars(
             number + 2, np.zeros(number + 2), np.array([1.0] * number + [infinite] * 2)
         )
@@ -518,6 +666,24 @@ class Program:
             own = np.flatnonzero(self._rank == rank)
             self.row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
             self._add(self._alone(rank))
+        for number, most in enumerate(placed.numbers) if len(placed.numbers) > 1 else ():
+            own = np.flatnonzero(placed.number == number)
+            self.row(float(most), float(most), *_ones(own))
+
+    def keep_one(self, rows: Rows, sizes: Indices) -> None:
+        """Let ranks hold so many layers as one of some rows says; `sizes` [place] lie before it.
+
+        With y_k one for the row that is kept, Σ y = 1, and every rank's column is one of its.
+        """
+        first = len(self._columns) + 2
+        self._highs.addVars(len(rows), np.zeros(len(rows)), np.ones(len(rows)))
+        self._whole += range(first, first + len(rows))
+        self.row(1.0, 1.0, list(range(first, first + len(rows))), [1.0] * len(rows))
+        held = sizes[self._placed.end] - sizes[self._placed.first]
+        for row, kept in enumerate(rows, first):
+            for rank, (least, most) in enumerate(kept):
+                own = np.flatnonzero((self._rank == rank) & (held >= least) & (held <= most))
+                self.row(0.0, self._infinite, [*own, row], [1.0] * len(own) + [-1.0])
 
     def _links(self) -> None:
         """Each rank has one column, and begins where the one before it ends."""
@@ -552,7 +718,9 @@ class Program:
         """θ is at least the path, at all stage times."""
         worth = np.einsum("cks,ks->c", self._seconds, path.visits)
         worth += np.where(self._rank == path.rank, self._sync_s, 0.0)
-        waiting_s = float(path.hops @ np.array(self._transfer_s)) if len(path.hops) else 0.0
+        waiting_s = float(path.hops @ self._transfer_s) if len(path.hops) else 0.0
+        if self._hops:
+            worth += (self._behind @ path.hops)[self._rank] * self._placed.hop_s
         at = np.flatnonzero(worth)
         number = len(self._columns)
         self.row(
@@ -570,13 +738,13 @@ class Program:
         low_s = 0.0
         for whole in (False, True):
             kind = self._integer if whole else self._continuous
-            for at in range(len(self._columns)):
+            for at in self._whole:
                 self._highs.changeColIntegrality(at, kind)
             for _ in range(MOST_ROUNDS):
                 left_s = until - time.process_time()
                 if left_s <= 0:
                     return low_s
-                if whole:
+                if left_s < math.inf:
                     self._highs.setOptionValue(
                         "time_limit", float(self._highs.getRunTime() + left_s)
                     )
@@ -596,7 +764,7 @@ class Program:
                     return limit_s
                 values = np.array(self._highs.getSolution().col_value)
                 if whole:
-                    values[:-2] = values[:-2].round()
+                    values[: len(self._columns)] = values[: len(self._columns)].round()
                     limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):
                     break
@@ -607,28 +775,33 @@ class Program:
 
     def _cut_off(self, values: Floats) -> bool:
         """Add the longest paths at the stage times of a solution; whether θ is below any."""
-        chosen = values[:-2]
+        chosen, theta = values[: len(self._columns)], values[len(self._columns) + 1]
         seconds = np.einsum("c,cks->ks", chosen, self._seconds)
-        synced = [
-            float((chosen * self._sync_s)[self._rank == rank].sum())
-            for rank in range(self._layout.pipeline)
-        ]
-        ends_s = self._graph.longest(seconds.ravel().tolist(), self._transfer_s)
-        theta_s = values[-1] * self._unit_s
+        synced, transfer_s = self._of_ranks(chosen * self._sync_s), self._transfer_s
+        if self._hops:
+            transfer_s = transfer_s + self._of_ranks(chosen * self._placed.hop_s) @ self._behind
+        delays_s = transfer_s.tolist()
+        ends_s = self._graph.longest(seconds.ravel().tolist(), delays_s)
+        theta_s = theta * self._unit_s
         found = False
         for rank, end in enumerate(self._graph.ends):
             if ends_s[end] + synced[rank] > theta_s * (1 + CLOSE / 2):
-                self._add(self._graph.path(rank, ends_s, self._transfer_s))
+                self._add(self._graph.path(rank, ends_s, delays_s))
                 found = True
         return found
 
-    def solution(self, values: Floats) -> Solution:
+    def _of_ranks(self, values: Floats) -> Floats:
+        """[rank] Sums of `values` [column]."""
+        ranks = range(self._layout.pipeline)
+        return np.array([float(values[self._rank == rank].sum()) for rank in ranks])
+
+    def solution(self, values: Floats) -> Any:
         """Return the split that whole columns make."""
-        chosen = np.flatnonzero(values[:-2] > 0.5)
+        chosen = np.flatnonzero(values[: len(self._columns)] > 0.5)
         chosen = chosen[np.argsort(self._rank[chosen])]
-        cuts = (0, *self._placed.end[chosen].tolist())
         options = [option for at in chosen.tolist() for option in self._columns[at].options]
-        return priced(self._instance, cuts, options)
+        ends = (self._placed.end[chosen] // self._placed.joints).tolist()
+        return self._read(self._placed.number[chosen].tolist(), (0, *ends), options)
 
 
 def _ones(at: NDArray[np.intp]) -> tuple[list[int], list[float]]:

@@ -26,7 +26,7 @@ from planner.plan import Layout
 from planner.search.candidates import Bounded, Candidates
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.simulated_program import Choices, choices_of
+from planner.search.simulated_program import Choices, of_chain
 from planner.search.space import Family, canonical, complexity, kind, timetables
 from planner.solver import bounds
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
@@ -68,6 +68,8 @@ class Effort:
     """Of a step whose program is tried."""
     nodes: int = 50
     """Of the tree of one program."""
+    columns: int = 1_000
+    """Of a program that is tried: the relaxation of a larger one may take minutes."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
     program_s: float = math.inf
@@ -78,7 +80,7 @@ NEAR = 0.05
 """How far the estimate of a layout is above what it simulates at most, relatively."""
 USUAL = Effort()
 BRIEF = Effort(likely=16, tried=4, families=96, layouts=20, cut=4, solved=2, programs=0)
-"""For plans beside the answer, of which nothing is proven."""
+"""For searches of many clusters."""
 _ALL = 1 << 30
 FULL = Effort(
     families=_ALL,
@@ -89,6 +91,7 @@ FULL = Effort(
     ways=20_000,
     actions=30_000,
     nodes=1_000,
+    columns=_ALL,
     seconds=100.0,
     program_s=5.0,
 )
@@ -406,7 +409,7 @@ class _Search:
         """Return what the ranks of a layout may hold, if that can be told."""
         key = place, layout
         if key not in self._known_choices:
-            self._known_choices[key] = choices_of(
+            self._known_choices[key] = of_chain(
                 self._every[place], layout, self._limit_s, ways=self._effort.ways
             )
         return self._known_choices[key]
@@ -420,29 +423,23 @@ class _Search:
         return found_s
 
     def _settled_s(self, place: int, layout: Layout) -> float:
-        """Return the least of a layout by its program; 0 if that cannot be told.
-
-        Rows of a framework's rule are not in the program, whose splits would mix them.
-        """
+        """Return the least of a layout by its program; 0 if that cannot be told."""
         candidates = self._every[place]
-        if candidates.rows(layout):
-            self._known_choices.pop((place, layout), None)
-            return 0.0
         choices = self._choices(place, layout)
         del self._known_choices[place, layout]
         if choices is None:
             return 0.0
-        found_s = choices.optimum(
+        return choices.optimum(
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
             actions=self._effort.actions,
             nodes=self._effort.nodes,
+            most_columns=self._effort.columns,
             until=min(
                 self._started + self._effort.seconds,
                 time.process_time() + self._effort.program_s,
             ),
         )
-        return 0.0 if found_s is None else found_s
 
     def _gap(self) -> float:
         return max(0.0, 1 - self._bound_s() / self._best.prediction.step_time_s)

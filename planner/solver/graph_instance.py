@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Literal
 from planner.on_use import OnUse
 from planner.solver.contraction import Block, blocks
 from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
-from planner.solver.sides import Host
+from planner.solver.sides import Host, Tie
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -103,7 +103,7 @@ class GraphInstance:
                 f"{sum(one.stages for one in self.types)}"
             )
         if len({_in_common(one.chain) for one in self.types}) > 1:
-            raise ValueError("chains of types have the same layers, stages and pace")
+            raise ValueError("chains of types have the same layers, stages, ties and pace")
         if any(one.chain.cut_s for one in self.types):
             raise ValueError("cut_s: what cuts cost follows from the outputs that cross them")
         for before, after in self.edges:
@@ -175,6 +175,7 @@ class GraphInstance:
             self.chain,
             layers=tuple(self.chain.layers[layer] for layer in order),
             cut_s=cuts_s,
+            sides=self._sides(order),
             used_bytes=self.chain.used_bytes and self.chain.used_bytes.along(order),
         )
 
@@ -218,7 +219,16 @@ class GraphInstance:
                 for host in chain.hosts
                 if any(ranks := tuple(n * (g == h) for n, h in zip(host.ranks, types, strict=True)))
             ),
+            sides=self._sides(order),
             used_bytes=self._used_bytes(order, types),
+        )
+
+    def _sides(self, order: Sequence[int]) -> tuple[Tie, ...]:
+        """Return the ties with layers told by their places in an order."""
+        place = {layer: at for at, layer in enumerate(order)}
+        return tuple(
+            replace(tie, layers=tuple(sorted(place[layer] for layer in tie.layers)))
+            for tie in self.chain.sides
         )
 
     def _used_bytes(self, order: Sequence[int], types: Sequence[int]) -> UsedBytes | None:
@@ -245,6 +255,7 @@ def _in_common(chain: Instance) -> tuple[object, ...]:
         chain.steady,
         chain.fill,
         chain.forward_apart,
+        chain.sides,
     )
 
 

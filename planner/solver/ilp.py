@@ -74,9 +74,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise, product, starmap
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
-from planner.errors import MeshwrightError
 from planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
@@ -96,7 +95,7 @@ from planner.solver.instance import (
     priced,
 )
 from planner.solver.memory_reach import why_infeasible, why_no_split
-from planner.solver.sides import AtMost, Chosen, Placed, Tie, Together, of_chain
+from planner.solver.sides import Tie
 from planner.solver.sizes import NO_ROW, best_row
 from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
@@ -116,7 +115,6 @@ class _Taken(NamedTuple):
 def solve_graph(
     problem: GraphInstance,
     *,
-    ties: Sequence[Tie] = (),
     time_limit_s: float | None = None,
     gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
@@ -124,7 +122,7 @@ def solve_graph(
 ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
     """Minimise the time of `problem` to a relative `gap`, for at most `time_limit_s` seconds.
 
-    All `ties` are kept.  A solution that met the time limit carries the bound proven until then.
+    All ties are kept.  A solution that met the time limit carries the bound proven until then.
     Unfinished too where bytes are more than sums and no solution that was met fits.  `at_least_s`
     is a bound known before; only objectives below `cutoff_s` are of interest.
     """
@@ -132,9 +130,8 @@ def solve_graph(
     if few:
         return Infeasible(few)
     chain, bound_s = problem.chain, -math.inf
-    sides = [one if isinstance(one, Tie) else of_chain(one) for one in chain.sides]
-    groups = (Tie(Together(first=min(g), last=max(g)), g) for g in problem.colocated)
-    ties = (*ties, *sides, *groups)
+    groups = (Tie(layers=tuple(sorted(group)), together=True) for group in problem.colocated)
+    ties = (*chain.sides, *groups)
     runs = _runs(problem, ties)
     lacks = [0.0] * len(chain.stages)
     margins = (0.0, HIGHS_FEASIBILITY, HIGHS_MARGIN)
@@ -172,7 +169,11 @@ def solve_graph(
             )
         for s, (used, stage) in enumerate(zip(split.stage_bytes, laid.stages, strict=True)):
             lacks[s] += max(0.0, used - stage.capacity_bytes)
-    return Unfinished(bound_s, "the integer program met no split that fits")
+    return Unfinished(
+        bound_s,
+        "the integer program met no split that fits to the byte, within its limit or because its "
+        "numbers differ too much in size for HiGHS; use the exact solver",
+    )
 
 
 class _Count(NamedTuple):
@@ -340,24 +341,25 @@ class _Program:
         """Every side by rows over the runs that it speaks of."""
         program = self.program
         for number, tie in enumerate(self.ties):
-            side, home = tie.side, []
-            if isinstance(side, AtMost):
-                for s in side.stages:
-                    held = pulp.lpSum(n.variable for n in self.here[s])
-                    program += held <= side.layers, f"side{number}_on_stage{s}"
-            if isinstance(side, Together):
+            if tie.at_most is not None:
+                for s in tie.stages or self.stages:
+                    if s in self.stages:
+                        held = pulp.lpSum(n.variable for n in self.here[s])
+                        program += held <= tie.at_most, f"side{number}_on_stage{s}"
+            home = []
+            if tie.together:
                 home = [self._binary(f"home_{number}_{s}") for s in self.stages]
                 program += pulp.lpSum(home) == 1, f"side{number}_has_one_stage"
-            for a, s in product({self.run_of[layer] for layer in tie.layers}, self.stages):
-                if isinstance(side, Together):
+            runs = dict.fromkeys(self.run_of[layer] for layer in tie.layers)
+            for a, s in product(runs, self.stages):
+                if tie.together:
                     most = self.lengths[a] * home[s]
                     program += self._held(a, s) <= most, f"side{number}_{a}_{s}"
-                elif isinstance(side, Placed) and s not in side.stages:
+                elif tie.stages and s not in tie.stages:
                     program += self._held(a, s) == 0, f"side{number}_{a}_{s}"
-                elif isinstance(side, Chosen):
-                    for n in self.on[a][s]:
-                        if n.option.name not in side.options:
-                            n.variable.upBound = 0
+                for n in self.on[a][s] if tie.options else ():
+                    if n.option.name not in tie.options:
+                        n.variable.upBound = 0
 
     def _cuts(self) -> list[Any]:
         """[boundary] Seconds of what crosses it, for the types that meet there."""
@@ -461,28 +463,6 @@ class _Program:
         return taken
 
 
-@overload
-def solve(
-    instance: Instance,
-    *,
-    time_limit_s: None = None,
-    gap: float = HIGHS_GAP,
-    at_least_s: float = -math.inf,
-    cutoff_s: float = math.inf,
-) -> Solution | Infeasible | Fathomed: ...
-
-
-@overload
-def solve(
-    instance: Instance,
-    *,
-    time_limit_s: float,
-    gap: float = HIGHS_GAP,
-    at_least_s: float = -math.inf,
-    cutoff_s: float = math.inf,
-) -> Solution | Infeasible | Fathomed | Unfinished: ...
-
-
 def solve(
     instance: Instance,
     *,
@@ -496,40 +476,21 @@ def solve(
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
     """
-    if instance.sizes:
-        return best_row(
-            instance,
-            cutoff_s,
-            lambda row, below_s: _solved(row, time_limit_s, gap, at_least_s, below_s),
-        )
-    return _solved(instance, time_limit_s, gap, at_least_s, cutoff_s)
 
-
-def _solved(
-    instance: Instance,
-    time_limit_s: float | None,
-    gap: float,
-    at_least_s: float,
-    cutoff_s: float,
-) -> Solution | Infeasible | Fathomed | Unfinished:
-    reason = why_infeasible(instance)
-    if reason:
-        return Infeasible(reason)
-    found = solve_graph(
-        chain_problem(instance),
-        time_limit_s=time_limit_s,
-        gap=gap,
-        at_least_s=at_least_s,
-        cutoff_s=cutoff_s,
-    )
-    if isinstance(found, GraphSolution):
-        return found.split
-    if isinstance(found, Unfinished) and time_limit_s is None and instance.used_bytes is None:
-        raise MeshwrightError(
-            "the integer program found no split that fits to the byte: its numbers differ too much "
-            "in size for HiGHS; use the exact solver"
+    def solved(row: Instance, below_s: float) -> Solution | Infeasible | Fathomed | Unfinished:
+        reason = why_infeasible(row)
+        if reason:
+            return Infeasible(reason)
+        found = solve_graph(
+            chain_problem(row),
+            time_limit_s=time_limit_s,
+            gap=gap,
+            at_least_s=at_least_s,
+            cutoff_s=below_s,
         )
-    return found
+        return found.split if isinstance(found, GraphSolution) else found
+
+    return best_row(instance, cutoff_s, solved)
 
 
 def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
@@ -562,11 +523,10 @@ def _order_alike(instance: Instance, options: list[int], held: range) -> None:
 
     What ends a run between two of them may have been a side that does not speak of options.
     """
-    chosen = [side for side in instance.sides if isinstance(side, Chosen)]
+    chosen = [tie for tie in instance.sides if tie.options]
 
     def key(layer: int) -> tuple[object, ...]:
-        asked = (side for side in chosen if side.first <= layer <= side.last)
-        return instance.layers[layer], *asked
+        return instance.layers[layer], *(tie for tie in chosen if layer in tie.layers)
 
     for _, same in groupby(held, key=key):
         layers = list(same)

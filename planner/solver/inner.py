@@ -58,15 +58,17 @@ def solve(
     Among equally fast splits the one with the earliest cuts is returned; inside a stage the layers
     that come first take the later options of their kind (recompute the first layers).
     """
-    if instance.sizes:
-        return best_row(
-            instance,
-            cutoff_s,
-            lambda row, below_s: solve(row, cutoff_s=below_s, frontiers=frontiers),
-        )
+    store = frontiers if frontiers is not None else FrontierStore()
+    return best_row(instance, cutoff_s, lambda row, below_s: _solved(row, below_s, store))
+
+
+def _solved(
+    instance: Instance, cutoff_s: float, store: FrontierStore
+) -> Solution | Infeasible | Fathomed:
+    """Return the best split of an instance without rows of sizes."""
     if sum(stage.least_layers for stage in instance.stages) > len(instance.layers):
         return Infeasible(why_infeasible(instance))
-    knapsacks = Knapsacks(instance, frontiers if frontiers is not None else FrontierStore())
+    knapsacks = Knapsacks(instance, store)
     floor = _Floor(knapsacks)
     ceiling_s = min(floor.likely_ceiling_s, floor.ceiling_s(cutoff_s))
     whole_s = floor.most_s

@@ -19,7 +19,7 @@ Beside the devices, hosts and sides (planner.solver.sides): of every host
 
     Σ_s ranks_s · Σ_{l in s} (host_resident + in_flight_s · host) <= capacity
 
-and every side is kept.  Only `planner.solver.sided` and `planner.solver.ilp` look at these.
+and every side is kept.  Only `planner.solver.solve` and `planner.solver.ilp` look at these.
 
 Nothing here searches: `planner.solver.inner` and `planner.solver.ilp` return a `Solution` of an
 `Instance`.
@@ -35,7 +35,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.sides import Host, Side, Tie, of_chain, unkept
+from planner.solver.sides import Host, Tie, unkept
 from planner.tolerances import EQUAL, ROUNDING
 
 Floats = NDArray[np.float64]
@@ -188,7 +188,7 @@ class Instance:
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[float, ...] = ()
     hosts: tuple[Host, ...] = ()
-    sides: tuple[Side, ...] = ()
+    sides: tuple[Tie, ...] = ()
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
@@ -382,8 +382,7 @@ def broken(instance: Instance, solution: Solution) -> Host | Tie | None:
     names = [
         instance.options_of(layer)[option].name for layer, option in enumerate(solution.options)
     ]
-    ties = map(of_chain, instance.sides)
-    return unkept(ties, range(len(names)), solution.cuts, names)
+    return unkept(instance.sides, solution.cuts, names)
 
 
 def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:

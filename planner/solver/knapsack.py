@@ -195,6 +195,14 @@ class Knapsacks:
         self.host_limited = bool(np.isfinite(self.host_limit).any())
         _refuse_both(self.host_limited and self.sync_depends)
 
+    @cached_property
+    def radix(self) -> list[int] | None:
+        """[kind] What one layer adds to the number of a content; None if there are too many."""
+        radix = [1]
+        for total in np.bincount(self.layers, minlength=len(self.options.sizes)).tolist():
+            radix.append(radix[-1] * (total + 1))
+        return radix[:-1] if radix[-1] < 2**62 else None
+
     def _families(self) -> list[StageClass]:
         options, families = self.options, []
         if options.constant(options.resident) and options.constant(options.kept):

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+# A run of layers is what the second of two downsets adds to the first.
+Runs = tuple[Indices, Indices]
 
 
 class Downsets(Protocol):
@@ -33,6 +35,9 @@ class Downsets(Protocol):
 
     def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
         """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
+
+    def nested(self, most: int) -> Runs | None:
+        """Pairs of downsets of which the first lies in the second, rising; None if over `most`."""
 
     def difference(self, smaller: int, larger: int) -> Sequence[int]:
         """Layers that the larger downset has and the smaller has not, rising."""
@@ -64,10 +69,16 @@ class Prefixes:
     def crossing(self, readers: Sequence[Sequence[int]], values: Floats) -> Floats:
         """[downset] Sum of `values` [layer] over its layers that have a reader outside."""
         found = np.zeros(len(self))
+        found[1:-1] = values[:-1]  # the next layer reads each
         for layer, outside in enumerate(readers):
-            if outside:
-                found[layer + 1 : outside[-1] + 1] += values[layer]
+            if len(outside) > 1:
+                found[layer + 2 : outside[-1] + 1] += values[layer]
         return found
+
+    def nested(self, _: int) -> Runs:
+        """Pairs of downsets of which the first lies in the second, rising, however many."""
+        smaller, larger = np.triu_indices(len(self), 1)
+        return smaller, larger
 
     def difference(self, smaller: int, larger: int) -> range:
         """Layers that the larger downset has and the smaller has not, rising."""

@@ -35,8 +35,10 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from planner.document import Document, Part, nearest
+from planner.errors import DocumentError
 from planner.schedule import most_in_flight
 from planner.solver import instance as solver_side
+from planner.solver.graph_instance import GraphInstance, alike, chain_problem
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Host
@@ -310,11 +312,29 @@ class Problem(Document):
                 Host(capacity_bytes=host.capacity_bytes, ranks=host.ranks) for host in self.hosts
             ),
             sides=tuple(
-                side
+                tie
                 for asked in self.require
-                if (side := asked.side(layers=len(self._chain()), stages=len(rooms))) is not None
+                if (tie := asked.tie(range(len(self._chain())), len(rooms))) is not None
             ),
         )
+
+    def graph(self) -> GraphInstance:
+        """Return the problem as the solvers of every kind take it.
+
+        Raises DocumentError where groups that stay together wait for each other.
+        """
+        if not self.edges:
+            return chain_problem(self.instance())
+        try:
+            return alike(
+                self.instance(),
+                edges=sorted(set(self.edges)),
+                output_s=self.output_s,
+                colocated=[sorted(group) for group in self.colocated],
+                relayed=self.relayed,
+            )
+        except ValueError as error:
+            raise DocumentError("colocated", str(error).removeprefix("colocated: ")) from error
 
 
 def _options(kind: LayerKind) -> tuple[solver_side.Option, ...]:

@@ -21,7 +21,7 @@ from planner.document import Part, nearest
 from planner.errors import DocumentError
 from planner.plan import Activations
 from planner.profile import Recompute
-from planner.solver.sides import AtMost, Chosen, Placed, Side, Together
+from planner.solver.sides import Tie
 from planner.units import Count, Flag, Positive, Text, whole_number
 
 _LAYERS = re.compile(r"layers? (\S+) (.+)")
@@ -60,33 +60,33 @@ class Requirement(Part):
 
     def __str__(self) -> str:
         """Say what it asks for."""
-        if self.at_most is not None:
-            where = "each stage" if self.stages is None else _named(self.stages)
-            return f"at most {self.at_most} layers on {where}"
-        first, last = self.layers or (0, 0)
-        if self.together:
-            return f"layers {first}-{last} together"
-        if self.options is not None:
-            return f"layers {first}-{last} {' or '.join(self.options)}"
-        return f"layers {first}-{last} on {_named(self.stages or ())}"
+        first, last = self.layers or (0, -1)
+        return str(self._of(tuple(range(first, last + 1))))
 
-    def side(self, *, layers: int, stages: int) -> Side | None:
-        """Return what a solver keeps; None if no split into so many stages can."""
-        here = tuple(range(stages) if self.stages is None else self.stages)
-        if self.at_most is not None:
-            return AtMost(layers=self.at_most, stages=tuple(s for s in here if s < stages))
-        assert self.layers is not None, "checked on creation"
+    def _of(self, layers: tuple[int, ...]) -> Tie:
+        return Tie(
+            layers=layers,
+            together=self.together,
+            stages=self.stages or (),
+            at_most=self.at_most,
+            options=self.options or (),
+        )
+
+    def tie(self, numbers: Sequence[int], stages: int) -> Tie | None:
+        """Return what a solver keeps; None if no split into so many stages can.
+
+        `numbers` are those of the layers in the order of the chain.
+        """
+        if self.layers is None:
+            return self._of(())
         first, last = self.layers
-        if last >= layers:
+        if last >= len(numbers):
             raise DocumentError(
-                "require", f"speaks of layer {last}; the chain has layers 0 to {layers - 1}"
+                "require", f"speaks of layer {last}; the chain has layers 0 to {len(numbers) - 1}"
             )
-        if self.together:
-            return Together(first=first, last=last)
-        if self.options is not None:
-            return Chosen(first=first, last=last, options=self.options)
-        there = tuple(s for s in here if s < stages)
-        return Placed(first=first, last=last, stages=there) if there else None
+        if self.stages is not None and min(self.stages) >= stages:
+            return None
+        return self._of(tuple(sorted(numbers[first : last + 1])))
 
 
 def read_requirements(texts: Sequence[str], names: Sequence[str]) -> tuple[Requirement, ...]:
@@ -141,15 +141,6 @@ def option_name(recompute: str, activations: str) -> str:
     ('full', 'full, offload')
     """
     return recompute if activations == "keep" else f"{recompute}, {activations}"
-
-
-def _named(stages: Sequence[int]) -> str:
-    """Return stages in words.
-
-    >>> _named((0,)), _named((1, 2, 3))
-    ('stage 0', 'stages 1, 2, 3')
-    """
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:

@@ -1,13 +1,7 @@
 """What ties the stages of a split to each other, or layers to stages, beside the memory of each.
 
-    Host        devices of several stages share the memory of one host
-    Together    layers lie in one stage
-    Placed      layers lie in one of some stages
-    AtMost      a stage holds no more than so many layers
-    Chosen      layers take one of the options that are named
-
-Layers and stages are counted from 0, and ranges include both ends.  `planner.solver.sided` solves
-problems with such sides; nothing here searches.
+Layers and stages are counted from 0.  `planner.solver.solve` solves problems with such ties;
+nothing here searches.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import assert_never
 
 from planner.units import bytes_text
 
@@ -33,103 +26,46 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
-    """Layers `first` .. `last` lie in one stage."""
-
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        """Say what it asks for."""
-        return f"layers {self.first}-{self.last} together"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Layers `first` .. `last` each lie in one of `stages`."""
-
-    first: int
-    last: int
-    stages: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """Say what it asks for."""
-        return f"layers {self.first}-{self.last} on stage {_numbers(self.stages)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtMost:
-    """Each of `stages` holds at most so many layers."""
-
-    layers: int
-    stages: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """Say what it asks for."""
-        return f"at most {self.layers} layers on stage {_numbers(self.stages)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Layers `first` .. `last` each take an option with one of these names."""
-
-    first: int
-    last: int
-    options: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Say what it asks for."""
-        return f"layers {self.first}-{self.last} take {' or '.join(self.options)}"
-
-
-Side = Together | Placed | AtMost | Chosen
-
-
-@dataclass(frozen=True, slots=True)
 class Tie:
-    """A side of layers that need not be numbered in a row, as those of a graph."""
+    """Exactly one of four: `layers` on one stage (`together`), on some of `stages`, with `options`.
 
-    side: Side
+    Or, without layers, `at_most` so many of them on each of `stages`, or of all if none is named.
+    """
+
     layers: tuple[int, ...] = ()
-    """None where it speaks of stages alone."""
+    """Rising; those of a graph need not be numbered in a row."""
+    together: bool = False
+    stages: tuple[int, ...] = ()
+    at_most: int | None = None
+    options: tuple[str, ...] = ()
+    """By name."""
 
     def __str__(self) -> str:
-        """Say what it asks for."""
-        return str(self.side)
+        """Say what it asks for.
+
+        >>> str(Tie(layers=(0, 1, 2), stages=(1, 2))), str(Tie(at_most=4))
+        ('layers 0-2 on stages 1, 2', 'at most 4 layers on each stage')
+        """
+        where = f"stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}"
+        if self.at_most is not None:
+            return f"at most {self.at_most} layers on {where if self.stages else 'each stage'}"
+        asked = "together" if self.together else " or ".join(self.options) or f"on {where}"
+        return f"layers {self.layers[0]}-{self.layers[-1]} {asked}"
 
     def kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
         """Whether a split does, with the stage of each layer and the name of its option."""
-        match self.side:
-            case Together():
-                return len({stage_of[at] for at in self.layers}) == 1
-            case Placed(stages=stages):
-                return all(stage_of[at] in stages for at in self.layers)
-            case AtMost(layers=most, stages=stages):
-                return all(list(stage_of).count(stage) <= most for stage in stages)
-            case Chosen(options=options):
-                return all(names[at] in options for at in self.layers)
-            case _:
-                assert_never(self.side)
+        own = [stage_of[at] for at in self.layers]
+        if self.at_most is not None:
+            held = self.stages or set(stage_of)
+            return all(list(stage_of).count(stage) <= self.at_most for stage in held)
+        if self.together:
+            return len(set(own)) == 1
+        if self.options:
+            return all(names[at] in self.options for at in self.layers)
+        return all(stage in self.stages for stage in own)
 
 
-def of_chain(side: Side) -> Tie:
-    """Return the tie of layers that are numbered in a row."""
-    return Tie(side, () if isinstance(side, AtMost) else tuple(range(side.first, side.last + 1)))
-
-
-def unkept(
-    ties: Iterable[Tie], layers: Sequence[int], cuts: Sequence[int], names: Sequence[str]
-) -> Tie | None:
-    """Return a tie that a split does not keep, None if it keeps all.
-
-    `layers` and the `names` of their options are in its order.
-    """
-    stage_of, name_of = [0] * len(layers), [""] * len(layers)
-    for stage, (first, end) in enumerate(pairwise(cuts)):
-        for at in range(first, end):
-            stage_of[layers[at]], name_of[layers[at]] = stage, names[at]
-    return next((tie for tie in ties if not tie.kept(stage_of, name_of)), None)
-
-
-def _numbers(stages: tuple[int, ...]) -> str:
-    return ", ".join(map(str, stages))
+def unkept(ties: Iterable[Tie], cuts: Sequence[int], names: Sequence[str]) -> Tie | None:
+    """Return a tie that a split does not keep, None if it keeps all; `names` [layer] of options."""
+    stage_of = [s for s, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]
+    return next((tie for tie in ties if not tie.kept(stage_of, names)), None)

@@ -21,8 +21,10 @@ NO_ROW = "the layers cannot be divided among the stages in the numbers that are 
 def best_row(instance: Instance, cutoff_s: float, solve: Callable[[Instance, float], O]) -> O:
     """Return the best split of any of `instance.sizes`, each solved below a cutoff.
 
-    Of equally fast ones that of the first row is returned.
+    Of equally fast ones that of the first row is returned.  Without sizes any split will do.
     """
+    if not instance.sizes:
+        return solve(instance, cutoff_s)
     best: O | None = None
     left: O | None = None
     bound_s = math.inf

@@ -26,18 +26,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.solver import inner
+from planner.solver import ilp, inner
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, too_few
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort, split_alike
 from planner.solver.graphs.nearby import along_orders, of_bits
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished
+from planner.solver.instance import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Solution,
+    Unfinished,
+    broken,
+)
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_no_split
-from planner.solver.prefixes import Downsets, Prefixes
-from planner.solver.unequal.ideal_reach import nested
-from planner.solver.unequal.reach import Runs
+from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.unequal.unequal import Search
 from planner.tolerances import ROUNDING
 
@@ -48,20 +53,127 @@ def solve(
     cutoff_s: float = math.inf,
     frontiers: FrontierStore | None = None,
     effort: GraphEffort | None = None,
+    time_limit_s: float | None = None,
 ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
     """Minimise the time of `problem` over all orders of types and branches, cuts and options.
 
     Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
-    may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows.
+    may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows, or
+    the integer program, which decides where ties are not kept by themselves, meets its time limit.
     """
     few = too_few(problem)
     if few:
         return Infeasible(few)
     store = frontiers if frontiers is not None else FrontierStore()
-    effort = effort or GraphEffort()
     if problem.one_order and len(problem.types) == 1:
-        best, bound_s = _chain(problem, cutoff_s, store)
-    elif len(problem.types) == 1:
+        return _chain(problem, cutoff_s, store, time_limit_s)
+    relaxed = _relaxed(problem, cutoff_s, store, effort or GraphEffort())
+    if not isinstance(relaxed, GraphSolution):
+        return relaxed
+    laid = problem.laid(relaxed.order, relaxed.split.cuts, relaxed.types)
+    if broken(laid, relaxed.split) is None:
+        return replace(relaxed, problem=problem)
+    return ilp.solve_graph(
+        problem, time_limit_s=time_limit_s, at_least_s=relaxed.lower_bound_s, cutoff_s=cutoff_s
+    )
+
+
+def _chain(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore, time_limit_s: float | None
+) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    """Return the best split of layers that have one order, on devices of one type."""
+    order = tuple(range(len(problem.chain.layers)))
+    found = solve_chain(
+        problem.along(order), cutoff_s=cutoff_s, frontiers=store, time_limit_s=time_limit_s
+    )
+    if isinstance(found, Infeasible) and problem.names and not problem.chain.sides:
+        return Infeasible(why_no_split(problem))
+    if not isinstance(found, Solution):
+        return found
+    types = (0,) * len(problem.chain.stages)
+    return GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
+
+
+def solve_chain(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+    time_limit_s: float | None = None,
+) -> Solution | Infeasible | Fathomed | Unfinished:
+    """Minimise the time of a chain on devices of one type; only objectives below the cutoff.
+
+    Without ties `planner.solver.inner` is exact, and with hosts of which each has devices of one
+    stage.  With others its answer is the optimum of a relaxation: if it keeps every host and tie it
+    is the optimum here too, and if not it bounds the integer program, which then decides.  Without
+    a limit on the seconds of that the answer is proven.
+    """
+    if not instance.hosts and not instance.sides:
+        return inner.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
+    narrow, kept = narrowed(instance)
+    if narrow is None:
+        return Infeasible("a layer has none of the options that are asked for")
+    plain = replace(narrow, hosts=() if _synced_apart(narrow) else narrow.hosts, sides=())
+    relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
+    if not isinstance(relaxed, Solution):
+        return relaxed
+    each = zip(narrow.layers, relaxed.options, strict=True)
+    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in each))
+    if broken(instance, whole) is None:
+        return whole
+    return ilp.solve(
+        instance, time_limit_s=time_limit_s, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s
+    )
+
+
+def _synced_apart(chain: Instance) -> bool:
+    """Whether options of one kind differ in what they synchronise: no limit on hosts is kept."""
+    return any(len({o.sync_s for o in table}) > 1 for table in chain.kinds)
+
+
+def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
+    """Return the instance with only the options that are allowed, and which those are by kind.
+
+    None if a layer has no option left.
+    """
+    chosen = [tie for tie in instance.sides if tie.options]
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    layers = []
+    for layer, kind in enumerate(instance.layers):
+        allowed = tuple(
+            k
+            for k, option in enumerate(instance.kinds[kind])
+            if all(option.name in tie.options for tie in chosen if layer in tie.layers)
+        )
+        if not allowed:
+            return None, []
+        layers.append(numbers.setdefault((kind, allowed), len(numbers)))
+    narrow = replace(
+        instance,
+        layers=tuple(layers),
+        kinds=tuple(tuple(instance.kinds[kind][k] for k in allowed) for kind, allowed in numbers),
+        credits_s=tuple(instance.credits_s[kind] for kind, _ in numbers)
+        if instance.credits_s
+        else (),
+    )
+    return narrow, [list(allowed) for _, allowed in numbers]
+
+
+def _relaxed(
+    problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
+) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    """Return the best split where ties need not be kept, and hosts only as far as one stage goes.
+
+    `cutoff_s`, `effort` as of `solve`.
+    """
+    apart = any(_synced_apart(one.chain) for one in problem.types)
+    if problem.chain.sides or (apart and any(one.chain.hosts for one in problem.types)):
+        types = (
+            replace(one, chain=replace(one.chain, sides=(), hosts=() if apart else one.chain.hosts))
+            for one in problem.types
+        )
+        problem = replace(problem, types=tuple(types))
+    if len(problem.types) == 1:
         every = ideals(problem.readers(), most=effort.most_ideals, colocated=problem.colocated)
         best, bound_s = split_alike(problem, every, store, cutoff_s, effort)
     else:
@@ -96,18 +208,6 @@ def least_s(
     return Search(problem, store, math.inf, *known).bound_s
 
 
-def _chain(
-    problem: GraphInstance, cutoff_s: float, store: FrontierStore
-) -> tuple[GraphSolution | None, float]:
-    order = tuple(range(len(problem.chain.layers)))
-    found = inner.solve(problem.along(order), cutoff_s=cutoff_s, frontiers=store)
-    if not isinstance(found, Solution):
-        return None, found.lower_bound_s if isinstance(found, Fathomed) else math.inf
-    types = (0,) * len(problem.chain.stages)
-    best = GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
-    return best, found.lower_bound_s
-
-
 def _on_types(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
 ) -> tuple[GraphSolution | None, float]:
@@ -118,18 +218,18 @@ def _on_types(
     if bound_s >= cutoff_s:
         return None, bound_s
     some = of_bits(along_orders(problem), len(problem.chain.layers))
-    pairs = nested(some, GraphEffort().most_steps)
+    pairs = some.nested(GraphEffort().most_steps)
     best = pairs and Search(problem, store, cutoff_s, some, pairs).solved()[0]
     return (replace(best, method="orders") if best else None), bound_s
 
 
-def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs | None] | None:
+def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs] | None:
     """Return the downsets of a problem with few of them, and those that lie in others."""
-    if problem.one_order:
-        return Prefixes(len(problem.chain.layers)), None
     most = effort.most_steps // (len(problem.chain.stages) * len(problem.types))
-    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
-    pairs = None if every is None else nested(every, most)
+    every: Downsets | None = Prefixes(len(problem.chain.layers))
+    if not problem.one_order:
+        every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
+    pairs = None if every is None else every.nested(most)
     return None if every is None or pairs is None else (every, pairs)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.solver.cuts import Chain
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, Table, content_codes
+from planner.solver.table import Known, Table
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -65,9 +65,8 @@ class StageTable(Table):
         at = np.flatnonzero(inside.reshape(-1))
         self._signature = np.full(inside.size, -1, dtype=np.intp)
         sample = self._signature[at] = np.arange(len(at), dtype=np.intp)
-        radix = content_codes(knapsacks)
-        if radix is not None:
-            codes = bounds.every.codes(np.array(radix)[knapsacks.layers], bounds.members)
+        codes = bounds.codes
+        if codes is not None:
             held = (codes[self._end] - codes[self._first]).reshape(-1)[at]
             _, sample, self._signature[at] = np.unique(held, return_index=True, return_inverse=True)
         self._same: dict[int, Indices] = {}

@@ -37,11 +37,12 @@ _FEW = 8
 class _Range:
     """Sums over ideals for one range of transient levels and one family of stages.
 
-    `levels` rise, and `reached` [level, member] counts layers that need at least that one.
+    `levels` above the `lowest` rise, `reached` [level, member] counts layers that need as much.
     `totals` [column, member]: bytes that any option holds; layers without an option in the range;
     leanest loads; and for each multiplier the least t + λ x.
     """
 
+    lowest: float
     levels: Floats
     reached: Floats
     multipliers: Floats
@@ -106,6 +107,30 @@ class StepBounds:
             np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
         return bound
 
+    def stages_s(self, smaller: Indices, larger: Indices) -> Floats:
+        """[stage, step] Bounds on the seconds of all stages; inf where the layers cannot fit."""
+        knapsacks = self.knapsacks
+        sample, number = np.arange(len(smaller)), np.arange(len(smaller))
+        if self.codes is not None:
+            held = self.codes[larger] - self.codes[smaller]
+            _, sample, number = np.unique(held, return_index=True, return_inverse=True)
+        found = np.empty((len(knapsacks.time_scale), len(sample)))
+        for family, own in enumerate(knapsacks.families):
+            found[own.stages] = self.layers_s(family, smaller[sample], larger[sample])
+        found *= knapsacks.time_scale[:, None]
+        fixed_s = np.add.outer(knapsacks.exposed_s, self.cut_s[smaller] + self.cut_s[larger])
+        staged: Floats = found[:, number] + fixed_s
+        return staged
+
+    @cached_property
+    def codes(self) -> NDArray[np.int64] | None:
+        """[member] Its layers of each kind as one number; None if there are too many of them.
+
+        Numbers are mixed-radix counts of kinds.
+        """
+        radix, layers = self.knapsacks.radix, self.knapsacks.layers
+        return None if radix is None else self.every.codes(np.array(radix)[layers], self.members)
+
     def shared_s(self, stages: slice, *, rest: bool = False) -> Floats:
         """[member] Least unscaled seconds of its layers if these stages alone hold them.
 
@@ -168,8 +193,9 @@ class StepBounds:
         levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
         if len(levels) > _TRANSIENT_BINS:
             levels = levels[np.linspace(0, len(levels) - 1, _TRANSIENT_BINS).round().astype(int)]
-        levels = np.append(lowest, levels)
-        reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
+        reached = np.empty((0, 0))
+        if len(levels):
+            reached = self._totals((smallest[:, None] >= levels).astype(np.float64))
 
         kinds = np.arange(len(options.sizes))
         allowed = np.array(self.knapsacks.allowed(kinds.tolist(), highest))
@@ -180,7 +206,9 @@ class StepBounds:
             np.where(none, 0.0, relaxed.lean[kinds, allowed]),
             np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
         ]
-        return _Range(levels, reached, relaxed.multipliers, self._totals(np.column_stack(columns)))
+        return _Range(
+            lowest, levels, reached, relaxed.multipliers, self._totals(np.column_stack(columns))
+        )
 
     def _totals(self, per_kind: Floats) -> Floats:
         """[column, member] Sums over ideals of `per_kind` [kind, column]."""
@@ -195,8 +223,8 @@ def _bound(
 
     [stage, step] for several stages, whose `free` bytes and `scale` are columns.
     """
-    level = np.full(len(smaller), one.levels[0])
-    for floor, reached in zip(one.levels[1:], one.reached[1:], strict=True):
+    level = np.full(len(smaller), one.lowest)
+    for floor, reached in zip(one.levels, one.reached, strict=True):
         level[reached[larger] > reached[smaller]] = floor
     room = (free - level) / scale
     base, none, leanest, *softened = one.totals

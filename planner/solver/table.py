@@ -333,14 +333,3 @@ def least_costs(steps: _Priced, tables: Sequence[Table]) -> Costs | None:
     for table, stage_s in zip(tables, known, strict=True):
         table.stage_s = stage_s
     return costs
-
-
-def content_codes(knapsacks: Knapsacks) -> list[int] | None:
-    """[kind] What one layer adds to the number of a content; None if there are too many of them.
-
-    Numbers are mixed-radix counts of kinds.
-    """
-    radix = [1]
-    for total in np.bincount(knapsacks.layers, minlength=len(knapsacks.options.sizes)).tolist():
-        radix.append(radix[-1] * (total + 1))
-    return radix[:-1] if radix[-1] < 2**62 else None

@@ -31,12 +31,12 @@ from planner.costs.strategy import StrategyParts, least_resident
 from planner.layers.operator_table import RECOMPUTES, either
 from planner.plan import Layout
 from planner.schedule import rank_of_stage
-from planner.search.joint import spread
+from planner.search import spread
 from planner.search.joint.hosting import Options, Stages, hosted
-from planner.search.joint.spread import Spread
 from planner.search.loads import Load, binding, loads_of
 from planner.search.ranks import Shares, longest_run, shares_of
 from planner.search.space import Family, ShardingChoice, Timetable
+from planner.search.spread import Spread
 from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]

@@ -30,10 +30,10 @@ from planner.search.certificate import (
 from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened, judged
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import Family
-from planner.solver import sided
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.solver.memory_reach import why_infeasible
+from planner.solver.solve import solve_chain
 
 _FAMILIES, _PARTS = 96, 12
 """Families that are bounded at once, and parts of families whose layouts are."""
@@ -118,7 +118,7 @@ class ChainSpace:
         instance = self.candidates.instance(layout)
         if why_infeasible(instance):
             return False
-        return isinstance(sided.solve(instance, time_limit_s=TRIED_FOR_S), Solution)
+        return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
 
     def ranked(self, found: Found[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
@@ -140,7 +140,7 @@ def _together(
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:
-    return sided.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
+    return solve_chain(instance, cutoff_s=cutoff_s, frontiers=frontiers, time_limit_s=TIES_LIMIT_S)
 
 
 def _by_program(instance: Instance, _: float) -> Any:

@@ -32,42 +32,61 @@ from planner.search.certificate import (
     COMPUTATION,
     UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of, ties_of
+from planner.search.formulation import instance_of, plan_of
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
-from planner.solver import ilp, sided
+from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.lattice import GraphEffort
-from planner.solver.instance import Fathomed, Infeasible, Solution, Unfinished, broken
-from planner.solver.sides import unkept
+from planner.solver.instance import Infeasible, Solution, Unfinished, broken
 from planner.solver.solve import solve
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
+TRIED_FOR_S = 2.0
+"""Seconds of the integer program of one layout's hosts where any split that fits will do."""
 PROGRAMS, MOVES = 160, 40
 """Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
 
 
-def spaces_of(candidates: Candidates, *, by_program: bool = False) -> Iterator[Space[Any]]:
+def spaces_of(
+    candidates: Candidates, *, by_program: bool = False, effort: GraphEffort | None = None
+) -> Iterator[Space[Any]]:
     """Yield one stage a rank, and two where the graph has one order."""
-    yield GraphSpace(candidates, by_program=by_program)
+    yield GraphSpace(candidates, by_program=by_program, effort=effort)
     if not (by_program or candidates.pins.require) and unlike(candidates.model):
         yield RoundSpace(candidates)
+
+
+def any_split() -> GraphEffort:
+    """Return what searches share that ask for any split that fits."""
+    return GraphEffort(programs=0, moves=0, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS)
 
 
 class GraphSpace(AlikeSpace):
     """The partition problems of a graph's layouts."""
 
-    def __init__(self, candidates: Candidates, *, by_program: bool = False) -> None:
-        """The integer program decides where it is asked to, or else the exact solver."""
+    def __init__(
+        self,
+        candidates: Candidates,
+        *,
+        by_program: bool = False,
+        effort: GraphEffort | None = None,
+    ) -> None:
+        """The integer program decides where it is asked to, or else the exact solver.
+
+        An `effort` is what several spaces share that ask for any split that fits: they give the
+        integer program of hosts less time.
+        """
         super().__init__(candidates)
         self._by_program = by_program
-        self._effort = GraphEffort(
+        self._effort = effort or GraphEffort(
             programs=PROGRAMS, moves=MOVES, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
         )
+        self._limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -94,6 +113,8 @@ class GraphSpace(AlikeSpace):
             layout,
             costs,
             self.candidates.pins.recompute,
+            self.candidates.pins.require,
+            self.candidates.model,
         )
         number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
@@ -126,29 +147,16 @@ class GraphSpace(AlikeSpace):
                 cutoff_s=cutoff_s - step_s,
                 frontiers=self._frontiers,
                 effort=self._effort,
+                time_limit_s=TIES_LIMIT_S,
             )
         )
-        if isinstance(answer, GraphSolution):
-            answer = self._kept(layout, problem, answer)
-            if isinstance(answer, Infeasible):
-                return Lost(UNKEPT)
+        if isinstance(answer, Infeasible) and self.candidates.pins.require:
+            return Lost(UNKEPT)
         if isinstance(answer, GraphSolution):
             kept = self._within_hosts(layout, problem, answer)
             answer = kept or Unfinished(answer.lower_bound_s)
         known_s = self.candidates.communication_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
-
-    def _kept(
-        self, layout: Layout, problem: GraphInstance, found: GraphSolution
-    ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
-        """Return the split if it keeps what is required, else that of the integer program."""
-        asked = self.candidates.pins.require
-        ties = ties_of(self.candidates.model, layout, asked, self._model)
-        laid = problem.along(found.order)
-        names = [laid.options_of(at)[own].name for at, own in enumerate(found.split.options)]
-        if unkept(ties, found.order, found.split.cuts, names) is None:
-            return found
-        return ilp.solve_graph(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
 
     def _within_hosts(
         self, layout: Layout, problem: GraphInstance, found: GraphSolution
@@ -171,10 +179,12 @@ class GraphSpace(AlikeSpace):
         )
         if broken(chain, found.split) is None:
             return found
-        kept = sided.solve(chain, frontiers=self._frontiers, time_limit_s=TIES_LIMIT_S)
+        # Ways to run many unlike layers are too many to be listed with and without the host.
+        bound_s = found.lower_bound_s
+        kept = ilp.solve(chain, time_limit_s=self._limit_s, at_least_s=bound_s)
         if not isinstance(kept, Solution):
             return None
-        split = replace(kept, lower_bound_s=min(found.lower_bound_s, kept.objective_s))
+        split = replace(kept, lower_bound_s=min(bound_s, kept.objective_s))
         return replace(found, split=split)
 
     def ranked(self, found: Found[GraphSolution]) -> Ranked:

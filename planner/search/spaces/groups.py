@@ -61,6 +61,8 @@ class GroupSpace(Bundles):
                 layout,
                 self.costs.tables[group.name].of(layout),
                 self.pins.recompute,
+                self.pins.require,
+                self.model,
             )
             for group in self.cluster.groups
         }

@@ -55,7 +55,7 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.dominance import dominates, twins
-from planner.search.formulation import layout_pace, ties_of, unkept
+from planner.search.formulation import layout_pace, unkept
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
 from planner.search.ranked import Ranked
 from planner.search.savings import savings_of
@@ -72,10 +72,9 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.solver import ilp, sides
+from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
-from planner.solver.sides import Tie
 from planner.solver.solve import least_s, solve
 from planner.solver.unequal.unequal import evened
 from planner.tolerances import ROUNDING
@@ -111,7 +110,9 @@ class MixedSpace(GroupSpace):
         """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
             return ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
-        return solve(problem, cutoff_s=cutoff_s, frontiers=self.frontiers)
+        return solve(
+            problem, cutoff_s=cutoff_s, frontiers=self.frontiers, time_limit_s=TIES_LIMIT_S
+        )
 
     def least_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
@@ -317,23 +318,10 @@ class MixedSpace(GroupSpace):
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)
-        ties = ties_of(self.model, layout, self.pins.require, self.ordered)
-        if ties and isinstance(answer, GraphSolution) and not self._keeps(answer, ties, problem):
-            answer = ilp.solve_graph(problem, ties=ties, time_limit_s=TIES_LIMIT_S)
-            if isinstance(answer, Infeasible):
-                return Lost(UNKEPT)
-        known_s = 0.0
-        if isinstance(answer, Unfinished):
-            known_s = self.bound_s(layout)
+        if isinstance(answer, Infeasible) and self.pins.require:
+            return Lost(UNKEPT)
+        known_s = self.bound_s(layout) if isinstance(answer, Unfinished) else 0.0
         return judged(answer, layout, cutoff_s, step_s, known_s)
-
-    @staticmethod
-    def _keeps(found: GraphSolution, ties: Sequence[Tie], problem: Any) -> bool:
-        """Whether a split keeps what is required."""
-        laid = problem.laid(found.order, found.split.cuts, found.types)
-        each = enumerate(found.split.options)
-        names = [laid.options_of(at)[option].name for at, option in each]
-        return sides.unkept(ties, found.order, found.split.cuts, names) is None
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""

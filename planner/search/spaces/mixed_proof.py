@@ -16,13 +16,18 @@ from operator import itemgetter
 from typing import Any
 
 from planner.plan import Layout
-from planner.search.certificate import Account
+from planner.search.certificate import UNFINISHED, Account
 from planner.search.layout_queue import Bound, Found, Lost, Queue
 from planner.search.ranked import Ranked
+from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_proof import NEAR, Effort
 from planner.search.space import Degrees, compiles, micro_batches, timetables
+from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.rounds import RoundSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedSplit
+from planner.search.spaces.simulated import SOLVED, SimulatedSplit, Tried, settled
+from planner.search.spaces.simulated_graph import ABOVE, SimulatedGraph
+from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
 from planner.tolerances import EQUAL
 
 
@@ -35,11 +40,9 @@ class SimulatedShares(ShareSpace):
 
     keeps_ties = False
 
-    def __init__(self, own: ShareSpace) -> None:
+    def __init__(self, own: ShareSpace, tried: Tried) -> None:
         super().__init__(own.request, own.whole, known=own)
-        self._own = own
-        self.found: list[Ranked] = []
-        self.looked_at: dict[str, int] = {}
+        self._own, self.tried = own, tried
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -65,15 +68,48 @@ class SimulatedShares(ShareSpace):
         if isinstance(answer, Lost):
             return answer
         plan = self._own.ranked(answer)
-        step_s = plan.prediction.step_time_s if plan.prediction.fits else math.inf
+        step_s = self.tried.keep(plan)
         low_s = min(step_s, answer.lower_bound_s - self._spread_s(layout))
-        if step_s < math.inf:
-            self.found.append(plan)
         split = SimulatedSplit(plan, low_s >= step_s * (1 - EQUAL))
         return Found(step_s, low_s, answer.layout, split)
 
     def ranked(self, found: Found[Any]) -> Ranked:
         """Return the plan of some shares and its prediction."""
+        one: SimulatedSplit = found.split
+        return one.plan
+
+
+class SimulatedRounds(RoundSpace):
+    """Layouts of two stages a rank, by the work of their ranks."""
+
+    keeps_ties = False
+
+    def __init__(self, own: RoundSpace, tried: Tried) -> None:
+        super().__init__(own.candidates)
+        self._own, self.tried = own, tried
+        self._bounded = SimulatedCandidates.of(own.candidates)
+
+    def _computation_s(self, _: Layout) -> float:
+        return 0.0
+
+    def bound_s(self, layout: Layout) -> float:
+        """Least seconds of a step, memory ignored; see planner.search.simulated_bounds."""
+        return self._bounded.communication_s(layout)
+
+    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
+        """Return the best split by the closed form, simulated."""
+        if not self.tried.may(SOLVED, self.tried.effort.programs):
+            return Lost(UNFINISHED, bound_s=0.0)
+        answer = self._own.solve(layout, cutoff_s * ABOVE)
+        plan = None
+        if isinstance(answer, Found):
+            plan = self._own.ranked(answer)
+            if self.tried.keep(plan) == math.inf:
+                plan = None
+        return settled(layout, plan, self.bound_s(layout), cutoff_s)
+
+    def ranked(self, found: Found[Any]) -> Ranked:
+        """Return the plan of a split and its prediction."""
         one: SimulatedSplit = found.split
         return one.plan
 
@@ -87,22 +123,35 @@ class MixedProof:
     looked_at: dict[str, int]
 
 
-def prove_mixed(spaces: Sequence[Any], known: Ranked, effort: Effort) -> MixedProof:
-    """Return what is proven of all layouts of chains, beginning with a plan."""
-    every: list[SimulatedMixed | SimulatedShares] = [
-        SimulatedShares(space) if isinstance(space, ShareSpace) else SimulatedMixed(space, effort)
-        for space in spaces
-    ]
+def prove_spaces(
+    spaces: Sequence[Any], known: Ranked, effort: Effort, closed_form_s: float
+) -> MixedProof:
+    """Return what is proven of all layouts of some spaces, beginning with a plan.
+
+    None of them takes less than `closed_form_s` in the closed form.
+    """
+    every: list[Any] = []
+    for space in spaces:
+        tried = Tried(effort)
+        if isinstance(space, ShareSpace):
+            every.append(SimulatedShares(space, tried))
+        elif isinstance(space, RoundSpace):
+            every.append(SimulatedRounds(space, tried))
+        elif isinstance(space, GraphSpace):
+            every.append(SimulatedGraph(space, tried, closed_form_s))
+        else:
+            along = SimulatedMixedGraph if space.model.edges else SimulatedMixed
+            every.append(along(space, tried))
     account = Account()
     best = _likely(every, known, effort)
     queue = Queue(account, below_s=best.prediction.step_time_s * (1 - EQUAL))
     for one in every:
         queue.run(one)
-    found = [plan for one in every for plan in one.found]
+    found = [plan for one in every for plan in one.tried.found]
     least_s = min(one.prediction.step_time_s for one in [known, *found])
     looked_at: dict[str, int] = {}
     for one in every:
-        for name, count in one.looked_at.items():
+        for name, count in one.tried.looked_at.items():
             looked_at[name] = looked_at.get(name, 0) + count
     return MixedProof(
         lower_bound_s=min([least_s, *account.unfinished_s]),
@@ -157,7 +206,7 @@ def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
             and one.virtual_stages != chosen.virtual_stages
         }
     space.solve(best.plan.layout, best.prediction.step_time_s)
-    return min([best, *space.found], key=lambda one: one.prediction.step_time_s)
+    return min([best, *space.tried.found], key=lambda one: one.prediction.step_time_s)
 
 
 def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:

@@ -20,7 +20,6 @@ from planner.model import ModelGraph
 from planner.pins import Pins
 from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
 from planner.predict import placement_prediction, placements_of
-from planner.prediction import Simulated
 from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
@@ -32,16 +31,14 @@ from planner.search.certificate import (
 )
 from planner.search.formulation import plan_with
 from planner.search.layer_options import allowed, option_of
-from planner.search.layout_queue import Bound, Bundle, Found, Lost, judged, runnable
+from planner.search.layout_queue import Bound, Bundle, Found, Lost, judged
 from planner.search.rank_problem import Crossing
 from planner.search.ranked import Ranked
 from planner.search.ranks import run_of
-from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
 from planner.solver.graph_instance import cuts_along
 from planner.tolerances import ROUNDING
-from planner.units import seconds_text
 
 MOST_LAYERS = 64
 """Longer chains are not offered two stages a rank: their splits take minutes to try."""
@@ -259,27 +256,3 @@ class RoundSpace(AlikeSpace):
 def _stages_of(home: Sequence[int], rank: int) -> tuple[int, int]:
     front, behind = (stage for stage, own in enumerate(home) if own == rank)
     return front, behind
-
-
-def bounded_too(before: Simulated, space: RoundSpace) -> Simulated:
-    """Return what is proven of simulated time with these partitions in the space too.
-
-    Each rank of a layout does all its work, one action at a time: m times an average rank's
-    seconds at least (planner.search.simulated_bounds).
-    """
-    if before.lower_bound_s is None:
-        return before
-    bounded = SimulatedCandidates.of(space.candidates)
-    every = [bounded.communication_s(layout) for layout in runnable(space)]
-    low_s = min([before.lower_bound_s, *every])
-    if low_s >= before.lower_bound_s:
-        return before
-    gap = 1 - low_s / before.step_time_s
-    return before.model_copy(
-        update={
-            "lower_bound_s": low_s,
-            "gap": gap,
-            "bound": f"no plan in the space takes less than {seconds_text(low_s)} "
-            f"(gap {100 * gap:.2g} %, least of ranks with two stages of unlike layers)",
-        }
-    )

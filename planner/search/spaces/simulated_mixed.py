@@ -23,38 +23,36 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.costs.recomputes import Recomputes
-from planner.model import ModelGraph
 from planner.plan import Layout
-from planner.search.certificate import DOMINATED, NO_FASTER, OUT_OF_MEMORY, UNFINISHED
+from planner.search.certificate import DOMINATED, UNFINISHED
 from planner.search.dominance import dominates, twins
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import pace
-from planner.search.simulated_cuts import Cuts, Placed, least_of
-from planner.search.simulated_program import (
-    MOST_COLUMNS,
-    Column,
-    Columns,
-    LayoutPrices,
-    Program,
-    placed,
+from planner.search.simulated_program import Choices, Columns, GraphPlaces, Links, choices_of
+from planner.search.spaces.group_stages import computing_problem, graph_problem
+from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
+from planner.search.spaces.simulated import (
+    BOUNDED,
+    PROGRAMS,
+    SOLVED,
+    SimulatedSplit,
+    Tried,
+    settled,
 )
-from planner.search.simulated_proof import Effort
-from planner.search.spaces.group_stages import computing_problem
-from planner.search.spaces.mixed import MixedSpace
+from planner.search.spaces.simulated_graph import GraphColumns, places_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.instance import Infeasible, Instance, priced
-from planner.solver.solve import least_s, solve
+from planner.solver.instance import Fathomed, Infeasible, Instance, priced
+from planner.solver.solve import solve
 from planner.tolerances import EQUAL, ROUNDING
 
 MOST_MOVES = 120
@@ -63,15 +61,6 @@ FEW_COLUMNS = 300
 """Of programs that are tried where only one may be: larger ones may take seconds."""
 
 Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedSplit:
-    """A split with its plan; `optimal` where no other of its layout simulates faster."""
-
-    plan: Ranked
-    optimal: bool
 
 
 class SimulatedMixed(MixedSpace):
@@ -79,24 +68,11 @@ class SimulatedMixed(MixedSpace):
 
     keeps_ties = False
 
-    def __init__(self, own: MixedSpace, effort: Effort) -> None:
+    def __init__(self, own: MixedSpace, tried: Tried) -> None:
         """`own` has the same layouts by the closed form."""
         super().__init__(own.request, own.whole, known=own)
         self._families, self._known_s = own._families, own._known_s
-        self.own = own
-        self._effort = effort
-        self._spent = dict.fromkeys(("bounded", "cut", "solved", "programs"), 0)
-        self._started = time.process_time()
-        self.found: list[Ranked] = []
-        """Plans that were simulated."""
-
-    def _may(self, what: str, most: int) -> bool:
-        """Whether another layout may be looked at that closely; it is counted."""
-        late = time.process_time() - self._started > self._effort.seconds
-        if late or self._spent[what] >= most:
-            return False
-        self._spent[what] += 1
-        return True
+        self.own, self.tried = own, tried
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -184,21 +160,21 @@ class SimulatedMixed(MixedSpace):
 
         What another layout can do as well need not be known.
         """
-        if not self._may("bounded", self._effort.layouts):
+        if not self.tried.may(BOUNDED, self.tried.effort.layouts):
             return 0.0
         if self._dominated(layout):
             return Lost(DOMINATED)
-        each = (least_s(one, frontiers=self.frontiers) for one in self.problems(layout))
+        each = (self.least_split_s(one) for one in self.problems(layout))
         return max(each) + self.step_s(layout)
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
         if layout not in self._known_instances:
-            self._known_instances[layout] = self._problems(layout)
+            self._known_instances[layout] = tuple(self._problems(layout))
         found: tuple[GraphInstance, ...] = self._known_instances[layout]
         return found
 
-    def _problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
+    def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
         m, chains = layout.micro_batches, self._own_chains(layout)
         stages = np.array(list(self.costs.stages_of(layout).values()))
         whole_s = np.array(
@@ -208,7 +184,6 @@ class SimulatedMixed(MixedSpace):
             ]
         )
         share = self._share(layout, stages, whole_s) if whole_s.all() else 0.0
-        found = []
         for alpha in (0.0, share) if share else (0.0,):
             once = 0.0 if alpha else 1.0 / m
             priced_chains = {
@@ -226,13 +201,11 @@ class SimulatedMixed(MixedSpace):
                 )
                 for name, chain in chains.items()
             }
-            problem = computing_problem(self.costs, layout, priced_chains)
-            # Sums of bytes are no more than what ranks hold, and quicker.
-            types = tuple(
-                replace(one, chain=replace(one.chain, used_bytes=None)) for one in problem.types
-            )
-            found.append(replace(problem, types=types))
-        return tuple(found)
+            yield self.computing(layout, priced_chains)
+
+    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
+        """Return the problem of ranks that nothing but computation takes time on."""
+        return _by_sums(computing_problem(self.costs, layout, chains))
 
     def _own_chains(self, layout: Layout) -> dict[str, Instance]:
         return {
@@ -244,26 +217,18 @@ class SimulatedMixed(MixedSpace):
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
         """Return the best split that is found, and what none of the layout simulates below."""
-        if not self._may("solved", self._effort.solved):
+        if not self.tried.may(SOLVED, self.tried.effort.solved):
             return Lost(UNFINISHED, bound_s=0.0)
         search = _Layout(self, layout, cutoff_s)
         low_s = search.bounded_s()
-        if low_s >= cutoff_s * (1 - EQUAL):
-            outcome = OUT_OF_MEMORY if low_s == math.inf else NO_FASTER
-            return Lost(outcome, bound_s=None if low_s == math.inf else low_s)
-        best = search.best
-        if best is None or best.prediction.step_time_s >= cutoff_s:
-            return Lost(UNFINISHED, bound_s=low_s)
-        step_s = best.prediction.step_time_s
-        low_s = min(low_s, step_s)
-        return Found(step_s, low_s, layout, SimulatedSplit(best, low_s >= step_s * (1 - EQUAL)))
+        return settled(layout, search.best, low_s, cutoff_s)
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, of cuts with the least each rank takes."""
         each = self.columns(layout, limit_s)
         if each is None:
-            return 0.0
-        loose = choices_of(self, layout, each, limit_s, least=True)
+            return self.bound_s(layout)
+        loose = self.choices(layout, each, limit_s, least=True)
         return 0.0 if loose is None else loose.cut_s(limit_s)
 
     def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
@@ -281,11 +246,10 @@ class SimulatedMixed(MixedSpace):
             costs.step_s for costs in self.costs.costs(layout).values()
         )
         plan = self.own.ranked(Found(closed_s, closed_s, layout, split))
-        if plan.prediction.fits:
-            self.found.append(plan)
+        self.tried.keep(plan)
         return plan
 
-    def columns(self, layout: Layout, limit_s: float) -> list[OnGroup] | None:
+    def columns(self, layout: Layout, limit_s: float) -> list[Columns] | None:
         """Return what finds columns on every group; None where ranks cannot be told by themselves.
 
         They are for plans below a limit.
@@ -296,38 +260,131 @@ class SimulatedMixed(MixedSpace):
             for chain in chains.values()
         ):
             return None
-        sent_s, step_s = _least_sent_s(self, layout), self.step_s(layout)
+        return self.columns_on(layout, chains, limit_s)
+
+    def columns_on(
+        self, layout: Layout, chains: dict[str, Instance], limit_s: float
+    ) -> list[Columns] | None:
+        """Return what finds columns on every group, whose problems alone are `chains`."""
+        step_s = self.step_s(layout)
+        sent_s = min(float(one.min()) for row in self.links(layout) for one in row)
         found = []
         for name, chain in chains.items():
             costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
-            group = GroupPrices(self.model, self.pins.recompute, costs)
-            columns = Columns(group, layout, chain, limit_s, self._effort.ways)
-            found.append(OnGroup(group, chain, columns))
+            prices = self.model, self.pins.recompute, costs
+            found.append(Columns(*prices, layout, chain, limit_s, self.tried.effort.ways))
         return found
+
+    def links(self, layout: Layout) -> Links:
+        """[group before][group after][place] Seconds of a transfer; inf where they never meet.
+
+        Several stages of two ranks meet in either order.
+        """
+        stages, places = (
+            self.costs.stages_of(layout),
+            len(self.own.instance(layout).chain.layers) + 1,
+        )
+        sent_s = {(a, b): self.costs.crossing_s(layout, a, b) for a in stages for b in stages}
+        if layout.virtual_stages > 1:
+            sent_s = {(a, b): min(each_s, sent_s[b, a]) for (a, b), each_s in sent_s.items()}
+        return [
+            [np.full(places, sent_s[a, b] if a != b or stages[a] > 1 else np.inf) for b in stages]
+            for a in stages
+        ]
+
+    def choices(
+        self, layout: Layout, each: Sequence[Columns], limit_s: float, *, least: bool
+    ) -> Choices | None:
+        """Return what ranks may hold on every type; None where that is too much."""
+        numbers = list(self.costs.stages_of(layout).values())
+        read = partial(self.read, layout)
+        links = self.links(layout)
+        return choices_of(layout, each, numbers, links, limit_s, read, least=least)
+
+    def read(
+        self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
+    ) -> GraphSolution:
+        """Return the split of types [rank], places [rank + 1] and options."""
+        return closed(self, layout, order, ends, options)
 
     def ranked(self, found: Found[Any]) -> Ranked:
         """Return the plan of a split and its prediction."""
         one: SimulatedSplit = found.split
         return one.plan
 
-    @property
-    def effort(self) -> Effort:
-        """How far it is looked."""
-        return self._effort
-
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
-        few = columns <= FEW_COLUMNS or self._effort.programs > 1
-        return few and self._may("programs", self._effort.programs)
+        most = self.tried.effort.programs
+        return (columns <= FEW_COLUMNS or most > 1) and self.tried.may(PROGRAMS, most)
 
-    @property
-    def looked_at(self) -> dict[str, int]:
-        """How many layouts got which bound."""
-        return {
-            "layouts within memory": self._spent["bounded"],
-            "layouts solved": self._spent["solved"],
-            "layouts by their programs": self._spent["programs"],
+
+class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
+    """The same of layers that form a graph.
+
+    Bounds hold for whatever layers ranks have, so also for downsets of a graph, and where there are
+    few of these, they are the places between which ranks have columns.
+    """
+
+    def columns_on(
+        self, layout: Layout, chains: dict[str, Instance], limit_s: float
+    ) -> list[Columns] | None:
+        """Return what finds columns on every group; None where downsets are many."""
+        places = self._places
+        if places is None:
+            return None
+        step_s = self.step_s(layout)
+        return [
+            GraphColumns(
+                self.ordered,
+                self.pins.recompute,
+                replace(self.costs.tables[name].of(layout), step_s=step_s),
+                layout,
+                chain,
+                limit_s,
+                self.tried.effort.ways,
+                places,
+            )
+            for name, chain in chains.items()
+        ]
+
+    def links(self, layout: Layout) -> Links:
+        """[group before][group after][place] Seconds of a transfer of all that crosses it."""
+        problem: GraphInstance = self.own.instance(layout)
+        places, readers = self._places, problem.readers()
+        assert places is not None
+        return [
+            [places.every.crossing(readers, np.array(output_s)) for output_s in row]
+            for row in problem.output_s
+        ]
+
+    @cached_property
+    def _places(self) -> GraphPlaces | None:
+        return places_of(self.ordered)
+
+    def read(
+        self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
+    ) -> GraphSolution:
+        """Return the split of types [rank], downsets [rank + 1] and options."""
+        assert self._places is not None
+        layers, cuts = self._places.laid(ends)
+        return closed(self, layout, order, cuts, options, layers)
+
+    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
+        """Return the problem of ranks that nothing but computation takes time on.
+
+        What computation does not hide of a transfer its sender waits for.
+        """
+        bare = {
+            name: replace(chain, credits_s=(), forward_apart=False)
+            for name, chain in chains.items()
         }
+        problem = _by_sums(graph_problem(self.costs, layout, self.ordered, bare))
+        waits = next(iter(self.costs.costs(layout).values())).waits
+        output_s = tuple(
+            tuple(tuple(waits * each_s for each_s in own) for own in row)
+            for row in problem.output_s
+        )
+        return replace(problem, output_s=output_s)
 
 
 def _no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
@@ -379,7 +436,7 @@ class _Layout:
             if isinstance(answer, GraphSolution):
                 low_s = max(low_s, answer.split.lower_bound_s + step_s)
                 self._try(self._closed(answer))
-            else:
+            elif isinstance(answer, Fathomed):
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
@@ -394,11 +451,11 @@ class _Layout:
         each = space.columns(layout, self._limit_s)
         if each is None:
             return self.near_s()
-        loose = choices_of(space, layout, each, self._limit_s, least=True)
+        loose = space.choices(layout, each, self._limit_s, least=True)
         low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
-        choices = choices_of(space, layout, each, self._limit_s, least=False)
+        choices = space.choices(layout, each, self._limit_s, least=False)
         if choices is None:
             low_s = max(low_s, self.near_s())
             self.improve(each, MOST_MOVES)
@@ -410,7 +467,7 @@ class _Layout:
         self.improve(each, MOST_MOVES)
         if low_s >= self._limit_s or not space.may_program(choices.size):
             return low_s
-        effort = space.effort
+        effort = space.tried.effort
         return max(
             low_s,
             choices.optimum(
@@ -418,13 +475,17 @@ class _Layout:
                 self._try,
                 actions=effort.actions,
                 nodes=effort.nodes,
+                most_columns=effort.columns,
                 until=time.process_time() + effort.program_s,
             ),
         )
 
-    def improve(self, each: Sequence[OnGroup], most: int) -> None:
-        """Let single entries move while the best split simulates faster, for so many trials."""
-        while self._split is not None:
+    def improve(self, each: Sequence[Columns], most: int) -> None:
+        """Let single entries move while the best split simulates faster, for so many trials.
+
+        The orders of a graph's branches are left as they are, so there nothing moves.
+        """
+        while self._split is not None and each[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
             for order, numbers in moves(split.types, sizes):
@@ -441,15 +502,15 @@ class _Layout:
                 return
 
     def _fastest(
-        self, each: Sequence[OnGroup], order: Sequence[int], sizes: Sequence[int]
+        self, each: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
     ) -> GraphSolution | None:
         """Return the split into ranks of these types and sizes, each at its fastest that fits."""
         cuts = [0, *itertools.accumulate(sizes)]
         options: list[int] = []
         for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
-            if sizes[rank] < each[number].chain.stages[rank].least_layers:
+            if sizes[rank] < each[number].instance.stages[rank].least_layers:
                 return None
-            columns = each[number].of(rank, *span, least=False)
+            columns = each[number].of(rank, *span)
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
@@ -457,7 +518,10 @@ class _Layout:
 
     def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
-        return closed(self._space, self._layout, found.types, found.split.cuts, found.split.options)
+        split = found.split
+        return closed(
+            self._space, self._layout, found.types, split.cuts, split.options, found.order
+        )
 
 
 def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -490,254 +554,18 @@ def closed(
     order: Sequence[int],
     cuts: Sequence[int],
     options: Sequence[int],
+    layers: Sequence[int] = (),
 ) -> GraphSolution:
-    """Return a split of a chain with what it takes in the closed form."""
+    """Return a split with what it takes in the closed form, of `layers` in their order."""
     problem: GraphInstance = space.own.instance(layout)
-    layers = tuple(range(len(problem.chain.layers)))
+    layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
     split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(
         problem=problem, order=layers, types=tuple(order), split=split, method="chain"
     )
 
 
-@dataclass(frozen=True)
-class GroupPrices:
-    """A model on one group, as `Columns` asks for it."""
-
-    model: ModelGraph
-    recompute: Recomputes
-    own: LayoutCosts
-
-    def costs(self, _: Layout) -> LayoutCosts:
-        """Return the group's costs of the layout."""
-        return self.own
-
-
-@dataclass(frozen=True, slots=True)
-class OnGroup:
-    """A layout's ranks on one group: the problem that they would have alone, and their columns."""
-
-    group: GroupPrices
-    chain: Instance
-    columns: Columns
-
-    def of(self, rank: int, first: int, end: int, *, least: bool) -> list[Column] | None:
-        """Return the columns of a rank with these entries; None where there are too many."""
-        kinds = self.chain.layers[first:end]
-        if not least:
-            return self.columns.of(rank, first, kinds)
-        column = self.columns.least(rank, first, kinds)
-        return [] if column is None else [column]
-
-
-@dataclass(frozen=True, slots=True)
-class Typed(Placed):
-    """[column] The same with the device type that it is for."""
-
-    number: Indices
-
-
-def choices_of(
-    space: SimulatedMixed,
-    layout: Layout,
-    each: Sequence[OnGroup],
-    limit_s: float,
-    *,
-    least: bool,
-) -> TypedChoices | None:
-    """Return what ranks may hold on every type; None where that is too much.
-
-    With `least` there is one column for all that begin and end alike, no slower than any.
-    """
-    found = _every(layout, each, limit_s - space.step_s(layout), least=least)
-    return None if found is None else TypedChoices(space, layout, each, *found)
-
-
-def _least_sent_s(space: SimulatedMixed, layout: Layout) -> float:
-    """Least seconds of a crossing between any two neighbours that there may be."""
-    stages = space.costs.stages_of(layout)
-    return min(
-        space.costs.crossing_s(layout, a, b)
-        for a, b in itertools.product(stages, stages)
-        if a != b or stages[a] > 1
-    )
-
-
-def _every(
-    layout: Layout, each: Sequence[OnGroup], room_s: float, *, least: bool
-) -> tuple[list[Column], Typed] | None:
-    """Return all columns and where they may begin; None where there are too many.
-
-    On its type a rank's entries take at most as long as the limit leaves, at their fastest; those
-    behind it do on whichever is the fastest.
-    """
-    layers, stages = each[0].chain.layers, each[0].chain.stages
-    count, ranks = len(layers), layout.pipeline
-    most_s = room_s / layout.micro_batches * (1 + ROUNDING)
-    own_s = [
-        [min(option.time_s for option in one.chain.kinds[kind]) for kind in layers] for one in each
-    ]
-    totals_s = [np.concatenate([[0.0], np.cumsum(one)]) for one in own_s]
-    total_s = np.concatenate([[0.0], np.cumsum(np.min(own_s, axis=0))])
-    earliest = [count]
-    for _ in range(ranks):
-        least_s = total_s[earliest[-1]] - most_s
-        earliest.append(int(np.searchsorted(total_s, least_s, "left")))
-    earliest.reverse()
-    columns: list[Column] = []
-    places: list[tuple[int, int, int]] = []
-    numbers: list[int] = []
-    starts = {0} if earliest[0] == 0 else set[int]()
-    for rank in range(ranks):
-        following: set[int] = set()
-        behind = sum(stage.least_layers for stage in stages[rank + 1 :])
-        for number, first in itertools.product(range(len(each)), sorted(starts)):
-            until_s = totals_s[number]
-            furthest = int(np.searchsorted(until_s, until_s[first] + most_s, "right")) - 1
-            begin = max(first + stages[rank].least_layers, earliest[rank + 1])
-            for end in range(begin, min(furthest, count - behind) + 1):
-                own = each[number].of(rank, first, end, least=least)
-                if own is None or len(columns) + len(own) > MOST_COLUMNS:
-                    return None
-                following.add(end)
-                columns += own
-                places += [(rank, first, end)] * len(own)
-                numbers += [number] * len(own)
-        starts = following
-    one = placed(columns, places, layout.stages)
-    return columns, Typed(
-        one.rank,
-        one.first,
-        one.end,
-        one.seconds,
-        one.sync_s,
-        one.update_s,
-        np.array(numbers, dtype=np.intp),
-    )
-
-
-class TypedChoices:
-    """What the ranks of a layout may hold, on every type of devices."""
-
-    def __init__(
-        self,
-        space: SimulatedMixed,
-        layout: Layout,
-        each: Sequence[OnGroup],
-        columns: Sequence[Column],
-        typed: Typed,
-    ) -> None:
-        self._space, self._layout, self._each = space, layout, each
-        self._columns, self._typed = columns, typed
-        self._numbers = list(space.costs.stages_of(layout).values())
-        costs = each[0].group.own
-        self._step_s = costs.step_s
-        self._transfer_s = (1 - costs.waits) * costs.transfer_s
-
-    @property
-    def size(self) -> int:
-        """How many columns there are."""
-        return len(self._columns)
-
-    def cut_s(self, limit_s: float) -> float:
-        """Return seconds that no cut simulates below, or `limit_s` if that is less."""
-        cuts_of = partial(TypedCuts, self._layout, self._typed, self._transfer_s, self._numbers)
-        low_s = least_of(cuts_of, self._layout, self._typed, limit_s - self._step_s)
-        return min(limit_s, low_s + self._step_s)
-
-    def optimum(
-        self,
-        limit_s: float,
-        tried: Callable[[GraphSolution], float],
-        *,
-        actions: int,
-        nodes: int,
-        until: float,
-    ) -> float:
-        """Return seconds that no split simulates below, or `limit_s` if that is less."""
-        if 2 * self._layout.micro_batches * self._layout.stages > actions:
-            return 0.0
-        some = self._each[0]
-        program = TypedProgram(
-            some.group,
-            self._layout,
-            some.chain,
-            self._columns,
-            self._typed,
-            numbers=self._numbers,
-            closed=partial(closed, self._space, self._layout),
-        )
-        return program.solve(limit_s, tried, nodes, until)
-
-
-class TypedCuts(Cuts):
-    """Cuts with as many ranks of each type as there are."""
-
-    def __init__(
-        self, layout: Layout, typed: Typed, transfer_s: float, numbers: Sequence[int]
-    ) -> None:
-        self._typed, self._numbers = typed, numbers
-        super().__init__(layout, typed, transfer_s)
-
-    def _sums_s(self, limit_s: float, ceilings_s: Floats) -> Floats:
-        """As there, by how many ranks of each type are used."""
-        ceiling_s = ceilings_s[:, None] * (1 + ROUNDING)
-        none = np.full((len(ceilings_s), self._entries + 1), np.inf)
-        start = none.copy()
-        start[:, 0] = 0.0
-        best_s = {(0,) * len(self._numbers): start}
-        for rank, (own, firsts, _, _) in enumerate(self._by_rank):
-            after: dict[tuple[int, ...], Floats] = {}
-            ended_s = self._sync_s if rank else 0.0
-            fits = self._alone_s[own] <= limit_s
-            fits = fits & (self._passes_s[own] <= ceiling_s)
-            for used, before in best_s.items():
-                for number, most in enumerate(self._numbers):
-                    if used[number] == most:
-                        continue
-                    at = np.flatnonzero(self._typed.number[own] == number)
-                    if len(at) == 0:
-                        continue
-                    picked = own[at]
-                    before_s = before[:, firsts[at]]
-                    able = fits[:, at] & (before_s + self._own_s[picked] + ended_s <= limit_s)
-                    after_s = np.where(able, before_s + self._straight_s[picked], np.inf)
-                    key = (*used[:number], used[number] + 1, *used[number + 1 :])
-                    ends, starts = np.unique(self._typed.end[picked], return_index=True)
-                    row = after.setdefault(key, none.copy())
-                    row[:, ends] = np.minimum(
-                        row[:, ends], np.minimum.reduceat(after_s, starts, axis=1)
-                    )
-            best_s = after
-        last = best_s.get(tuple(self._numbers))
-        return none[:, -1] if last is None else last[:, -1]
-
-
-class TypedProgram(Program):
-    """The program with a row for each type; its splits say which rank is of which."""
-
-    def __init__(
-        self,
-        candidates: LayoutPrices,
-        layout: Layout,
-        instance: Instance,
-        columns: Sequence[Column],
-        placed: Typed,
-        *,
-        numbers: Sequence[int],
-        closed: Callable[[Sequence[int], Sequence[int], Sequence[int]], GraphSolution],
-    ) -> None:
-        """`numbers` [type] are its ranks; `closed` is a split by types, cuts and options."""
-        super().__init__(candidates, layout, instance, columns, placed)
-        self._closed, self._typed = closed, placed
-        for number, most in enumerate(numbers):
-            own = np.flatnonzero(placed.number == number)
-            self.row(float(most), float(most), own.tolist(), [1.0] * len(own))
-
-    def solution(self, values: Floats) -> Any:
-        """Return the split that whole columns make."""
-        chosen = np.flatnonzero(values[:-2] > 0.5)
-        chosen = chosen[np.argsort(self._rank[chosen])]
-        cuts = (0, *self._typed.end[chosen].tolist())
-        options = [option for at in chosen.tolist() for option in self._columns[at].options]
-        return self._closed(self._typed.number[chosen].tolist(), cuts, options)
+def _by_sums(problem: GraphInstance) -> GraphInstance:
+    """Return the problem with sums of bytes: they are no more than what ranks hold, and quicker."""
+    types = tuple(replace(one, chain=replace(one.chain, used_bytes=None)) for one in problem.types)
+    return replace(problem, types=types)

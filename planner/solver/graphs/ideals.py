@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.contraction import Block, blocks
+from planner.solver.prefixes import Runs
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _ROWS = 1 << 16  # ideals unpacked to one byte per layer at a time
+_CHUNK = 1 << 20  # pairs of ideals compared at a time
 
 
 class Ideals:
@@ -64,6 +66,25 @@ class Ideals:
             if outside and values[layer]:
                 found += values[layer] * (self.holds(layer) & ~self.holds_all(outside))
         return found
+
+    def nested(self, most: int) -> Runs | None:
+        """Pairs of ideals of which the first lies in the second, rising; None if over `most`."""
+        words, count = self.words, len(self)
+        rows = max(1, _CHUNK // count)
+        smaller: list[Indices] = []
+        larger: list[Indices] = []
+        found = 0
+        for start in range(0, count, rows):
+            some = words[start : start + rows, None]
+            inside = ~np.any(some & ~words[None], axis=2)
+            first, second = np.nonzero(inside)
+            apart = first + start != second
+            smaller.append(first[apart] + start)
+            larger.append(second[apart])
+            found += len(smaller[-1])
+            if found > most:
+                return None
+        return np.concatenate(smaller), np.concatenate(larger)
 
     def difference(self, smaller: int, larger: int) -> list[int]:
         """Layers that the larger ideal has and the smaller has not, rising."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from planner.solver.assembly import content_of
 from planner.solver.paths import Paths
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, Table, content_codes
+from planner.solver.table import Known, Table
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -37,12 +37,11 @@ class StepTable(Table):
         self._bounds = bounds
         self._hops = hops
         self.ways: Paths = Paths([len(bounds.members)] * (len(hops) + 1), hops)
-        self._radix = content_codes(bounds.knapsacks) or []
+        self._radix = bounds.knapsacks.radix or []
         """Without it a step is the only one of its stage that is settled with it."""
         self.content = np.arange(len(self.ways))
-        if self._radix:
-            per_layer = np.array(self._radix)[bounds.knapsacks.layers]
-            codes = bounds.every.codes(per_layer, bounds.members)
+        codes = bounds.codes
+        if codes is not None:
             self.content = np.concatenate([codes[b] - codes[a] for a, b in hops])
         self._besides_s = np.concatenate(
             [bounds.fixed_s(stage, *hop) for stage, hop in enumerate(hops)]

@@ -27,13 +27,11 @@ from planner.solver.assembly import placed
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, Method
-from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Knapsacks
-from planner.solver.prefixes import Downsets, Prefixes
+from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.settled import best_split, loose_s
 from planner.solver.table import Known
-from planner.solver.unequal.ideal_reach import IdealReach
-from planner.solver.unequal.reach import LEAST_SHARE, Reach, Reaches, Runs, meets_of
+from planner.solver.unequal.reach import Reach
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
 from planner.tolerances import ROUNDING, SLACK
 
@@ -47,7 +45,7 @@ class Search:
     """One problem under rising ceilings; `least_s` is the first that can do, `whole_s` the last.
 
     No split takes less than `bound_s`.  Stages end with some of the downsets of `every`; `pairs`
-    are those that lie in others, of a graph.
+    are those that lie in others.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Search:
         store: FrontierStore,
         cutoff_s: float,
         every: Downsets,
-        pairs: Runs | None = None,
+        pairs: Runs,
     ) -> None:
         self._problem, self._chain = problem, problem.chain
         self._numbers = np.array([one.stages for one in problem.types])
@@ -75,16 +73,13 @@ class Search:
         self._loose_s = math.inf
         """What splits under the last ceiling take at least, if some are not known exactly."""
         numbers = [one.stages for one in problem.types]
-        self._reach: Reaches = Reach(self._knapsacks, numbers, self._least_cut_s)
-        if isinstance(every, Ideals):
-            assert pairs is not None, "graphs have them"
-            self._reach = IdealReach(self._knapsacks, numbers, every, pairs)
+        self._reach = Reach(self._knapsacks, numbers, every, pairs, self._least_cut_s)
         self._rest_s = self._least_besides_s()
         self.whole_s = self._longest_stage_s()
-        self.least_s = self._reach.least_s(self.whole_s)
+        self.least_s = self._reach.least_s
         self.bound_s = math.inf  # not 0 · inf, with one micro-batch
         if self.least_s < math.inf:
-            self.bound_s = problem.chain.steady * (1 - LEAST_SHARE) * self.least_s + self._rest_s
+            self.bound_s = problem.chain.steady * (1 - SLACK) * self.least_s + self._rest_s
             self.bound_s = max(self.bound_s, self._mean_s())
 
     def solved(self) -> tuple[GraphSolution | None, float]:
@@ -135,7 +130,8 @@ class Search:
         exposed_s = [float(one.exposed_s.min()) for one in self._knapsacks]
         each = np.repeat(weights, stages)
         besides_s = float(stages @ (weights * exposed_s))
-        neighbours = np.sort(meets_of(len(each)))
+        neighbours = np.full(len(each), 2.0)
+        neighbours[:2] -= 1.0 if len(each) > 1 else 2.0
         besides_s += float(np.sort(each)[::-1] @ neighbours) * self._least_cut_s
         total_s = self._weighed_s(weights.tolist()) + besides_s + self._least_sync_s()
         return total_s * (1 - ROUNDING)

@@ -19,10 +19,10 @@ from planner.solver.descent import Costs
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
-from planner.solver.prefixes import Downsets
+from planner.solver.prefixes import Downsets, Runs
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, least_costs
-from planner.solver.unequal.reach import Counts, Runs, Spans, changed
+from planner.solver.unequal.reach import Counts, Spans, changed
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

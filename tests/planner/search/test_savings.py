@@ -15,9 +15,9 @@ from planner.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.savings import Saving, activations, reaches_host, savings
-from planner.solver import sided
 from planner.solver.instance import Solution
 from planner.solver.requirements import Requirement, read_requirements
+from planner.solver.solve import solve_chain
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> fl
     """Seconds of the best layout, each solved by itself."""
     candidates = Candidates(Request(model, cluster, job, pins=pins))
     answers = (
-        (sided.solve(candidates.instance(layout)), candidates.costs(layout).step_s)
+        (solve_chain(candidates.instance(layout)), candidates.costs(layout).step_s)
         for layout in candidates.layouts()
     )
     return min(
@@ -84,8 +84,8 @@ def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph)
                 (levels,) = candidates.rooms_s([part])
                 for sharings, (bound_s,) in levels:
                     for layout in replace(part, sharings=sharings).layouts():
-                        found = sided.solve(candidates.instance(layout))
-                        free = sided.solve(roomy.instance(layout))
+                        found = solve_chain(candidates.instance(layout))
+                        free = solve_chain(roomy.instance(layout))
                         if isinstance(found, Solution):
                             step_s = candidates.costs(layout).step_s
                             assert bound_s <= (found.objective_s + step_s) * (1 + 1e-9)

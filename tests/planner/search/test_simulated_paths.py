@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from functools import partial
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,23 @@ from planner.plan import Layout
 from planner.schedule import orders, rank_of_stage
 from planner.schedules import schedule_of
 from planner.search.simulated_bounds import looped_fill, pace, transfers
-from planner.search.simulated_cuts import Placed, drained, least_of, least_s
-from planner.search.spaces.simulated_mixed import Typed, TypedCuts
+from planner.search.simulated_cuts import Placed, drained, least_s
 from planner.simulate import timeline
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
+WHOLE = ("numbers", "joints")
+"""What columns have together."""
 TRIES = [40, pytest.param(3000, marks=pytest.mark.matrix)]
+
+
+def alike(layout: Layout, columns: int | None = None) -> dict[str, Any]:
+    """What columns have on devices of one type, whose transfers are all alike."""
+    count = layout.pipeline if columns is None else columns
+    return {
+        "number": np.zeros(count, dtype=np.intp),
+        "hop_s": np.zeros(count),
+        "numbers": (layout.pipeline,),
+    }
 
 
 class Step:
@@ -88,6 +100,7 @@ class Step:
             seconds=self.seconds[None] * own[:, None, :],
             sync_s=np.array(self.sync_s),
             update_s=np.zeros(len(ranks)),
+            **alike(self.layout),
         )
 
 
@@ -143,7 +156,7 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
             forward_s, inputs_s, weight_s = ((stop - start) * rng.uniform(0.5, 1.5) for _ in "FIW")
             seconds[at, :, own] = forward_s, inputs_s + weight_s, inputs_s, weight_s
         drawn = np.array([[rng.random(), rng.random()] for _ in columns]).T
-        placed = Placed(rank, first, end, seconds, *drawn)
+        placed = Placed(rank, first, end, seconds, *drawn, **alike(layout, len(columns)))
 
         found_s = least_s(layout, placed, 0.1, 1e6)
 
@@ -152,7 +165,8 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
             at = [int(column) for column in one]
             follow = [0, *end[at].tolist()] == [*first[at].tolist(), entries]
             if follow:
-                alone = Placed(*(getattr(placed, name)[at] for name in placed.__slots__))
+                columns_of = (f.name for f in fields(placed) if f.name not in WHOLE)
+                alone = replace(placed, **{name: getattr(placed, name)[at] for name in columns_of})
                 every_s.append(least_s(layout, alone, 0.1, 1e6))
         # Sync of rank 0 and updates are the least of any column.
         assert found_s <= min(every_s) * (1 + 1e-9)
@@ -163,12 +177,12 @@ def test_cuts_are_gone_through_as_one_by_one() -> None:
 def test_a_rank_that_may_hold_nothing_leaves_no_cut_below_a_limit(rank: int) -> None:
     layout = Layout(pipeline=2, micro_batches=4)
     own = np.array([1 - rank])
-    placed = Placed(own, own, own + 1, np.ones((1, 4, 2)), np.zeros(1), np.zeros(1))
-    typed = Typed(*(getattr(placed, name) for name in placed.__slots__), number=np.array([0]))
+    of_one = Placed(
+        own, own, own + 1, np.ones((1, 4, 2)), np.zeros(1), np.zeros(1), **alike(layout, 1)
+    )
 
-    assert least_s(layout, placed, 0.0, 100.0) == 100.0
-    cuts_of = partial(TypedCuts, layout, typed, 0.0, [1, 1])
-    assert least_of(cuts_of, layout, typed, 100.0) == 100.0
+    assert least_s(layout, of_one, 0.0, 100.0) == 100.0
+    assert least_s(layout, replace(of_one, numbers=(1, 1)), 0.0, 100.0) == 100.0
 
 
 def test_what_stands_behind_the_last_way_back_is_that_of_longer_steps_too() -> None:

@@ -9,11 +9,11 @@ import pytest
 import planner.solver.problem
 from planner.document import plain, read, schema, write
 from planner.errors import DocumentError
-from planner.solver import sided
 from planner.solver.inner import solve
 from planner.solver.instance import Option, Solution, Stage
 from planner.solver.problem import Problem
-from planner.solver.sides import AtMost, Chosen, Host, Placed, Together
+from planner.solver.sides import Host, Tie
+from planner.solver.solve import solve_chain
 
 EXAMPLE = "\n".join(
     line.removeprefix("    ")
@@ -151,13 +151,13 @@ def test_hosts_and_requirements_become_ties_of_the_instance() -> None:
 
     assert instance.hosts == (Host(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
     assert instance.sides == (
-        Together(first=0, last=3),
-        Placed(first=4, last=5, stages=(1, 2)),
-        AtMost(layers=6, stages=(0,)),
-        Chosen(first=0, last=1, options=("recompute",)),
-        AtMost(layers=9, stages=(0, 1, 2, 3)),
+        Tie(layers=(0, 1, 2, 3), together=True),
+        Tie(layers=(4, 5), stages=(1, 2)),
+        Tie(at_most=6, stages=(0,)),
+        Tie(layers=(0, 1), options=("recompute",)),
+        Tie(at_most=9),
     )
-    answer = sided.solve(instance)
+    answer = solve_chain(instance)
     assert isinstance(answer, Solution)
     assert answer.cuts[1] in range(4, 7)
     assert [instance.options_of(at)[answer.options[at]].name for at in (0, 1)] == ["recompute"] * 2

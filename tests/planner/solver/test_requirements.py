@@ -4,7 +4,7 @@ import pytest
 
 from planner.errors import DocumentError
 from planner.solver.requirements import Requirement, read_requirements
-from planner.solver.sides import AtMost, Chosen, Placed, Together
+from planner.solver.sides import Tie
 
 CHAIN = ["embedding", "block.0", "block.1", "block.2", "head"]
 
@@ -12,17 +12,16 @@ CHAIN = ["embedding", "block.0", "block.1", "block.2", "head"]
 @pytest.mark.parametrize(
     ("text", "side"),
     [
-        ("layers 0-2 together", Together(first=0, last=2)),
-        ("layer embedding on stage 0", Placed(first=0, last=0, stages=(0,))),
-        ("layers block.1..head on stages 1-2", Placed(first=2, last=4, stages=(1, 2))),
-        ("layers 1-2 on stages 0,2", Placed(first=1, last=2, stages=(0, 2))),
-        ("at most 2 layers on stage 1", AtMost(layers=2, stages=(1,))),
-        ("at most  2 layers on each stage", AtMost(layers=2, stages=(0, 1, 2))),
+        ("layers 0-2 together", Tie(layers=(0, 1, 2), together=True)),
+        ("layer embedding on stage 0", Tie(layers=(0,), stages=(0,))),
+        ("layers block.1..head on stages 1-2", Tie(layers=(2, 3, 4), stages=(1, 2))),
+        ("layers 1-2 on stages 0,2", Tie(layers=(1, 2), stages=(0, 2))),
+        ("at most 2 layers on stage 1", Tie(at_most=2, stages=(1,))),
+        ("at most  2 layers on each stage", Tie(at_most=2)),
         (
             "layers 1-3 recompute full or selective",
-            Chosen(
-                first=1,
-                last=3,
+            Tie(
+                layers=(1, 2, 3),
                 options=(
                     "full",
                     "full, offload",
@@ -35,21 +34,21 @@ CHAIN = ["embedding", "block.0", "block.1", "block.2", "head"]
         ),
         (
             "layer 4 activations keep",
-            Chosen(first=4, last=4, options=("none", "selective", "full")),
+            Tie(layers=(4,), options=("none", "selective", "full")),
         ),
     ],
 )
 def test_words_become_a_side(text: str, side: object) -> None:
     (asked,) = read_requirements([text], CHAIN)
 
-    assert asked.side(layers=5, stages=3) == side
+    assert asked.tie(range(5), 3) == side
 
 
 def test_stages_that_a_layout_lacks_leave_a_layer_without_a_place() -> None:
     (asked,) = read_requirements(["layers 0-1 on stage 3"], CHAIN)
 
-    assert asked.side(layers=5, stages=2) is None
-    assert asked.side(layers=5, stages=4) == Placed(first=0, last=1, stages=(3,))
+    assert asked.tie(range(5), 2) is None
+    assert asked.tie(range(5), 4) == Tie(layers=(0, 1), stages=(3,))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from planner.errors import DocumentError
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Unfinished
 from planner.solver.problem import Problem
-from planner.solver.stated import graph_of, solve_stated
+from planner.solver.solve import solve
 from tests.planner.small_graphs import (
     changed,
     least_objective_s,
@@ -85,7 +85,7 @@ def test_a_stated_graph_has_the_optimum_of_all_its_splits(relayed: bool) -> None
         stated = Problem.of(document(problem))
         best_s = least_objective_s(problem)
 
-        found = solve_stated(stated)
+        found = solve(stated.graph())
 
         if best_s == math.inf:
             assert isinstance(found, Infeasible | Unfinished)
@@ -103,7 +103,7 @@ def test_without_relays_no_split_takes_longer_and_some_take_less() -> None:
         problem = stated_graph(seed, relayed=True)
         if problem.edges:
             with_relays, straight = (
-                solve_stated(Problem.of(document(replace(problem, relayed=relayed))))
+                solve(Problem.of(document(replace(problem, relayed=relayed))).graph())
                 for relayed in (True, False)
             )
             if isinstance(with_relays, GraphSolution):
@@ -120,7 +120,7 @@ def test_what_is_required_of_a_graph_is_kept_at_the_least_cost() -> None:
         stages, layers = len(problem.chain.stages), len(problem.chain.layers)
         if stages < 2 or layers > 5 or not problem.edges or least_objective_s(problem) == math.inf:
             continue
-        free = solve_stated(Problem.of(document(problem)))
+        free = solve(Problem.of(document(problem)).graph())
         assert isinstance(free, GraphSolution)
         layer, first = layers // 2, free.split.cuts[1]
         # Where the best split does not have it.
@@ -137,7 +137,7 @@ def test_what_is_required_of_a_graph_is_kept_at_the_least_cost() -> None:
         )
         asked = [{"layers": [layer, layer], "stages": [elsewhere]}]
 
-        found = solve_stated(Problem.of(document(problem, require=asked)))
+        found = solve(Problem.of(document(problem, require=asked)).graph())
 
         tried += 1
         if best_s == math.inf:
@@ -204,5 +204,5 @@ def test_what_is_wrong_with_a_graph_is_said(changes: dict[str, Any], words: str 
         assert not Problem.of(data).edges
         return
     with pytest.raises(DocumentError) as error:
-        graph_of(Problem.of(data))
+        Problem.of(data).graph()
     assert words in str(error.value)

@@ -26,11 +26,12 @@ from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
+from planner.search.layout_queue import Found
 from planner.search.spaces.graph import GraphSpace
 from planner.simulate import timeline
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
-from tests.planner.small_graphs import least_objective_s, splits
+from tests.planner.small_graphs import least_objective_s, objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")
 TWO = "2xa100-sxm-40gb"
@@ -150,6 +151,49 @@ def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
     again = predict(answer.plan, model, resolve_cluster(TWO))
     assert again.step_time_s == answer.prediction.step_time_s
     assert again.stages == answer.prediction.stages
+
+
+@pytest.mark.parametrize(("host_bytes", "fits"), [(None, True), (16 << 30, True), (8 << 30, False)])
+def test_activations_of_a_graph_go_to_hosts_that_have_room(
+    host_bytes: int | None, *, fits: bool
+) -> None:
+    """Two stages on one node: against all splits with all choices that its memory allows."""
+    layers = [layer(f"l{n}", scale=1 + n % 2, output=20) for n in range(4)]
+    model = graph(layers, [("l0", "l1"), ("l0", "l2"), ("l1", "l3"), ("l2", "l3")])
+    plain = resolve_cluster("2xv100-sxm-16gb")
+    (group,) = plain.groups
+    machine = plain.model_copy(
+        update={"groups": (group.model_copy(update={"host_memory_bytes": host_bytes}),)}
+    )
+    pins = Pins(
+        pipeline=2,
+        schedule="gpipe",
+        micro_batch=4,
+        recompute="none",
+        offload="none",
+        allowed=frozenset({"offload"}),
+    )
+    space = GraphSpace(Candidates(Request(model, machine, JOB, pins=pins)))
+    (layout,) = layouts_of(space)
+    problem, (costs,) = space.instance(layout), space.costs_of(layout)
+    room = costs.host_share * host_bytes if host_bytes else math.inf
+    tables = [problem.chain.options_of(at) for at in range(4)]
+    least_s = math.inf
+    for options in itertools.product(*map(range, map(len, tables))):
+        on_host = sum(table[own].host_bytes for table, own in zip(tables, options, strict=True))
+        if layout.micro_batches * on_host <= room:
+            every_s = (objective_s(problem, split, options) for split in splits(problem))
+            least_s = min(least_s, *every_s)
+
+    found = space.solve(layout, math.inf)
+
+    assert isinstance(found, Found) == fits == (least_s < math.inf)
+    if isinstance(found, Found):
+        assert found.objective_s == pytest.approx(least_s + costs.step_s, rel=1e-9)
+        plan = space.ranked(found)
+        assert plan.prediction.fits
+        chosen = [item.activations for stage in plan.plan.stages for item in stage.layers]
+        assert chosen.count("offload") == 2
 
 
 @pytest.mark.parametrize("saving", [{"offload": "optimizer"}, {"gradient_wire": "bf16"}])

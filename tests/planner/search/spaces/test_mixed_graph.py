@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
-from planner.pins import Pins
+from planner.pins import Allowance, Pins
 from planner.plan import Job
 from planner.predict import predict
 from planner.request import Request
@@ -52,6 +53,78 @@ def test_no_order_of_kinds_and_branches_beats_the_plan(seed: int) -> None:
     assert sorted(map(str, groups)) == ["a100-sxm-40gb", "v100-sxm-32gb", "v100-sxm-32gb"]
     # The closed form charges what is sent to both stages; the simulation hides some of it.
     assert answer.prediction.step_time_s <= 1.05 * answer.certificate.objective_s
+
+
+def storing(model: ModelGraph, factor: int) -> ModelGraph:
+    """Return the model with so much more to store for backward."""
+    layers = []
+    for one in model.layers:
+        assert one.trace is not None
+        more = {"stored_bytes": factor * one.trace.stored_bytes}
+        layers.append(one.model_copy(update={"trace": one.trace.model_copy(update=more)}))
+    return model.model_copy(update={"layers": tuple(layers)})
+
+
+@pytest.mark.parametrize("word", ["offload", "compress"])
+def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
+    model, cluster = storing(random_model(2), 16), resolve_cluster(THREE)
+    pins = Pins(
+        tensor=1,
+        pipeline=3,
+        data=1,
+        micro_batch=2,
+        schedule="1f1b",
+        recompute="none",
+        offload="none",
+        gradient_wire="full",
+        allowed=frozenset({word}),
+    )
+
+    answer = search(Request(model, cluster, JOB, pins=pins))
+
+    assert answer.certificate.objective_s == pytest.approx(least_s(model, THREE, pins), rel=1e-9)
+    assert {item.activations for stage in answer.plan.stages for item in stage.layers} >= {word}
+    assert predict(answer.plan, model, cluster) == answer.prediction
+    with pytest.raises(NoPlanFits, match=f"with --allow {word}"):
+        search(Request(model, cluster, JOB, pins=replace(pins, allowed=frozenset())))
+
+
+def test_states_on_hosts_and_narrow_gradients_are_weighed_with_splits() -> None:
+    model, cluster = random_model(2), "2xa100-sxm-40gb+4xv100-sxm-32gb"
+    pins = Pins(tensor=1, pipeline=3, data=2, zero=1, micro_batch=1, schedule="1f1b")
+    allowed = replace(pins, activations="keep", allowed=frozenset({"offload", "compress"}))
+    each = {
+        (offload, wire): replace(allowed, offload=offload, gradient_wire=wire)
+        for offload in ("none", "optimizer", "parameters")
+        for wire in ("full", "bf16", "fp16")
+    }
+
+    answer = search(Request(model, resolve_cluster(cluster), JOB, pins=allowed))
+
+    listed_s = {named: least_s(model, cluster, own) for named, own in each.items()}
+    best_s = min(listed_s.values())
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert best_s < listed_s["none", "full"]
+    best = listed_s[answer.plan.offload, answer.plan.gradient_wire]
+    assert best == pytest.approx(best_s, rel=1e-9)
+    # What is pinned is solved too, wherever states are.
+    for named, own in each.items():
+        asked = Request(model, resolve_cluster(cluster), JOB, pins=own)
+        assert search(asked).certificate.objective_s == pytest.approx(listed_s[named], rel=1e-9)
+
+
+def test_graphs_close_to_the_best_are_simulated_on_devices_that_differ() -> None:
+    model, cluster = random_model(8), resolve_cluster(THREE)
+
+    answer = search(Request(model, cluster, JOB))
+
+    assert answer.closed_form in answer.finalists
+    assert len({one.plan.layout for one in answer.finalists}) > 1
+    steps_s = [one.prediction.step_time_s for one in answer.finalists]
+    assert answer.prediction.step_time_s <= min(steps_s) * (1 + 1e-9)
+    for one in answer.finalists:
+        assert predict(one.plan, model, cluster).step_time_s == one.prediction.step_time_s
+        assert one.objective_s >= answer.certificate.objective_s * (1 - 1e-9)
 
 
 def test_without_a_pipeline_ranks_of_a_graph_have_shares() -> None:

@@ -12,7 +12,7 @@ import pytest
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
-from planner.solver.sides import AtMost, Chosen, Host, Placed, Tie, Together
+from planner.solver.sides import Host, Tie
 from planner.solver.solve import solve
 from tests.planner import small_graphs
 from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
@@ -119,14 +119,13 @@ def random_tie(rng: random.Random, problem: GraphInstance) -> Tie:
     """Return any requirement of some layers, not always in a row."""
     count, stages = len(problem.chain.layers), len(problem.chain.stages)
     some = tuple(sorted(rng.sample(range(count), rng.randint(1, min(2, count)))))
-    first, last = some[0], some[-1]
     names = sorted({option.name for table in problem.chain.kinds for option in table})
     return rng.choice(
         [
-            Tie(Together(first=first, last=last), some),
-            Tie(Placed(first=first, last=last, stages=(rng.randrange(stages),)), some),
-            Tie(AtMost(layers=rng.randint(1, count), stages=(rng.randrange(stages),))),
-            Tie(Chosen(first=first, last=last, options=(names[0],)), some),
+            Tie(layers=some, together=True),
+            Tie(layers=some, stages=(rng.randrange(stages),)),
+            Tie(at_most=rng.randint(1, count), stages=(rng.randrange(stages),)),
+            Tie(layers=some, options=(names[0],)),
         ]
     )
 
@@ -147,7 +146,8 @@ def test_no_split_that_keeps_what_is_required_is_faster() -> None:
                 if tie.kept(stage_of, names):
                     best_s = min(best_s, seconds)
 
-        found = solve_graph(problem, ties=[tie])
+        tied = small_graphs.changed(problem, sides=(tie,))
+        found = rng.choice((solve, solve_graph))(tied)
 
         if math.isinf(best_s):
             assert isinstance(found, Infeasible), seed

@@ -15,7 +15,6 @@ from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible
 from planner.solver.solve import least_s, solve
-from planner.solver.unequal.ideal_reach import nested
 from planner.solver.unequal.unequal import Search
 from tests.planner.small_graphs import with_groups
 from tests.planner.solver.unequal.test_unequal import (
@@ -177,7 +176,9 @@ def test_a_graph_with_one_order_is_a_chain(seed: int) -> None:
     assert every is not None
 
     answer = solve(problem)
-    found, bound_s = Search(problem, FrontierStore(), math.inf, every, nested(every, 100)).solved()
+    pairs = every.nested(100)
+    assert pairs is not None
+    found, bound_s = Search(problem, FrontierStore(), math.inf, every, pairs).solved()
 
     if isinstance(answer, GraphSolution):
         assert answer.method == "chain"

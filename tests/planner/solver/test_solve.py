@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.solver import ilp, inner, sided
+from planner.solver import ilp, inner
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -20,7 +20,8 @@ from planner.solver.instance import (
     host_bytes,
     priced,
 )
-from planner.solver.sides import AtMost, Chosen, Host, Placed, Side, Together
+from planner.solver.sides import Host, Tie
+from planner.solver.solve import solve_chain
 from tests.planner.small_instances import objective_s, random_instance
 
 
@@ -47,11 +48,12 @@ def tied(seed: int) -> Instance:
         )
     first, last = sorted(rng.randrange(layers) for _ in range(2))
     some = tuple(s for s in range(stages) if rng.random() < 0.6) or (0,)
-    every: list[Side] = [
-        Together(first=first, last=last),
-        Placed(first=first, last=last, stages=some),
-        AtMost(layers=rng.randint(1, layers), stages=some),
-        Chosen(first=first, last=last, options=("option 0", "option 1")),
+    held = tuple(range(first, last + 1))
+    every = [
+        Tie(layers=held, together=True),
+        Tie(layers=held, stages=some),
+        Tie(at_most=rng.randint(1, layers), stages=some),
+        Tie(layers=held, options=("option 0", "option 1")),
     ]
     sides = tuple(rng.sample(every, rng.randint(0, 2)))
     return replace(instance, kinds=kinds, hosts=hosts, sides=sides)
@@ -69,16 +71,16 @@ def kept(instance: Instance, cuts: tuple[int, ...], options: tuple[int, ...]) ->
         if used > host.capacity_bytes * (1 + 1e-12):
             return False
     for side in instance.sides:
-        if isinstance(side, AtMost):
-            if any(stage_of.count(s) > side.layers for s in side.stages):
+        if side.at_most is not None:
+            if any(stage_of.count(s) > side.at_most for s in side.stages):
                 return False
             continue
-        inside = range(side.first, side.last + 1)
-        if isinstance(side, Together) and len({stage_of[layer] for layer in inside}) > 1:
+        inside = side.layers
+        if side.together and len({stage_of[layer] for layer in inside}) > 1:
             return False
-        if isinstance(side, Placed) and any(stage_of[i] not in side.stages for i in inside):
+        if side.stages and any(stage_of[i] not in side.stages for i in inside):
             return False
-        if isinstance(side, Chosen) and any(chosen[i].name not in side.options for i in inside):
+        if side.options and any(chosen[i].name not in side.options for i in inside):
             return False
     return True
 
@@ -100,7 +102,7 @@ def least_s(instance: Instance) -> float:
 
 
 @pytest.mark.parametrize("start", range(0, 120, 30))
-@pytest.mark.parametrize("solver", [sided.solve, ilp.solve], ids=["sided", "program"])
+@pytest.mark.parametrize("solver", [solve_chain, ilp.solve], ids=["exact", "program"])
 def test_ties_are_kept_and_nothing_that_keeps_them_is_faster(start: int, solver) -> None:
     found = 0
     for seed in range(start, start + 30):
@@ -128,7 +130,7 @@ def test_without_ties_the_program_is_the_exact_solver(start: int) -> None:
     for seed in range(start, start + 20):
         instance = replace(tied(seed), hosts=(), sides=())
 
-        exact, both = inner.solve(instance), sided.solve(instance)
+        exact, both = inner.solve(instance), solve_chain(instance)
 
         assert exact == both
         program = ilp.solve(instance)
@@ -157,7 +159,7 @@ def test_hosts_with_devices_of_one_stage_need_no_program(
         instance = replace(instance, hosts=hosts)
         best_s, free = least_s(instance), inner.solve(replace(instance, hosts=()))
 
-        answer = sided.solve(instance)
+        answer = solve_chain(instance)
 
         if best_s == math.inf:
             assert isinstance(answer, Infeasible), seed
@@ -184,13 +186,13 @@ def test_most_ties_bind() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_below_the_cutoff_is_said_and_not_sought(seed: int) -> None:
     instance = tied(seed)
-    best = sided.solve(instance)
+    best = solve_chain(instance)
     if not isinstance(best, Solution):
         return
 
     hair_s = 1e-4 * abs(best.objective_s) + 1e-6
-    below = sided.solve(instance, cutoff_s=best.objective_s - hair_s)
-    above = sided.solve(instance, cutoff_s=best.objective_s + hair_s)
+    below = solve_chain(instance, cutoff_s=best.objective_s - hair_s)
+    above = solve_chain(instance, cutoff_s=best.objective_s + hair_s)
 
     assert isinstance(below, Fathomed)
     assert isinstance(above, Solution)
@@ -224,10 +226,10 @@ def test_what_cannot_be_kept_is_named() -> None:
     instance = replace(
         instance,
         stages=roomy,
-        sides=(Together(first=0, last=layers - 1), AtMost(layers=1, stages=(0,))),
+        sides=(Tie(layers=tuple(range(layers)), together=True), Tie(at_most=1, stages=(0,))),
     )
 
-    answer = sided.solve(instance)
+    answer = solve_chain(instance)
 
     assert isinstance(answer, Infeasible)
     assert f"layers 0-{layers - 1} together" in answer.reason

@@ -1,0 +1,147 @@
+"""Bounds in simulated time of graphs of layers, against every downset split there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from planner.costs.seats import branching
+from planner.expressions import resolve_cluster
+from planner.model import ModelGraph
+from planner.pins import Pins
+from planner.plan import Job
+from planner.predict import placement_prediction
+from planner.request import Request
+from planner.search.answer import Answer
+from planner.search.best_first import search
+from planner.search.candidates import Candidates
+from planner.search.layer_options import allowed
+from planner.search.simulated_proof import FULL, USUAL
+from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import MixedGraphSpace
+from planner.solver.graph_instance import GraphInstance
+from tests.planner.search.spaces.every_layout import layouts_of
+from tests.planner.search.spaces.test_graph import random_model
+from tests.planner.small_graphs import splits
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+
+
+def pins(seed: int, ranks: int) -> Pins:
+    """One schedule and micro-batch, and half of the time one way to recompute."""
+    rng = random.Random(seed)
+    return Pins(
+        tensor=1,
+        data=1,
+        pipeline=ranks,
+        schedule=SCHEDULES[seed % 3],
+        micro_batch=rng.choice((1, 2, 3, 4, 6)),
+        recompute=rng.choice((None, "none")) if seed % 2 else "none",
+        loss="plain",
+    )
+
+
+Placements = tuple[list[list[str]], list[tuple[tuple[str, Any, Any], ...]]]
+"""[stage] Names of its layers; their kinds and choices."""
+
+
+def placed(
+    model: ModelGraph, problem: GraphInstance, choices: dict[str, Any]
+) -> Iterator[Placements]:
+    """Yield every split into the stages of a problem, with every choice of a layer's options."""
+    kinds = {name: layer.kind for name, layer in model.chain}
+    for stage_of in splits(problem):
+        held = [
+            [name for name, at in zip(problem.names, stage_of, strict=True) if at == stage]
+            for stage in range(len(problem.chain.stages))
+        ]
+        flat = [name for own in held for name in own]
+        for options in itertools.product(*(choices[kinds[name]] for name in flat)):
+            of = dict(zip(flat, options, strict=True))
+            yield (
+                held,
+                [
+                    tuple((kinds[one], of[one].recompute, of[one].activations) for one in own)
+                    for own in held
+                ],
+            )
+
+
+def least_alike_s(request: Request) -> float:
+    """The least simulated step of all that fits, one by one."""
+    every = Candidates(request)
+    space, best_s = GraphSpace(every), math.inf
+    for layout in layouts_of(space):
+        kinds = every.costs(layout).kinds
+        choices = {kind: allowed(kinds[kind], layout, request.pins.recompute) for kind in kinds}
+        for held, placements in placed(request.model, space.instance(layout), choices):
+            seats = branching(every.tables, layout, held)
+            found = placement_prediction(every.tables, layout, placements, seats)
+            best_s = min(best_s, found.step_time_s if found.fits else math.inf)
+    return best_s
+
+
+def least_mixed_s(request: Request) -> float:
+    """The same of every order of device types."""
+    space, best_s = MixedGraphSpace(request), math.inf
+    for layout in layouts_of(space):
+        stages = space.costs.stages_of(layout)
+        kinds = space.costs.tables[next(iter(stages))].of(layout).kinds
+        choices = {kind: allowed(kinds[kind], layout, request.pins.recompute) for kind in kinds}
+        problem = space.instance(layout)
+        types = [name for name, count in stages.items() for _ in range(count)]
+        for groups in sorted(set(itertools.permutations(types))):
+            for held, placements in placed(request.model, problem, choices):
+                seats = space.costs.seats(layout, list(groups), held)
+                tables = space.costs.tables[groups[0]]
+                found = placement_prediction(tables, layout, placements, seats)
+                best_s = min(best_s, found.step_time_s if found.fits else math.inf)
+    return best_s
+
+
+def proven(answer: Answer, least_s: float) -> float:
+    """Return the gap, once neither bound nor plan contradicts the least step."""
+    said = answer.certificate.simulated
+    assert said is not None and said.lower_bound_s is not None and said.gap is not None
+    assert said.lower_bound_s <= least_s * (1 + 1e-9)
+    assert said.step_time_s >= least_s * (1 - 1e-9)
+    assert "no plan in the space takes less than" in answer.certificate.statement
+    return said.gap
+
+
+def requests(seeds: range, *, mixed: bool) -> Iterator[Request]:
+    """Yield requests for random graphs on two or three devices, alike or of two types."""
+    for seed in seeds:
+        model, ranks = random_model(seed), random.Random(seed).choice((2, 3))
+        if len(model.chain) > 5 and ranks == 3:
+            continue  # too many to list
+        names = f"1xa100-sxm-40gb+{ranks - 1}xv100-sxm-32gb" if mixed else f"{ranks}xa100-sxm-40gb"
+        job = Job(seq_len=64, global_batch=12, precision="fp32")
+        yield Request(model, resolve_cluster(names), job, pins=pins(seed, ranks))
+
+
+SEEDS = [range(0, 400, 40), pytest.param(range(400), marks=pytest.mark.matrix)]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "two types"])
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_nothing_of_a_graph_simulates_below_the_bound(seeds: range, mixed: bool) -> None:
+    """Every layout, downset split, order of types and choice of options, simulated one by one."""
+    gaps = []
+    for asked in requests(seeds, mixed=mixed):
+        least_s = least_mixed_s(asked) if mixed else least_alike_s(asked)
+        if least_s == math.inf:
+            continue
+
+        usual, full = (search(asked, effort=effort) for effort in (USUAL, FULL))
+
+        proven(usual, least_s)
+        gaps.append(proven(full, least_s))
+        assert full.prediction.step_time_s == pytest.approx(least_s, rel=1e-5)
+    assert len(gaps) > 0.6 * len(seeds)
+    assert max(gaps) < 1e-5
