@@ -220,7 +220,7 @@ class Candidates:
 
     def _refusal_of(self, plain: Layout) -> str | None:
         """Return why nothing runs with the degrees and savings of a plain layout."""
-        return self._lacking(plain) or self._of_degrees(self.model, self.cluster, self.job, plain)
+        return self._of_degrees(self.model, self.cluster, self.job, plain)
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""

@@ -150,7 +150,7 @@ class MixedSpace(GroupSpace):
         for degrees in every_degrees(request):
             first = plainest(request, degrees)
             sizes = micro_batches(self.job, degrees, pins)
-            why = self.refusal(first) if sizes else None
+            why = refusal(self.model, self.cluster, self.job, first) if sizes else None
             if why is not None:
                 each = sum(
                     len(timetables(self.model, degrees.pipeline, number, pins))

@@ -109,6 +109,7 @@ def asked(*texts: str, **fixed: object) -> Request:
         ("interleaved", "layers block.2..block.4 together"),
         ("zbv", "layer block.3 on stage 1"),
         ("dualpipe-v", "layers block.0..block.2 on stage 0"),
+        ("interleaved", "layer block.7 on stage 3"),
     ],
 )
 def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> None:
@@ -163,6 +164,7 @@ def test_what_no_numbers_of_layers_keep_is_told() -> None:
     [
         ("interleaved", "at most 3 layers on stage 2"),
         ("zbv", "layers block.0..block.1 on stage 0"),
+        ("interleaved", "layers block.7..block.8 on stage 3"),
     ],
 )
 def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
