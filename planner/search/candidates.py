@@ -64,6 +64,7 @@ from planner.search.space import (
     tensor_overlaps,
     timetables,
 )
+from planner.search.stage_rows import both, not_required, required_rows
 from planner.solver import bounds
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
@@ -106,7 +107,7 @@ class Candidates:
         self.tables = tables or CostTables(request, treated)
         self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
         self._executes = rules or rules_of(self.stack)
-        self._known_rows: dict[tuple[int, int], Rows | None] = {}
+        self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
@@ -233,11 +234,14 @@ class Candidates:
 
     def rows(self, layout: Layout) -> Rows | None:
         """Return how many layers ranks may hold by the rule of the stack; None if none can."""
-        key = layout.pipeline, layout.virtual_stages
+        key = layout.pipeline, layout.virtual_stages, layout.schedule
         if key not in self._known_rows:
-            self._known_rows[key] = rows(
+            found = rows(
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
+            if self.pins.require and key[1] > 1:
+                found = both(found, required_rows(self.model, layout, self.pins.require))
+            self._known_rows[key] = found
         return self._known_rows[key]
 
     def _lacking(self, layout: Layout) -> str | None:
@@ -246,7 +250,7 @@ class Candidates:
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
         if self.pins.require and layout.virtual_stages > 1:
-            return "what is required of layers and stages needs one stage on each rank"
+            return not_required(self.model, layout, self.pins.require)
         return None
 
     def layouts(self) -> Iterator[Layout]:

@@ -18,12 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.crossings import MOST_IDEALS, colocated, in_order
-from planner.costs.hosts import hosts
-from planner.costs.layout_costs import counted_by_rank
+from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
-from planner.predict import placement_prediction, placements_of
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
@@ -32,16 +29,16 @@ from planner.search.certificate import (
     COMPUTATION,
     UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of
+from planner.search.formulation import branching_problem, instance_of, plan_of
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp
-from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import DeviceType, GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import GraphEffort
-from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver.instance import Infeasible
 from planner.solver.solve import solve
 
 MOST_PAIRS = 10_000_000
@@ -116,28 +113,16 @@ class GraphSpace(AlikeSpace):
             self.candidates.pins.require,
             self.candidates.model,
         )
-        number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
             kind: self._tables.crossing_s(layout, [size])
             for kind, size in self._tables.output_bytes(layout).items()
         }
-        # The action of its loss is in the last layer's own seconds.
-        each = 3.0 if counted_by_rank(layout) else 2.0
-        actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
-        stages = tuple(
-            replace(stage, exposed_s=count * costs.action_s)
-            for stage, count in zip(chain.stages, actions, strict=True)
-        )
-        return alike(
-            replace(chain, stages=stages, hosts=(), cut_s=()),
-            names=tuple(number),
-            edges=sorted({(number[edge.source], number[edge.target]) for edge in model.edges}),
-            output_s=[sent_s[layer.kind] for _, layer in model.chain],
-            colocated=colocated(model),
-        )
+        alike = DeviceType(name="all", stages=layout.pipeline, chain=chain)
+        output_s = tuple(sent_s[layer.kind] for _, layer in model.chain)
+        return branching_problem(model, layout, [(alike, costs.action_s)], ((output_s,),))
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
-        """Return the best split of a layout; see `_within_hosts` for activations on the host."""
+        """Return the best split of a layout."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
         answer = (
             ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
@@ -147,45 +132,13 @@ class GraphSpace(AlikeSpace):
                 cutoff_s=cutoff_s - step_s,
                 frontiers=self._frontiers,
                 effort=self._effort,
-                time_limit_s=TIES_LIMIT_S,
+                time_limit_s=self._limit_s,
             )
         )
         if isinstance(answer, Infeasible) and self.candidates.pins.require:
             return Lost(UNKEPT)
-        if isinstance(answer, GraphSolution):
-            kept = self._within_hosts(layout, problem, answer)
-            answer = kept or Unfinished(answer.lower_bound_s)
         known_s = self.candidates.communication_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
-
-    def _within_hosts(
-        self, layout: Layout, problem: GraphInstance, found: GraphSolution
-    ) -> GraphSolution | None:
-        """Return the split if no host is too full, else the best one along its order that is not.
-
-        No split takes less than one that ignores hosts.
-        """
-        on_host = any(
-            option.host_bytes or option.host_resident_bytes
-            for table in problem.chain.kinds
-            for option in table
-        )
-        if not on_host:
-            return found
-        costs = self.candidates.tables.of(layout)
-        chain = replace(
-            problem.along(found.order),
-            hosts=hosts(self.candidates.cluster, layout, costs.host_share),
-        )
-        if broken(chain, found.split) is None:
-            return found
-        # Ways to run many unlike layers are too many to be listed with and without the host.
-        bound_s = found.lower_bound_s
-        kept = ilp.solve(chain, time_limit_s=self._limit_s, at_least_s=bound_s)
-        if not isinstance(kept, Solution):
-            return None
-        split = replace(kept, lower_bound_s=min(bound_s, kept.objective_s))
-        return replace(found, split=split)
 
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
@@ -204,11 +157,4 @@ class GraphSpace(AlikeSpace):
         seats = branching(
             self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]
         )
-        prediction = placement_prediction(
-            self._tables, found.layout, placements_of(plan, original), seats
-        )
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        return predicted(plan, found.objective_s, original, self._tables, seats)
