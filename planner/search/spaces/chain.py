@@ -93,15 +93,15 @@ class ChainSpace:
             for part_s, part in zip(own.savings_s(group), group.by_saving(), strict=True):
                 yield part_s, COMPUTATION, part
         elif known == COMPUTATION:
-            coming = [one for one in ahead(COMPUTATION, _FAMILIES) if len(one.savings) == 1]
-            levels = _together(own.looked_at, group, coming[: _FAMILIES - 1], own.rooms_s)
+            coming = partial(ahead, COMPUTATION, _FAMILIES)
+            levels = _together(own.looked_at, group, coming, own.rooms_s)
             for part, room_s in own.parts(group, levels):
                 yield room_s, ROOM, part
         elif known == ROOM:
             for part in group.by_loss():
                 yield float(own.shared_s(part).min()), SHARED, part
         else:
-            coming = ahead(SHARED, _PARTS)
+            coming = partial(ahead, SHARED, _PARTS)
             for layout, better_s in _together(own.opened, group, coming, own.shared_rooms_s):
                 yield better_s, SHARED, layout
 
@@ -128,12 +128,18 @@ class ChainSpace:
 def _together(
     known: dict[int, tuple[Family, B]],
     group: Family,
-    coming: Sequence[Family],
+    coming: Callable[[], list[Family]],
     bounds_of: Callable[[list[Family]], list[B]],
 ) -> B:
-    """Return the bounds of a group; those of `coming` that are not `known` are worked out too."""
+    """Return the bounds of a group; unless they are `known` those of `coming` are worked out too.
+
+    What comes is asked for once, since it is taken then.
+    """
     if id(group) not in known:
-        some = [group, *(one for one in coming if one is not group and id(one) not in known)]
+        some = [group]
+        for one in coming():
+            if one is not group and id(one) not in known and len(one.savings) == 1:
+                some.append(one)
         for one, bounds in zip(some, bounds_of(some), strict=True):
             known[id(one)] = one, bounds
     return known[id(group)][1]
