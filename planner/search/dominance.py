@@ -68,6 +68,38 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
     return faster or complexity(twin) < complexity(layout)
 
 
+def no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
+    """Whether no action of any option takes longer, nor what comes once."""
+    return all(
+        a.forward_s <= b.forward_s
+        and a.backward_s <= b.backward_s
+        and a.figures.weight_s == b.figures.weight_s
+        and a.sync_s <= b.sync_s
+        and a.optimizer_s + a.stream_s <= b.optimizer_s + b.stream_s
+        for kind, parts in other.parts.items()
+        for a, b in zip(one.parts[kind], parts, strict=True)
+    )
+
+
+def covers(one: LayoutCosts, other: LayoutCosts) -> bool:
+    """Whether each plan of a layout is one of another with the same schedule, and no slower there.
+
+    Both have the same degrees and micro-batches, and cost what is given.  A simulated step is no
+    shorter where no action is.
+    """
+    if _beside_layers(one, other):
+        return False
+    for kind, parts in other.parts.items():
+        if len(one.parts[kind]) != len(parts):
+            return False
+        if not all(
+            a.layer_bytes.no_more_than(b.layer_bytes)
+            for a, b in zip(one.parts[kind], parts, strict=True)
+        ):
+            return False
+    return no_slower(one, other)
+
+
 def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:
     """Whether the twin costs more in anything that no layer causes."""
     names = (

@@ -56,7 +56,7 @@ from planner.costs.recomputes import choices_of
 from planner.plan import Layout
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
-from planner.search.formulation import instance_of
+from planner.search.formulation import boundaries_s
 from planner.search.space import Family, Timetable
 from planner.solver import bounds
 from planner.solver.instance import Instance
@@ -134,11 +134,15 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
 class SimulatedCandidates(Candidates):
     """Candidates whose bounds are those of the simulated step."""
 
+    _own: Candidates
+    """The same by the closed form."""
+
     @classmethod
     def of(cls, candidates: Candidates) -> SimulatedCandidates:
         """Return the same candidates; what depends on how a step is measured is not known yet."""
         found = cls.__new__(cls)
         found.__dict__.update(candidates.__dict__)
+        found._own = candidates
         moved, traffic = candidates._known_moved, candidates._known_traffic  # same in either
         found._known_paces = {}
         found._forget()
@@ -224,12 +228,8 @@ class SimulatedCandidates(Candidates):
 
         Each with what its optimum is below that at least: transfers.
         """
-        costs, count = self._sending(layout), layout.micro_batches
-        base = instance_of(
-            self.model, self.cluster, layout, costs, self.recompute, self.pins.require
-        )
-        asked = self.rows(layout)
-        base = replace(base, credits_s=(), forward_apart=False, sizes=asked or base.sizes)
+        count = layout.micro_batches
+        base = replace(self._sending(layout), credits_s=(), forward_apart=False)
         steady = replace(
             base,
             steady=float(count),
@@ -257,25 +257,20 @@ class SimulatedCandidates(Candidates):
         all stages and back.  The optimum is no bound: it lies within 3 % of the simulated step of
         most layouts whose stages are even, and below it of those whose stages are not.
         """
-        instance = instance_of(
-            self.model,
-            self.cluster,
-            layout,
-            self._sending(layout),
-            self.recompute,
-            self.pins.require,
-        )
-        asked = self.rows(layout)
         ways_s = 2 * (layout.stages - 1) * hidden_s(self.costs(layout))
-        more_s = self.tables.of(layout).step_s + ways_s
-        return replace(instance, sizes=asked or instance.sizes), more_s
+        return self._sending(layout), self.tables.of(layout).step_s + ways_s
 
-    def _sending(self, layout: Layout) -> LayoutCosts:
-        """Return costs whose transfers are what their senders wait for."""
-        costs = self.costs(layout)
+    def _sending(self, layout: Layout) -> Instance:
+        """Return the closed form's problem with the transfers that their senders wait for."""
+        costs, known = self.costs(layout), self._own.instance(layout)
         waiting_s = costs.waits * costs.transfer_s
         action_s = costs.boundary_s - costs.transfer_s
-        return replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
+        sending = replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
+        stages = tuple(
+            replace(stage, exposed_s=exposed_s)
+            for stage, exposed_s in zip(known.stages, boundaries_s(sending, layout), strict=True)
+        )
+        return replace(known, stages=stages)
 
 
 def transfers(layout: Layout) -> int:

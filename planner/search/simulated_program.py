@@ -197,11 +197,12 @@ class Choices:
 
 
 def of_chain(
-    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int
+    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int, least: bool = False
 ) -> Choices | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
-    Too much are more than `ways` to choose options on a rank.
+    Too much are more than `ways` to choose options on a rank.  With `least` no choice is below what
+    there is (`choices_of`).
     """
     if layout.pipeline == 1:
         return None
@@ -216,7 +217,7 @@ def of_chain(
         return priced(instance, cuts, options)
 
     links = [[np.full(len(own.places.sizes), costs.transfer_s)]]
-    return choices_of(layout, [own], [layout.pipeline], links, limit_s, read)
+    return choices_of(layout, [own], [layout.pipeline], links, limit_s, read, least=least)
 
 
 def choices_of(
@@ -524,28 +525,31 @@ def joined(
     Where links differ, a place is one for each pair of types that may meet there, so that a column
     is told apart by the types of the ranks beside it.
     """
-    types, last = range(len(numbers)), layout.pipeline - 1
+    count, last = len(numbers), layout.pipeline - 1
+    types = range(count)
     able = [(a, b) for a in types for b in types if a != b or numbers[a] > 1]
     one = links[able[0][0]][able[0][1]] if able else links[0][0]
     if all(np.array_equal(one, links[a][b]) for a, b in able):
         able = [(0, 0)]  # whatever meets
         links = [[one] * len(numbers)] * len(numbers)
     joints = len(numbers) ** 2 if len(able) > 1 else 1
-    found: list[tuple[int, ...]] = []
-    sent_s: list[tuple[float, float]] = []
-    for at, (rank, first, end, number) in enumerate(where):
-        before = [(a, b) for a, b in able if joints == 1 or b == number] if rank else [(0, 0)]
-        after = [(a, b) for a, b in able if joints == 1 or a == number] if rank < last else [(0, 0)]
-        for (a, b), (c, d) in itertools.product(before, after):
-            ends = [
-                place * joints + (x * len(numbers) + y if joints > 1 else 0)
-                for place, (x, y) in ((first, (a, b)), (end, (c, d)))
-            ]
-            found.append((at, rank, *ends, number))
-            back_s = float(links[a][b][first]) if rank else 0.0
-            sent_s.append((back_s, float(links[c][d][end]) if rank < last else 0.0))
-    own, rank_of, first_of, end_of, number_of = np.array(found, dtype=np.intp).reshape(-1, 5).T
-    back, ahead = np.array(sent_s).reshape(-1, 2).T
+    at = np.array(where, dtype=np.intp).reshape(-1, 4)
+    own, pair_before, pair_after = np.zeros((3, len(at)), dtype=np.intp)
+    own += np.arange(len(at))
+    if joints > 1:
+        # [column] Once for each pair of types that may meet at its ends.
+        each = [
+            (column, a, b)
+            for column, (rank, _, _, number) in enumerate(where)
+            for a in ([x * count + y for x, y in able if y == number] if rank else [0])
+            for b in ([x * count + y for x, y in able if x == number] if rank < last else [0])
+        ]
+        own, pair_before, pair_after = np.array(each, dtype=np.intp).reshape(-1, 3).T
+    rank_of, first_of, end_of, number_of = at[own].T
+    every_s = np.array([links[a][b] for a in types for b in types])
+    back = np.where(rank_of > 0, every_s[pair_before, first_of], 0.0)
+    ahead = np.where(rank_of < last, every_s[pair_after, end_of], 0.0)
+    first_of, end_of = first_of * joints + pair_before, end_of * joints + pair_after
     shape = len(columns), len(KINDS), layout.stages
     seconds = np.array([column.seconds for column in columns]).reshape(shape)[own]
     home = rank_of_stage(

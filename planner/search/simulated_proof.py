@@ -17,13 +17,16 @@ import heapq
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Literal
 
+from planner.costs.layout_costs import LayoutCosts
 from planner.plan import Layout
 from planner.search.candidates import Bounded, Candidates
+from planner.search.dominance import covers
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
@@ -40,6 +43,8 @@ FAMILY, PART, SHARED, LAYOUT, WITHIN_MEMORY, CUT, SOLVED, SETTLED = range(8)
 """What is known of an entry: computation; within memory; with sharing; as a layout; all of its
 memory; the least of all cuts by paths that stay with a rank; the exact optimum of the bound; of the
 simulated step."""
+MOST_KEPT = 24
+"""Layouts of one shape that are kept to see whether others can do no more."""
 BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
 """Entries that are looked at together."""
 
@@ -80,7 +85,7 @@ NEAR = 0.05
 """How far the estimate of a layout is above what it simulates at most, relatively."""
 USUAL = Effort()
 BRIEF = Effort(likely=16, tried=4, families=96, layouts=20, cut=4, solved=2, programs=0)
-"""For plans beside the answer, of which nothing is proven."""
+"""For searches of many clusters."""
 _ALL = 1 << 30
 FULL = Effort(
     families=_ALL,
@@ -161,6 +166,8 @@ class _Search:
         """What programs have found before their turn."""
         self._known_choices: dict[tuple[int, Layout], Choices | None] = {}
         """Of layouts whose cuts were gone through, and whose programs may come."""
+        self._excluded: dict[tuple[object, ...], deque[LayoutCosts]] = {}
+        """Costs of layouts that do not beat the best, by what they have in common with others."""
         self._numbers = itertools.count()
         self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
         self._spent = dict.fromkeys(range(SETTLED + 1), 0)
@@ -305,13 +312,7 @@ class _Search:
     def _advance(self, level: int) -> None:
         """Give the lowest entries of a level their next bound."""
         if level >= LAYOUT:
-            bound_s, _, _, place, item = heapq.heappop(self._left[level])
-            assert isinstance(item, Layout)
-            if level == LAYOUT and self._left_out(place, item):
-                return
-            self._spent[level] += 1
-            better_s = self._layout_s(level, place, item)
-            self._push(level + 1, max(bound_s, better_s), place, item)
+            self._advance_layout(level)
             return
         together: dict[int, list[tuple[float, Family]]] = {}
         heap = self._left[level]
@@ -332,6 +333,28 @@ class _Search:
                         self._push(SHARED, max(bound_s, better_s), place, one)
             else:
                 self._open(place, some)
+
+    def _advance_layout(self, level: int) -> None:
+        bound_s, _, _, place, layout = heapq.heappop(self._left[level])
+        assert isinstance(layout, Layout)
+        if level == LAYOUT and self._left_out(place, layout):
+            return
+        if level <= WITHIN_MEMORY and self._covered(place, layout):
+            return
+        self._spent[level] += 1
+        better_s = max(bound_s, self._layout_s(level, place, layout))
+        if better_s >= self._limit_s:
+            known = self._excluded.setdefault(_shape(place, layout), deque(maxlen=MOST_KEPT))
+            known.append(self._every[place].costs(layout))
+        self._push(level + 1, better_s, place, layout)
+
+    def _covered(self, place: int, layout: Layout) -> bool:
+        """Whether each plan of a layout is one of another that does not beat the best."""
+        known = self._excluded.get(_shape(place, layout))
+        if not known:
+            return False
+        costs = self._every[place].costs(layout)
+        return any(covers(one, costs) for one in reversed(known))
 
     def _layout_s(self, level: int, place: int, layout: Layout) -> float:
         """Return the next bound of a layout."""
@@ -416,8 +439,12 @@ class _Search:
 
     def _cut_s(self, place: int, layout: Layout) -> float:
         """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        candidates, limit_s = self._every[place], self._limit_s
+        loose = of_chain(candidates, layout, limit_s, ways=self._effort.ways, least=True)
+        if loose is not None and loose.cut_s(limit_s) >= limit_s:
+            return limit_s
         choices = self._choices(place, layout)
-        found_s = 0.0 if choices is None else choices.cut_s(self._limit_s)
+        found_s = 0.0 if choices is None else choices.cut_s(limit_s)
         if found_s >= self._limit_s:
             del self._known_choices[place, layout]
         return found_s
@@ -480,6 +507,13 @@ class _Search:
             looked_at={name: self._looked_at(level) for level, name in enumerate(NAMES)},
             lowest=first.text() if first is not None else None,
         )
+
+
+def _shape(place: int, layout: Layout) -> tuple[object, ...]:
+    """What layouts have in common whose costs can be compared."""
+    degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
+    timetable = layout.schedule, layout.virtual_stages, layout.micro_batch
+    return place, *degrees, *timetable, layout.offload, layout.gradient_wire, layout.compile
 
 
 NAMES = (

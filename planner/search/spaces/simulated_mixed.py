@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.layout_costs import LayoutCosts
 from planner.plan import Layout
 from planner.search.certificate import DOMINATED, UNFINISHED
-from planner.search.dominance import dominates, twins
+from planner.search.dominance import dominates, no_slower, twins
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import pace
@@ -91,7 +90,7 @@ class SimulatedMixed(MixedSpace):
             and self.refusal(twin) is None
             and all(
                 dominates(twin, tables.of(twin), layout, tables.of(layout))
-                and _no_slower(tables.of(twin), tables.of(layout))
+                and no_slower(tables.of(twin), tables.of(layout))
                 for tables in self.costs.tables.values()
             )
             for twin in twins(layout)
@@ -385,19 +384,6 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
             for row in problem.output_s
         )
         return replace(problem, output_s=output_s)
-
-
-def _no_slower(one: LayoutCosts, other: LayoutCosts) -> bool:
-    """Whether no action of any option takes longer, nor what comes once."""
-    return all(
-        a.forward_s <= b.forward_s
-        and a.backward_s <= b.backward_s
-        and a.figures.weight_s == b.figures.weight_s
-        and a.sync_s <= b.sync_s
-        and a.optimizer_s + a.stream_s <= b.optimizer_s + b.stream_s
-        for kind, parts in other.parts.items()
-        for a, b in zip(one.parts[kind], parts, strict=True)
-    )
 
 
 class _Layout:

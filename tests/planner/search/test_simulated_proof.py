@@ -18,6 +18,7 @@ from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
+from planner.search.dominance import covers
 from planner.search.ranked import ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_proof import FULL, USUAL
@@ -239,3 +240,28 @@ def test_the_usual_answer_is_within_one_percent_of_the_proven_one() -> None:
     usual, full = (open_answer(prove).prediction.step_time_s for prove in (False, True))
 
     assert full <= usual <= 1.01 * full
+
+
+def test_a_split_is_no_slower_under_a_layout_that_covers_its_own() -> None:
+    """So a layout need not be looked at where one that covers it does not beat the best."""
+    [candidates] = open_answer(False).candidates
+    rng, pairs = random.Random(3), 0
+    two = (one for one in candidates.layouts() if one.pipeline == 2 and one.micro_batch < 4)
+    layouts = [one for one in two if one.virtual_stages < 3]
+
+    def shape(one: Layout) -> tuple[object, ...]:
+        degrees = one.tensor, one.context, one.data
+        return one.schedule, one.virtual_stages, one.micro_batch, *degrees
+
+    for _, own in itertools.groupby(sorted(layouts, key=shape), key=shape):
+        alike = list(own)
+        for one, other in itertools.permutations(rng.sample(alike, min(4, len(alike))), 2):
+            if not covers(candidates.costs(one), candidates.costs(other)):
+                continue
+            pairs += 1
+            split = some_solution(candidates, other, rng)
+            mine, theirs = (ranked(candidates, layout, split).prediction for layout in (one, other))
+
+            assert mine.step_time_s <= theirs.step_time_s * (1 + 1e-12)
+            assert mine.fits or not theirs.fits
+    assert pairs > 10
