@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from planner.solver import ilp, inner
+from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -21,8 +22,11 @@ from planner.solver.instance import (
     priced,
 )
 from planner.solver.sides import Host, Tie
-from planner.solver.solve import solve_chain
+from planner.solver.solve import solve, solve_chain
+from tests.planner.small_graphs import changed, random_graph
 from tests.planner.small_instances import objective_s, random_instance
+from tests.planner.solver.unequal.test_unequal import random_unequal
+from tests.planner.solver.unequal.test_unequal_graph import random_graph as unequal_graph
 
 
 def tied(seed: int) -> Instance:
@@ -234,3 +238,51 @@ def test_what_cannot_be_kept_is_named() -> None:
     assert isinstance(answer, Infeasible)
     assert f"layers 0-{layers - 1} together" in answer.reason
     assert "at most 1 layers on stage 0" in answer.reason
+
+
+def tied_on_types(seed: int) -> GraphInstance:
+    """A chain or a graph on one type or several, with a tie, and at times a host of all stages."""
+    rng = random.Random(seed)
+    problem = rng.choice([random_unequal, unequal_graph, random_graph])(seed)
+    layers, stages = len(problem.chain.layers), len(problem.chain.stages)
+    some = tuple(sorted(rng.sample(range(layers), rng.randint(1, min(3, layers)))))
+    tie = rng.choice(
+        [
+            Tie(layers=some, together=True),
+            Tie(layers=some, stages=tuple(sorted(rng.sample(range(stages + 1), 1)))),
+            Tie(at_most=rng.randint(1, layers), stages=rng.choice([(), (0,)])),
+            Tie(layers=some, options=("option 0",)),
+        ]
+    )
+    ranks = tuple(rng.randint(0, 2) for _ in range(stages))
+    host = Host(capacity_bytes=rng.uniform(2, 30), ranks=ranks)
+    hosts = (host,) if rng.random() < 0.5 else ()
+    types = []
+    for one in problem.types:
+        kinds = tuple(
+            tuple(replace(option, host_bytes=float(rng.randint(0, 3))) for option in table)
+            for table in one.chain.kinds
+        )
+        types.append(replace(one, chain=replace(one.chain, kinds=kinds, sides=(tie,), hosts=hosts)))
+    return replace(problem, types=tuple(types))
+
+
+def test_ties_and_hosts_are_kept_on_chains_and_graphs_of_any_types() -> None:
+    fitting = bound = 0
+    for seed in range(40):
+        problem = tied_on_types(seed)
+
+        answer, program = solve(problem), ilp.solve_graph(problem)
+
+        assert isinstance(answer, GraphSolution) == isinstance(program, GraphSolution), seed
+        if not isinstance(answer, GraphSolution) or not isinstance(program, GraphSolution):
+            continue
+        assert answer.objective_s == pytest.approx(program.objective_s, rel=2e-6, abs=1e-6), seed
+        laid = problem.laid(answer.order, answer.split.cuts, answer.types)
+        assert broken(laid, answer.split) is None
+        assert fits(laid, answer.split)
+        free = solve(changed(problem, sides=(), hosts=()))
+        fitting += 1
+        bound += answer.objective_s > getattr(free, "objective_s", math.inf) * (1 + 1e-9)
+    assert fitting > 10
+    assert bound > 4
