@@ -200,7 +200,7 @@ def least_load_ms(case: dict[str, Any]) -> float:
     )
     holds = np.stack([every.holds(layer) for layer in range(every.layers)])
     for layer, readers in enumerate(stated.readers()):
-        sent_ms, has = 1e3 * stated.output_s[layer], holds[layer]
+        sent_ms, has = 1e3 * stated.output_s[0][0][layer], holds[layer]
         if not readers or sent_ms == 0:
             continue
         left = has & ~every.holds_all(readers)

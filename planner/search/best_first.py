@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,52 +83,24 @@ def search(
     _check_asked(request, solver)
     account = Account(backend=request.stack.name, space=space_text(request.stack))
     queue = Queue(account, top=top, below_s=below_s, progress=progress)
-    chains: list[ChainSpace] = []
-    plain: Found[Any] | None = None
-    for space in spaces_of(request, solver, rules, known, store):
-        if isinstance(space, ChainSpace):
-            chains.append(space)
-            queue.run(space)
-            plain = queue.best(lambda one: isinstance(one, ChainSpace))
-        elif chains:
-            # Their splits take long to try: only what is better is looked for.
-            account.bytes_of = f"{EXACT}; ranks of two stages of unlike layers have any of them"
-            queue.run(space, below_s=math.inf if plain is None else plain.objective_s)
-        else:
-            queue.run(space)
+    _go_through(queue, spaces_of(request, solver, rules, known, store))
     bests = queue.ranking()
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
-        raise NoPlanFits(
-            why_nothing(
-                request,
-                queue,
-                partial(spaces_of, rules=rules, store=store, effort=graph.any_split()),
-            )
-        )
+        build = partial(spaces_of, rules=rules, store=store, effort=graph.any_split())
+        raise NoPlanFits(why_nothing(request, queue, build))
 
     every = [queue.home(best).ranked(best) for best in bests]
-    winner, closed_form = bests[0], every[0]
-    if chains and plain is not None:
-        start = closed_form if winner is plain else queue.home(plain).ranked(plain)
-        order, said = _proven_finalists(queue, plain, (start, closed_form), effort, told)
-    else:
-        order, said = _near_finalists(queue, winner, closed_form)
-        if not (chains or request.pins.require):
-            proven_s = account.proven_s(winner.objective_s, winner.lower_bound_s)
-            proof = prove_spaces(queue.spaces, order[0], effort, proven_s)
-            order, said = finalists_mixed(
-                [*order, *proof.found], closed_form, proof.lower_bound_s, proof.looked_at
-            )
+    order, said = _finalists(request, queue, (bests[0], every[0]), effort, told)
+    certificate = account.certificate(
+        objective_s=bests[0].objective_s,
+        lower_bound_s=bests[0].lower_bound_s,
+        optimal=bests[0].split.optimal,
+        solver=solver,
+    ).model_copy(update={"layout": every[0].plan.layout.text(), "simulated": said})
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
-    certificate = account.certificate(
-        objective_s=winner.objective_s,
-        lower_bound_s=winner.lower_bound_s,
-        optimal=winner.split.optimal,
-        solver=solver,
-    ).model_copy(update={"layout": closed_form.plan.layout.text(), "simulated": said})
     return Answer(
         plan=chosen.plan,
         prediction=chosen.prediction,
@@ -136,10 +108,36 @@ def search(
         search_s=time.process_time() - started,
         top=(chosen, *others)[:top],
         finalists=tuple(order),
-        closed_form=closed_form,
+        closed_form=every[0],
         solved=queue.solved,
-        candidates=tuple(one.candidates for one in chains),
+        candidates=tuple(one.candidates for one in _chains(queue)),
     )
+
+
+def _go_through(queue: Queue, spaces: Iterable[Space[Any]]) -> None:
+    """Look at all spaces, one after the other.
+
+    Splits of the space behind chains take long to try: only what is better is looked for there.
+    """
+    for space in spaces:
+        below_s = math.inf
+        if _chains(queue) and not isinstance(space, ChainSpace):
+            queue.account.bytes_of = (
+                f"{EXACT}; ranks of two stages of unlike layers have any of them"
+            )
+            plain = _plain(queue)
+            below_s = math.inf if plain is None else plain.objective_s
+        queue.run(space, below_s=below_s)
+
+
+def _chains(queue: Queue) -> list[ChainSpace]:
+    """Return the chains that were gone through."""
+    return [space for space in queue.spaces if isinstance(space, ChainSpace)]
+
+
+def _plain(queue: Queue) -> Found[Any] | None:
+    """Return the best of the chains."""
+    return queue.best(lambda space: isinstance(space, ChainSpace))
 
 
 def _check_asked(request: Request, solver: str) -> None:
@@ -192,6 +190,32 @@ def spaces_of(
 Finals = tuple[list[Ranked], Any]
 
 
+def _finalists(
+    request: Request,
+    queue: Queue,
+    optimum: tuple[Found[Any], Ranked],
+    effort: Effort,
+    heard: Told | None,
+) -> Finals:
+    """Return the plans that were simulated, the fastest first, and what is proven of that time.
+
+    `optimum` is that of the closed form, with its plan.
+    """
+    winner, closed_form = optimum
+    plain = _plain(queue)
+    if plain is not None:
+        start = closed_form if winner is plain else queue.home(plain).ranked(plain)
+        return _proven_finalists(queue, plain, (start, closed_form), effort, heard)
+    order, said = _near_finalists(queue, winner, closed_form)
+    if _chains(queue) or request.pins.require:
+        return order, said
+    proven_s = queue.account.proven_s(winner.objective_s, winner.lower_bound_s)
+    proof = prove_spaces(queue.spaces, order[0], effort, proven_s)
+    return finalists_mixed(
+        [*order, *proof.found], closed_form, proof.lower_bound_s, proof.looked_at
+    )
+
+
 def _proven_finalists(
     queue: Queue,
     plain: Found[Any],
@@ -204,7 +228,7 @@ def _proven_finalists(
     `plain` is the best of the chains; `known` are its plan and the closed form's optimum, which may
     be of another space.
     """
-    chains = [one for one in queue.spaces if isinstance(one, ChainSpace)]
+    chains = _chains(queue)
     home, (start, best) = next(one for one in chains if one is queue.home(plain)), known
     proof = prove(
         [one.candidates for one in chains],

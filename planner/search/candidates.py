@@ -49,6 +49,7 @@ from planner.search.formulation import (
     unkept,
 )
 from planner.search.joint.rooms import ChainFigures, Paces, Rooms, Unit
+from planner.search.ranks import shares_of
 from planner.search.savings import Saving, activations, least_s, savings_of
 from planner.search.space import (
     Degrees,
@@ -64,6 +65,7 @@ from planner.search.space import (
     tensor_overlaps,
     timetables,
 )
+from planner.search.stage_rows import both, required_rows
 from planner.solver import bounds
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
@@ -106,7 +108,7 @@ class Candidates:
         self.tables = tables or CostTables(request, treated)
         self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
         self._executes = rules or rules_of(self.stack)
-        self._known_rows: dict[tuple[int, int], Rows | None] = {}
+        self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self.rules = rules
         self.refused: dict[str, int] = {}
         self._counts: dict[str, int] = {}
@@ -233,20 +235,39 @@ class Candidates:
 
     def rows(self, layout: Layout) -> Rows | None:
         """Return how many layers ranks may hold by the rule of the stack; None if none can."""
-        key = layout.pipeline, layout.virtual_stages
+        key = layout.pipeline, layout.virtual_stages, layout.schedule
         if key not in self._known_rows:
-            self._known_rows[key] = rows(
+            found = rows(
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
+            if self.pins.require and key[1] > 1:
+                found = both(found, self._required(layout))
+            self._known_rows[key] = found
         return self._known_rows[key]
+
+    def _required(self, layout: Layout) -> Rows | None:
+        """Return how many layers ranks of several stages may hold by what is required."""
+        shares = shares_of(
+            self.model.chain_kinds, layout.schedule, layout.pipeline, layout.virtual_stages
+        )
+        numbers = range(len(self.model.chain))
+        ties = [asked.tie(numbers, layout.stages) for asked in self.pins.require]
+        if shares is None:
+            return None
+        return required_rows(shares, [tie for tie in ties if tie is not None])
 
     def _lacking(self, layout: Layout) -> str | None:
         """Return what a layout lacks of what is required."""
         lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
-        if self.pins.require and layout.virtual_stages > 1:
-            return "what is required of layers and stages needs one stage on each rank"
+        if layout.virtual_stages > 1 and any(asked.options for asked in self.pins.require):
+            return (
+                "what layers take can be required with one stage on each rank; of several, the "
+                "layers that store less come first"
+            )
+        if self.pins.require and layout.virtual_stages > 1 and self.rows(layout) is None:
+            return "no numbers of layers on its ranks keep what is required, or too many do"
         return None
 
     def layouts(self) -> Iterator[Layout]:

@@ -74,14 +74,18 @@ def unkept(
 ) -> Requirement | None:
     """Return a requirement that no plan of a layout keeps, because it lacks the stages."""
     numbers = range(len(model.chain))
-    return next((one for one in require if one.tie(numbers, layout.pipeline) is None), None)
+    return next((one for one in require if one.tie(numbers, layout.stages) is None), None)
 
 
 def _ties(
     model: ModelGraph, layout: Layout, require: tuple[Requirement, ...], ordered: ModelGraph
 ) -> tuple[Tie, ...]:
-    """Return what is required of a layout's stages, for layers numbered as in `ordered`."""
-    if not require:
+    """Return what is required of a layout's stages, for layers numbered as in `ordered`.
+
+    Where ranks have several stages it is kept by their numbers of layers
+    (planner.search.stage_rows).
+    """
+    if not require or layout.virtual_stages > 1:
         return ()
     place = {name: at for at, (name, _) in enumerate(ordered.chain)}
     numbers = [place[name] for name, _ in model.chain]

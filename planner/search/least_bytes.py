@@ -157,11 +157,12 @@ class LeastBytes:
         )
         if not others:
             return early
-        ranks = np.ones(layout.pipeline)
+        ranks, each = np.ones(layout.pipeline), layout.pipeline / len(self._chain)
         return binding(
             early,
             *others,
-            room_bytes=capacity_bytes * layout.pipeline / len(self._chain) * ranks,
+            room_bytes=capacity_bytes * each * ranks,
+            sent_bytes=self._costs.keeps_sent * self._costs.boundary_bytes * each * ranks,
             resident=like.resident * ranks,
             kept=like.kept * ranks,
             least_stored=like.least_stored * ranks,
@@ -231,10 +232,13 @@ class LeastBytes:
             for column, value in zip(found, relieved(ranks, shares, np.array([last])), strict=True):
                 column[last] = value[0]
         always = found.in_flight * like.least_stored + like.resident
+        # A stage of the solver has no layers of less than nothing.
+        each_bytes = np.maximum(found.each_bytes, -always)
+        less_bytes = run.alike * (each_bytes - found.each_bytes)
         return Spread(
             found.in_flight,
-            (found.each_bytes + always) / like.carrier,
-            fixed_bytes + found.fixed_bytes,
+            (each_bytes + always) / like.carrier,
+            fixed_bytes + found.fixed_bytes - less_bytes,
         )
 
     def _resident(self, part: StrategyParts) -> float:

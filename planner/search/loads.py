@@ -123,6 +123,7 @@ def binding(
     late: Load,
     *,
     room_bytes: Floats,
+    sent_bytes: Floats,
     resident: Floats,
     kept: Floats,
     least_stored: Floats,
@@ -131,14 +132,16 @@ def binding(
 ) -> Load:
     """Return of every rank the moment at which like layers need more room; figures are [rank].
 
-    `room_bytes` are those of one like layer, which holds the others; ranks have `depths` stages.
-    At the early moment it may store so much of what is alive as fits.
+    `room_bytes` are those of one like layer, which holds the others, and `sent_bytes` its part of
+    what is kept of a micro-batch that was sent; ranks have `depths` stages.  At the early moment
+    it may store so much of what is alive as fits.
     """
-    counts = (load.alive.sum(axis=0) / depths for load in (early, late))
-    waits = (load.waiting.sum(axis=0) / depths * kept for load in (early, late))
-    (alive, alive_late), (waits_early, waits_late) = counts, waits
-    stored = np.clip((room_bytes - resident - waits_early) / alive, least_stored, most_stored)
-    bind = alive_late * stored + waits_late > alive * stored + waits_early
+    alive, alive_late = (load.alive.sum(axis=0) / depths for load in (early, late))
+    beside, beside_late = (
+        load.waiting.sum(axis=0) / depths * kept + load.sent * sent_bytes for load in (early, late)
+    )
+    stored = np.clip((room_bytes - resident - beside) / alive, least_stored, most_stored)
+    bind = alive_late * stored + beside_late > alive * stored + beside
     return Load(*(np.where(bind, b, a) for a, b in zip(early, late, strict=True)))
 
 

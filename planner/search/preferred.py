@@ -29,7 +29,7 @@ from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
-from planner.search.simulated_proof import BRIEF
+from planner.search.simulated_proof import Effort
 from planner.search.space import kind
 from planner.units import seconds_text
 
@@ -42,8 +42,8 @@ AXES = ("tensor", "context", "expert", "pipeline")
 """What a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
-FURTHER = (1.06, 1.2, math.inf)
-"""Times the fastest step within which the usual plans are looked for, one after the other."""
+BESIDE = Effort(likely=16, tried=4, families=0, layouts=0, cut=0, solved=0, programs=0)
+"""What plans beside the answer may take in simulated time: of them nothing is proven."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""
 
@@ -147,24 +147,11 @@ def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | Non
     pins = request.pins
     alone = dict.fromkeys(AXES, 1)
     if _open(pins, alone):
-        yield PLAIN_DATA, _nearest(request, answer, alone)
+        yield PLAIN_DATA, _best(request, answer, alone)
     able = pins.tensor != 1 and pins.pipeline != 1 and request.cluster.devices > MOST_ALONE
     if able and _open(pins, {"context": 1}):
         both = replace(pins, divided=pins.divided | {"tensor", "pipeline"})
-        yield TENSOR_PIPELINE, _nearest(replace(request, pins=both), answer, {"context": 1})
-
-
-def _nearest(request: Request, answer: Answer, pins: dict[str, int]) -> Ranked | None:
-    """Return the fastest plan with some more choices pinned, however much slower it is.
-
-    Problems without a plan to beat take longest, so the first limit is near the fastest.
-    """
-    for limit in FURTHER:
-        below_s = min(answer.certificate.objective_s * limit, LARGE_S)
-        found = _best(request, answer, pins, below_s=below_s)
-        if found is not None:
-            return found
-    return None
+        yield TENSOR_PIPELINE, _best(replace(request, pins=both), answer, {"context": 1})
 
 
 def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
@@ -202,7 +189,7 @@ def _best(
     answer: Answer,
     pins: dict[str, int] | dict[str, int | str],
     *,
-    below_s: float,
+    below_s: float = LARGE_S,
 ) -> Ranked | None:
     """Return the fastest plan with some more choices pinned; None if there is none."""
     if not _open(request.pins, pins):
@@ -210,7 +197,7 @@ def _best(
     asked: Pins = replace(request.pins, **pins)
     try:
         found = search(
-            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BRIEF
+            replace(request, pins=asked), below_s=below_s, known=answer.candidates, effort=BESIDE
         )
     except (NoPlanFits, DocumentError):
         return None

@@ -85,7 +85,7 @@ NEAR = 0.05
 """How far the estimate of a layout is above what it simulates at most, relatively."""
 USUAL = Effort()
 BRIEF = Effort(likely=16, tried=4, families=96, layouts=20, cut=4, solved=2, programs=0)
-"""For plans beside the answer, of which nothing is proven."""
+"""For searches of many clusters."""
 _ALL = 1 << 30
 FULL = Effort(
     families=_ALL,

@@ -19,6 +19,8 @@ from planner.search.ranks import Shares
 Floats = NDArray[np.float64]
 
 _HALVINGS = 5
+_LOWEST = 0.25
+"""Of α, which a solver's stage counts as micro-batches in flight."""
 
 
 class Spread(NamedTuple):
@@ -67,12 +69,13 @@ class Ranks:
         left = self.free_bytes / self.number - self.resident
         left -= (self.kept_bytes + self.alive * self.least_stored).sum(axis=0) / virtual
         more = (self.most_stored - self.least_stored) / virtual
-        alpha: Floats = self.alive.max(axis=0)
+        lowest: Floats = np.maximum(_LOWEST, self.alive.min(axis=0))
+        alpha: Floats = np.where(left < 0, self.alive[-1], self.alive.max(axis=0))
         for count in reversed(self.alive):
             fits = left >= 0
             left = left - count * more
             alpha = np.where(fits & (left < 0), count, alpha)
-        lowest: Floats = self.alive.min(axis=0)
+        alpha = np.maximum(alpha, lowest)
         for _ in range(_HALVINGS):
             # Where the leanest layers would hold less than nothing it is less.
             low = self._leanest(alpha)

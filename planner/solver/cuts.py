@@ -1,8 +1,7 @@
 """Where to cut a chain, given what every stage would cost for every run of layers.
 
 A table `x[stage, first, n - 1]` says what `stage` costs with the n layers from `first` on, flat or
-not; inf where it cannot hold them.  `best_cuts` minimises exactly what `planner.solver.descent`
-says.
+not; inf where it cannot hold them.  `planner.solver.descent` has what is minimised.
 
 Among equal sums the dynamic program takes the earliest cuts.
 """
@@ -14,8 +13,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
-
-from planner.solver.descent import Costs, Way, cheapest
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +43,7 @@ class _Tails:
         return self._windows[self._now]
 
 
-class Chain:
+class ChainWays:
     """The dynamic programs over one shape of table; it keeps their work arrays."""
 
     def __init__(self, stages: int, layers: int, width: int) -> None:
@@ -92,8 +89,3 @@ class Chain:
         return [
             float(table[s, first, end - first - 1]) for s, (first, end) in enumerate(pairwise(way))
         ]
-
-
-def best_cuts(costs: Costs, *, cutoff_s: float = np.inf) -> Way | None:
-    """Cheapest split, or None if there is none below `cutoff_s`."""
-    return cheapest(Chain(*costs.stage_s.shape), costs, cutoff_s=cutoff_s)

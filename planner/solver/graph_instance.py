@@ -436,6 +436,11 @@ class GraphSolution:
         return self.split.lower_bound_s
 
     @property
+    def stage_sync_s(self) -> tuple[float, ...]:
+        """[stage] Seconds of synchronisation."""
+        return self.split.stage_sync_s
+
+    @property
     def gap(self) -> float:
         """Share of the objective that is not yet proven necessary."""
         return self.split.gap

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -80,7 +80,7 @@ def _solved(
     while True:
         limit_s = floor.slowest_s(cutoff_s)
         table = StageTable(bounds, known, ceiling_s, whole_s, limit_s=limit_s)
-        best = _best_under(table, instance, cutoff_s)
+        best = best_split(table, partial(_assembled, instance, table), cutoff_s=cutoff_s)
         known_s = cutoff_s if best is None else best.objective_s
         if best is not None and whole_s > _COARSE * sum(best.stage_s):
             # Options that nobody would take made the grid of the table coarse beside the answer.
@@ -150,18 +150,6 @@ class _Floor:
         return min((known_s - self._rest_s) / self._steady, self.whole_chain_s)
 
 
-class _Chosen(NamedTuple):
-    """A split, as `planner.solver.settled` takes its answers."""
-
-    split: Solution
-
-
-def _best_under(table: StageTable, instance: Instance, cutoff_s: float) -> Solution | None:
-    """Return the best split of the table below the cutoff."""
-
-    def chosen(found: Way) -> _Chosen:
-        _, cuts, options = table.laid(found.way)
-        return _Chosen(assembled(instance, cuts, options))
-
-    best = best_split(table, chosen, cutoff_s=cutoff_s)
-    return None if best is None else best.split
+def _assembled(instance: Instance, table: StageTable, found: Way) -> Solution:
+    _, cuts, options = table.laid(found.way)
+    return assembled(instance, cuts, options)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.descent import Costs, Way, Ways, cheapest, priced
-from planner.solver.instance import Solution
 from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
@@ -48,15 +47,19 @@ class Steps(Protocol):
         """Allow only options with which no stage synchronises longer."""
 
 
-class HasSplit(Protocol):
-    """An answer made of a way."""
+class Evaluated(Protocol):
+    """A split made of a way, evaluated from raw numbers."""
 
     @property
-    def split(self) -> Solution:
-        """The split, evaluated from raw numbers."""
+    def objective_s(self) -> float:
+        """Seconds of a step."""
+
+    @property
+    def stage_sync_s(self) -> tuple[float, ...]:
+        """[stage] Seconds of synchronisation."""
 
 
-Answer = TypeVar("Answer", bound=HasSplit)
+Answer = TypeVar("Answer", bound=Evaluated)
 
 
 def best_split(
@@ -78,9 +81,9 @@ def best_split(
         if found is None:
             break
         answer = assemble(found)
-        if answer.split.objective_s < cutoff_s:
-            best, cutoff_s = answer, answer.split.objective_s
-        largest_s = max(answer.split.stage_sync_s)
+        if answer.objective_s < cutoff_s:
+            best, cutoff_s = answer, answer.objective_s
+        largest_s = max(answer.stage_sync_s)
         if largest_s <= least_sync_s * (1 + ROUNDING):
             break
         steps.limit_sync(largest_s * (1 - ROUNDING))

@@ -9,14 +9,8 @@ A chain on devices of one type is `planner.solver.inner`'s.  On several types th
 the branches and the cuts are chosen together along paths of (downset, stages used of each type)
 (`planner.solver.unequal.unequal`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
 graph with more downsets than that allows is split through those of several orders of the branches
-(`planner.solver.graphs.nearby`), under a bound of all orders: on several types
-
-    T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync
-
-With P_g stages of type g, seconds t_gl of layer l on it and T_g = Σ_l t_gl, weighing the stages by
-1 / T_g gives, for the slowest stage of any split,
-
-    τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
+(`planner.solver.graphs.nearby`), under a bound of all orders
+(`planner.solver.unequal.fastest` on several types).
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from planner.solver.instance import (
 from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_no_split
 from planner.solver.prefixes import Downsets, Prefixes, Runs
-from planner.solver.unequal.unequal import Search
+from planner.solver.unequal.unequal import Search, fastest_on
 from planner.tolerances import ROUNDING
 
 
@@ -234,29 +228,8 @@ def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Ru
 
 
 def _any_order_s(problem: GraphInstance, store: FrontierStore) -> float:
-    """Bound on all orders, memory and cuts ignored; see the head of this module."""
-    chain, stages = problem.chain, np.array([one.stages for one in problem.types])
-    seconds, gains, sync, exposed = [], [], [], []
-    for one in problem.types:
-        knapsacks = Knapsacks(one.chain, store)
-        scale, least_s = float(knapsacks.time_scale[0]), knapsacks.options.least_time_s
-        credits_s = np.array(one.chain.credits_s or (0.0,))
-        seconds.append((scale * least_s)[knapsacks.layers])
-        gains.append(
-            np.broadcast_to(scale * (chain.fill * least_s - credits_s), least_s.shape)[
-                knapsacks.layers
-            ]
-        )
-        sync.append(knapsacks.options.sync_s.min(axis=1)[knapsacks.layers])
-        exposed.append(knapsacks.exposed_s)
-    each_s, least_sync_s = np.array(seconds), np.min(sync, axis=0)
-    whole_s = each_s.sum(axis=1)
-    slowest_s = 0.0
-    if whole_s.all():
-        weighed = float((each_s / whole_s[:, None]).min(axis=0).sum())
-        slowest_s = weighed / float((stages / whole_s).sum())
-        slowest_s = max(slowest_s, float(each_s.min(axis=0).max()))
-    once_s = max(float(least_sync_s.max()), float(least_sync_s.sum()) / len(chain.stages))
-    rest_s = float(np.min(gains, axis=0).sum()) + once_s
-    rest_s += chain.fill * float(np.min(exposed, axis=0).sum())
-    return (1 - ROUNDING) * (chain.steady * slowest_s + rest_s)
+    """Bound on all orders, memory and cuts ignored."""
+    knapsacks = [Knapsacks(one.chain, store) for one in problem.types]
+    fastest, sync_s = fastest_on(problem, knapsacks)
+    exposed_s = float(np.min([one.exposed_s for one in knapsacks], axis=0).sum())
+    return (1 - ROUNDING) * (fastest.passes_s() + fastest.fill * exposed_s + sync_s)

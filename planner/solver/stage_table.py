@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.cuts import Chain
+from planner.solver.cuts import ChainWays
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table
 from planner.tolerances import ROUNDING
@@ -60,7 +60,7 @@ class StageTable(Table):
         self._each = self._end.size
         cut_s = bounds.cut_s[self._first] + bounds.cut_s[self._end]
         self._besides_s = np.add.outer(knapsacks.exposed_s, cut_s).reshape(-1)
-        self.ways = Chain(len(stages), layers, self._width)
+        self.ways = ChainWays(len(stages), layers, self._width)
 
         at = np.flatnonzero(inside.reshape(-1))
         self._signature = np.full(inside.size, -1, dtype=np.intp)
@@ -73,23 +73,15 @@ class StageTable(Table):
         """By signature, its runs."""
         seconds = np.full((len(stages), self._each), np.inf)
         if len(at):
-            seconds[:, at] = self._bounds_s(at[sample])[:, self._signature[at]]
+            some = at[sample]
+            own_s = bounds.layers_s(some // self._width, self._end.reshape(-1)[some])
+            seconds[:, at] = own_s[:, self._signature[at]]
         for s, stage in enumerate(stages):
             barred = [n for n in range(1, self._width + 1) if not stage.may_hold(n)]
             if barred:
                 seconds[s].reshape(layers, -1)[:, [n - 1 for n in barred]] = np.inf
         stage_s = self._rounded(seconds.reshape(-1) + self._besides_s)
         self._begin(stage_s, ~np.isfinite(stage_s))
-
-    def _bounds_s(self, runs: Indices) -> Floats:
-        """[stage, run] Lagrangian bounds on the seconds of the layers."""
-        first, end = runs // self._width, self._end.reshape(-1)[runs]
-        knapsacks = self._knapsacks
-        found = np.empty((len(knapsacks.time_scale), len(runs)))
-        for family, own in enumerate(knapsacks.families):
-            found[own.stages] = self._bounds.layers_s(family, first, end)
-        found *= knapsacks.time_scale[:, None]
-        return found
 
     def entries(self, way: tuple[int, ...]) -> list[int]:
         """[stage] Entries of a split."""

@@ -88,39 +88,38 @@ class StepBounds:
 
     def stage_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
         """[step] Bound on the seconds of a stage; inf where its layers cannot fit."""
-        family = self.knapsacks.family_of(stage)
-        scale = self._scales[stage]
-        free = float(self.knapsacks.free_bytes[stage])
-        bound = np.full(len(smaller), np.inf)
-        for one in self._ranges[family]:
-            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
-        pace = float(self.knapsacks.time_scale[stage])
-        staged: Floats = pace * bound + self.fixed_s(stage, smaller, larger)
+        own = self._layers_s(np.array([stage]), smaller, larger)[0]
+        staged: Floats = own + self.fixed_s(stage, smaller, larger)
         return staged
 
-    def layers_s(self, family: int, smaller: Indices, larger: Indices) -> Floats:
-        """[stage of family, step] Bound on the unscaled seconds of the layers alone."""
-        own = self.knapsacks.families[family]
-        free, scale = self.knapsacks.free_bytes[own.stages, None], own.scale[:, None]
-        bound = np.full((len(own.stages), len(smaller)), np.inf)
-        for one in self._ranges[family]:
-            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
-        return bound
-
     def stages_s(self, smaller: Indices, larger: Indices) -> Floats:
-        """[stage, step] Bounds on the seconds of all stages; inf where the layers cannot fit."""
-        knapsacks = self.knapsacks
+        """[stage, step] The same of all stages without their cuts, steps of one content alike."""
         sample, number = np.arange(len(smaller)), np.arange(len(smaller))
         if self.codes is not None:
             held = self.codes[larger] - self.codes[smaller]
             _, sample, number = np.unique(held, return_index=True, return_inverse=True)
-        found = np.empty((len(knapsacks.time_scale), len(sample)))
-        for family, own in enumerate(knapsacks.families):
-            found[own.stages] = self.layers_s(family, smaller[sample], larger[sample])
-        found *= knapsacks.time_scale[:, None]
-        fixed_s = np.add.outer(knapsacks.exposed_s, self.cut_s[smaller] + self.cut_s[larger])
-        staged: Floats = found[:, number] + fixed_s
+        found = self.layers_s(smaller[sample], larger[sample])[:, number]
+        staged: Floats = found + self.knapsacks.exposed_s[:, None]
         return staged
+
+    def layers_s(self, smaller: Indices, larger: Indices) -> Floats:
+        """[stage, step] Bound on the seconds of the layers alone, on all stages."""
+        found = np.empty((len(self.knapsacks.time_scale), len(smaller)))
+        for family in self.knapsacks.families:
+            found[family.stages] = self._layers_s(family.stages, smaller, larger)
+        return found
+
+    def _layers_s(self, stages: Indices, smaller: Indices, larger: Indices) -> Floats:
+        """[stage, step] The same of some stages of one family."""
+        number = self.knapsacks.family_of(int(stages[0]))
+        family = self.knapsacks.families[number]
+        scale = family.scale[np.searchsorted(family.stages, stages), None]
+        free = self.knapsacks.free_bytes[stages, None]
+        bound = np.full((len(stages), len(smaller)), np.inf)
+        for one in self._ranges[number]:
+            np.minimum(bound, _bound(one, free, scale, smaller, larger), out=bound)
+        bound *= self.knapsacks.time_scale[stages, None]
+        return bound
 
     @cached_property
     def codes(self) -> NDArray[np.int64] | None:
@@ -167,15 +166,6 @@ class StepBounds:
         return multipliers, self._totals(charged.min(axis=1))
 
     @cached_property
-    def _scales(self) -> dict[int, float]:
-        """What divides the budget of each stage."""
-        return {
-            stage: scale
-            for family in self.knapsacks.families
-            for stage, scale in zip(family.stages.tolist(), family.scale.tolist(), strict=True)
-        }
-
-    @cached_property
     def _ranges(self) -> list[list[_Range]]:
         """[family] Ranges that together hold every level the largest transient may have."""
         knapsacks = self.knapsacks
@@ -216,12 +206,10 @@ class StepBounds:
         return np.ascontiguousarray(totals.T)
 
 
-def _bound(
-    one: _Range, free: Floats | float, scale: Floats | float, smaller: Indices, larger: Indices
-) -> Floats:
-    """[step] Bound on unscaled seconds if the largest transient lies in the range.
+def _bound(one: _Range, free: Floats, scale: Floats, smaller: Indices, larger: Indices) -> Floats:
+    """[stage, step] Bound on unscaled seconds if the largest transient lies in the range.
 
-    [stage, step] for several stages, whose `free` bytes and `scale` are columns.
+    `free` bytes and `scale` of the stages are columns.
     """
     level = np.full(len(smaller), one.lowest)
     for floor, reached in zip(one.levels, one.reached, strict=True):

@@ -254,10 +254,11 @@ class Rooms:
         """Return the ranks of all timetables, with what is left beside what surely lies there."""
         problem = np.repeat(np.arange(len(degree)), degree)
         working = options.transient_bytes[0][problem]
-        load = self._load(ranks, options, problem, self._capacity_bytes - working, degree)
-        keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
-        buffers = load.sent * keeps_sent + 2.0 * (ranks.depths * (degree > 1))[problem]
-        free_bytes = self._capacity_bytes - buffers * boundary_bytes[problem]
+        sent_bytes = boundary_bytes * self._tables.rates.stack.pipeline.keeps_sent
+        room_bytes = self._capacity_bytes - working
+        load = self._load(ranks, options, problem, room_bytes, sent_bytes, degree)
+        own_bytes = 2.0 * ranks.depths * (degree > 1) * boundary_bytes
+        free_bytes = self._capacity_bytes - load.sent * sent_bytes[problem] - own_bytes[problem]
         beside_s, beside_bytes = np.zeros(len(problem)), np.zeros(len(problem))
         starts = np.cumsum(degree) - degree
         for last, kind in enumerate(self._tables.end_kinds):
@@ -292,16 +293,19 @@ class Rooms:
         options: Options,
         problem: Indices,
         room_bytes: Floats,
+        sent_bytes: Floats,
         degree: Indices,
     ) -> Load:
         """Return the moments that count of all ranks in a row."""
         if ranks.late is ranks.early:
             return ranks.early
         stored = options.stored_bytes
+        number = self._chain.counts[self._chain.commonest] / degree
         return binding(
             ranks.early,
             ranks.late,
-            room_bytes=room_bytes * degree[problem] / self._chain.counts[self._chain.commonest],
+            room_bytes=room_bytes / number[problem],
+            sent_bytes=(sent_bytes / number)[problem],
             resident=options.resident_bytes.min(axis=0)[problem],
             kept=options.kept_bytes.min(axis=0)[problem],
             least_stored=stored.min(axis=0)[problem],

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from planner.costs.crossings import MOST_IDEALS, colocated, in_order
-from planner.costs.hosts import hosts
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
@@ -41,7 +40,7 @@ from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.lattice import GraphEffort
-from planner.solver.instance import Infeasible, Solution, Unfinished, broken
+from planner.solver.instance import Infeasible
 from planner.solver.solve import solve
 
 MOST_PAIRS = 10_000_000
@@ -129,7 +128,7 @@ class GraphSpace(AlikeSpace):
             for stage, count in zip(chain.stages, actions, strict=True)
         )
         return alike(
-            replace(chain, stages=stages, hosts=(), cut_s=()),
+            replace(chain, stages=stages, cut_s=()),
             names=tuple(number),
             edges=sorted({(number[edge.source], number[edge.target]) for edge in model.edges}),
             output_s=[sent_s[layer.kind] for _, layer in model.chain],
@@ -137,7 +136,7 @@ class GraphSpace(AlikeSpace):
         )
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
-        """Return the best split of a layout; see `_within_hosts` for activations on the host."""
+        """Return the best split of a layout."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
         answer = (
             ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
@@ -152,40 +151,8 @@ class GraphSpace(AlikeSpace):
         )
         if isinstance(answer, Infeasible) and self.candidates.pins.require:
             return Lost(UNKEPT)
-        if isinstance(answer, GraphSolution):
-            kept = self._within_hosts(layout, problem, answer)
-            answer = kept or Unfinished(answer.lower_bound_s)
         known_s = self.candidates.communication_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
-
-    def _within_hosts(
-        self, layout: Layout, problem: GraphInstance, found: GraphSolution
-    ) -> GraphSolution | None:
-        """Return the split if no host is too full, else the best one along its order that is not.
-
-        No split takes less than one that ignores hosts.
-        """
-        on_host = any(
-            option.host_bytes or option.host_resident_bytes
-            for table in problem.chain.kinds
-            for option in table
-        )
-        if not on_host:
-            return found
-        costs = self.candidates.tables.of(layout)
-        chain = replace(
-            problem.along(found.order),
-            hosts=hosts(self.candidates.cluster, layout, costs.host_share),
-        )
-        if broken(chain, found.split) is None:
-            return found
-        # Ways to run many unlike layers are too many to be listed with and without the host.
-        bound_s = found.lower_bound_s
-        kept = ilp.solve(chain, time_limit_s=self._limit_s, at_least_s=bound_s)
-        if not isinstance(kept, Solution):
-            return None
-        split = replace(kept, lower_bound_s=min(bound_s, kept.objective_s))
-        return replace(found, split=split)
 
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""

@@ -7,19 +7,9 @@ the cuts and every layer's treatment are chosen together, exactly
 (`planner.solver.unequal.unequal`); where ranks have several stages, what is cut is the chain in
 the order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.layout_queue` by
 
-    T >= steady · τ + Σ_l min_g (fill · t_gl - credit_gl) + fill · least exposed + least sync + step
+    T >= what layers take at their fastest, memory ignored, + fill · least exposed + sync + step
 
-where no split has a slowest stage below τ: with P_g stages of group g, seconds t_gl of layer l on
-it and T_g = Σ_l t_gl, weighing the stages by 1 / T_g gives
-
-    τ Σ_g P_g / T_g  >=  Σ_g (seconds of g's stages) / T_g  >=  Σ_l min_g t_gl / T_g
-
-The slowest stage takes no less than a mean of stages either.  With weights y_g >= 0 that are the
-same for all stages of a group, Σ_g P_g y_g = 1,
-
-    T >= Σ_l min_g ((steady y_g + fill) t_gl - credit_gl) + fill · least exposed + least sync + step
-
-which is best where (steady y_g + fill) T_g is the same for every group whose y_g is above 0.
+(`planner.solver.unequal.fastest`).
 """
 
 from __future__ import annotations
@@ -76,7 +66,7 @@ from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.solve import least_s, solve
-from planner.solver.unequal.unequal import evened
+from planner.solver.unequal.fastest import Fastest
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -271,22 +261,17 @@ class MixedSpace(GroupSpace):
         self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""
-        counts = np.array(self.counts)
-        stages = np.array(list(self.costs.stages_of(layout).values()))
         steady, fill = self.pace_of(layout)
-        split = layout.executed.splits_backward
-        whole_s = time_s @ counts
+        fastest = Fastest(
+            counts=np.array(self.counts),
+            time_s=time_s,
+            credits_s=fill * layout.executed.splits_backward * credits_s,
+            stages=np.array(list(self.costs.stages_of(layout).values())),
+            steady=steady,
+            fill=fill,
+        )
+        passes_s = fastest.passes_s(divided=layout.virtual_stages > 1)
         step_s = max(tables.step_s for tables in self.costs.tables.values())
-        if not whole_s.all():
-            return step_s
-        weighed = float(counts @ (time_s / whole_s[:, None]).min(axis=0))
-        slowest_s = weighed / float((stages / whole_s).sum())
-        if layout.virtual_stages == 1:
-            slowest_s = max(slowest_s, float(time_s.min(axis=0).max()))
-        fill_s = float(counts @ (fill * (time_s - split * credits_s)).min(axis=0))
-        weights = (steady * evened(stages, whole_s, steady, fill) + fill)[:, None]
-        mean_s = float(counts @ (weights * time_s - fill * split * credits_s).min(axis=0))
-        passes_s = max(steady * slowest_s + fill_s, mean_s)
         # Sums taken in two orders differ in the last bits.
         return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
 

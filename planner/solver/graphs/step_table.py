@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.assembly import content_of
 from planner.solver.paths import Paths
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table
@@ -15,15 +14,12 @@ from planner.solver.table import Known, Table
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# Up to so many alike contents of so many steps are solved without bounds.
-_OUTRIGHT, _OUTRIGHT_STEPS = 64, 20_000
-
 
 class StepTable(Table):
     """[step] Steps of all stages in turn.
 
-    `hops` [stage] are the steps, from and to members of the bounds, by rising start.  Bounds that
-    are known already can be given.
+    `hops` [stage] are the steps, from and to members of the bounds, by rising start, and `least_s`
+    bounds on their seconds.
     """
 
     def __init__(
@@ -31,7 +27,7 @@ class StepTable(Table):
         bounds: StepBounds,
         hops: Sequence[tuple[Indices, Indices]],
         known: Known,
-        bounds_s: Floats | None = None,
+        least_s: Floats,
     ) -> None:
         super().__init__(bounds.knapsacks, known)
         self._bounds = bounds
@@ -46,14 +42,7 @@ class StepTable(Table):
         self._besides_s = np.concatenate(
             [bounds.fixed_s(stage, *hop) for stage, hop in enumerate(hops)]
         )
-        exact_s = self._outright()
-        if exact_s is not None:
-            self._begin(exact_s, np.ones(len(exact_s), dtype=bool))
-            return
-        if bounds_s is None:
-            each = [bounds.stage_s(stage, *hop) for stage, hop in enumerate(hops)]
-            bounds_s = np.concatenate(each)
-        self._begin(bounds_s, ~np.isfinite(bounds_s))
+        self._begin(least_s, ~np.isfinite(least_s))
         # Take over what is known from other ceilings.
         for (stage, content), found in known.items() if self._radix else ():
             code = sum(self._radix[kind] * n for kind, n in content)
@@ -96,24 +85,3 @@ class StepTable(Table):
                 for factor, (smaller, larger) in zip(scale, self._hops, strict=True)
             ]
         )
-
-    def _outright(self) -> Floats | None:
-        """[step] Exact seconds, if contents are so few and alike that bounds are not worth it."""
-        if not self._radix or self.sync_depends or len(self.ways) > _OUTRIGHT_STEPS:
-            return None
-        _, sample, number = np.unique(self.content, return_index=True, return_inverse=True)
-        if len(sample) > _OUTRIGHT:
-            return None
-        contents = [content_of(self._kinds_of(int(step))) for step in sample]
-        if not all(self._knapsacks.alike(content) for content in contents):
-            return None
-        scale = self._knapsacks.time_scale
-        seconds = np.empty((len(scale), len(contents)))
-        for at, content in enumerate(contents):
-            for family in self._knapsacks.families:
-                for stage, found in self._exact(int(family.stages[0]), content):
-                    seconds[stage, at] = found.time_s
-        held = [number[self.ways.steps(stage)] for stage in range(len(scale))]
-        staged = [factor * own[at] for factor, own, at in zip(scale, seconds, held, strict=True)]
-        exact_s: Floats = np.concatenate(staged) + self._besides_s
-        return exact_s

@@ -34,13 +34,13 @@ Counts = tuple[int, ...]
 class Spans:
     """What stages may hold under a ceiling.
 
-    `runs` [position] are what some type can hold there, by rising first downset, and `holds`
-    [type][position] tells of each whether that type can; `between[counts]` [downset] tells where
-    stages of these counts may end together.
+    `runs` [position] are what some type can hold there, by rising first downset, and `least_s`
+    [type][position] the seconds that each takes at least without its cuts, inf where that type
+    cannot hold it; `between[counts]` [downset] tells where stages of these counts may end together.
     """
 
     runs: list[Runs]
-    holds: list[list[Booleans]]
+    least_s: list[list[Floats]]
     between: dict[Counts, Booleans]
 
 
@@ -75,10 +75,11 @@ class Reach:
         possible &= (sizes[larger] == every.layers) == (at == at[-1])[:, None]
         meets_s = np.full(len(every), cut_s)
         meets_s[[0, -1]] = 0.0
-        self._seconds: list[Floats] = []
-        for one in knapsacks:
-            bounds = StepBounds(one, every, np.arange(len(every)), meets_s)
-            self._seconds.append(np.where(possible, bounds.stages_s(*pairs), np.inf))
+        members, free = np.arange(len(every)), np.zeros(len(every))
+        self.bounds = [StepBounds(one, every, members, free) for one in knapsacks]
+        each = [np.where(possible, one.stages_s(*pairs), np.inf) for one in self.bounds]
+        self._alone_s: list[Floats] = each
+        self._seconds: list[Floats] = [own + meets_s[smaller] + meets_s[larger] for own in each]
 
     @property
     def least_s(self) -> float:
@@ -122,7 +123,7 @@ class Reach:
         if not between:
             return None
         smaller, larger = self._pairs
-        runs, holds = [], [[] for _ in self._seconds]  # type: tuple[list[Runs], list[list[Booleans]]]
+        runs, least_s = [], [[] for _ in self._seconds]  # type: tuple[list[Runs], list[list[Floats]]]
         for position in range(sum(self._full)):
             begins, stops = (
                 np.logical_or.reduce([own for n, own in between.items() if sum(n) == at])
@@ -131,9 +132,9 @@ class Reach:
             each = [seconds[position] <= highest_s for seconds in self._seconds]
             some = np.logical_or.reduce(each) & begins[smaller] & stops[larger]
             runs.append((smaller[some], larger[some]))
-            for kept, own in zip(holds, each, strict=True):
-                kept.append(own[some])
-        return Spans(runs=runs, holds=holds, between=between)
+            for kept, alone_s, holds in zip(least_s, self._alone_s, each, strict=True):
+                kept.append(np.where(holds, alone_s[position], np.inf)[some])
+        return Spans(runs=runs, least_s=least_s, between=between)
 
 
 def changed(counts: Counts, place: int, by: int) -> Counts:

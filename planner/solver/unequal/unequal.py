@@ -9,10 +9,7 @@ above it takes at least
     steady · ceiling + Σ_l min_g (fill · time_scale_g · t_gl - credit) + fill · Σ exposed + sync
 
 with the fastest options t_gl of layer l on type g, and a least sync of the mean over stages or of
-the one layer with the most.  With weights y_g >= 0 of stages, Σ_g stages_g y_g = 1, no split takes
-less than
-
-    Σ_l min_g ((steady y_g + fill) · time_scale_g · t_gl - credit) + the same of exposed + sync
+the one layer with the most (`planner.solver.unequal.fastest`).
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.settled import best_split, loose_s
 from planner.solver.table import Known
+from planner.solver.unequal.fastest import Fastest
 from planner.solver.unequal.reach import Reach
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
 from planner.tolerances import ROUNDING, SLACK
@@ -57,7 +55,6 @@ class Search:
         pairs: Runs,
     ) -> None:
         self._problem, self._chain = problem, problem.chain
-        self._numbers = np.array([one.stages for one in problem.types])
         self._cutoff_s = cutoff_s
         self._every = every
         readers = problem.readers() if problem.output_s else []
@@ -74,12 +71,16 @@ class Search:
         """What splits under the last ceiling take at least, if some are not known exactly."""
         numbers = [one.stages for one in problem.types]
         self._reach = Reach(self._knapsacks, numbers, every, pairs, self._least_cut_s)
-        self._rest_s = self._least_besides_s()
+        chain, exposed_s = self._chain, np.min([one.exposed_s for one in self._knapsacks], axis=0)
+        self._fastest, self._sync_s = fastest_on(problem, self._knapsacks)
+        besides_s = float(exposed_s.sum()) + 2 * (len(exposed_s) - 1) * self._least_cut_s
+        # What a split takes besides its slowest stage.
+        self._rest_s = self._fastest.weighed_s(chain.fill) + chain.fill * besides_s + self._sync_s
         self.whole_s = self._longest_stage_s()
         self.least_s = self._reach.least_s
         self.bound_s = math.inf  # not 0 · inf, with one micro-batch
         if self.least_s < math.inf:
-            self.bound_s = problem.chain.steady * (1 - SLACK) * self.least_s + self._rest_s
+            self.bound_s = chain.steady * (1 - SLACK) * self.least_s + self._rest_s
             self.bound_s = max(self.bound_s, self._mean_s())
 
     def solved(self) -> tuple[GraphSolution | None, float]:
@@ -106,49 +107,16 @@ class Search:
             longest_s = max(longest_s, own_s + exposed_s + 2 * self._most_cut_s)
         return longest_s * (1 + SLACK)
 
-    def _least_besides_s(self) -> float:
-        """Least sum over stages and least sync: what a split takes besides its slowest stage."""
-        chain = self._chain
-        each = [chain.fill] * len(self._numbers)
-        exposed_s = float(np.min([one.exposed_s for one in self._knapsacks], axis=0).sum())
-        exposed_s += 2 * (len(chain.stages) - 1) * self._least_cut_s
-        return self._weighed_s(each) + chain.fill * exposed_s + self._least_sync_s()
-
     def _mean_s(self) -> float:
-        """Least seconds with the slowest stage as a mean of stages (`evened`)."""
-        chain, stages = self._chain, self._numbers
-        whole_s = np.array(
-            [
-                (one.time_scale[0] * one.options.least_time_s)[one.layers].sum()
-                for one in self._knapsacks
-            ]
-        )
-        if not whole_s.all():
-            return 0.0
-        weights = chain.steady * evened(stages, whole_s, chain.steady, chain.fill)
-        weights += chain.fill
-        exposed_s = [float(one.exposed_s.min()) for one in self._knapsacks]
+        """Least seconds with the slowest stage as a mean of stages."""
+        weights, stages = self._fastest.weights(), self._fastest.stages
         each = np.repeat(weights, stages)
-        besides_s = float(stages @ (weights * exposed_s))
         neighbours = np.full(len(each), 2.0)
         neighbours[:2] -= 1.0 if len(each) > 1 else 2.0
-        besides_s += float(np.sort(each)[::-1] @ neighbours) * self._least_cut_s
-        total_s = self._weighed_s(weights.tolist()) + besides_s + self._least_sync_s()
-        return total_s * (1 - ROUNDING)
-
-    def _weighed_s(self, weights: Sequence[float]) -> float:
-        """Least seconds of layers less credits, each on the type where they weigh least."""
-        each = []
-        for weight, one in zip(weights, self._knapsacks, strict=True):
-            credits_s = np.array(one.instance.credits_s or (0.0,))
-            own_s = weight * one.options.least_time_s - credits_s
-            each.append((one.time_scale[0] * own_s)[one.layers])
-        return float(np.min(each, axis=0).sum())
-
-    def _least_sync_s(self) -> float:
-        each = [one.options.sync_s.min(axis=1)[one.layers] for one in self._knapsacks]
-        least_s = np.min(each, axis=0)
-        return max(float(least_s.max()), float(least_s.sum()) / len(self._chain.stages))
+        besides_s = float(np.sort(each)[::-1] @ neighbours) * self._least_cut_s
+        exposed_s = [float(one.exposed_s.min()) for one in self._knapsacks]
+        besides_s += float(stages @ (weights * exposed_s))
+        return (1 - ROUNDING) * (self._fastest.weighed_s(weights) + besides_s + self._sync_s)
 
     def first_s(self) -> float:
         """Ceiling to begin with; above 0, so that it can rise.
@@ -180,8 +148,7 @@ class Search:
         if spans is None:
             return best
         steps = UnequalSteps(
-            self._knapsacks,
-            every=self._every,
+            self._reach.bounds,
             known=self._known,
             spans=spans,
             cut_s=self._cut_s,
@@ -206,25 +173,20 @@ class Search:
         return placed(self._problem, layers, cuts, options, types, method)
 
 
-def evened(stages: Floats, whole_s: Floats, steady: float, fill: float) -> Floats:
-    """[type] Return weights y with Σ stages · y = 1 that even out (steady y + fill) · whole_s.
-
-    Types on which that would take a weight below 0 have 0.  The slowest stage takes no less than
-    the mean of all by these weights.
-
-    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=9.0, fill=1.0).round(3).tolist()
-    [0.806, 0.194]
-    >>> evened(np.array([1, 1]), np.array([1.0, 3.0]), steady=1.0, fill=1.0).tolist()
-    [1.0, 0.0]
-    """
-    if steady <= ROUNDING * fill:
-        return np.zeros(len(stages))
-    used = np.ones(len(stages), dtype=bool)
-    while True:
-        level_s = (steady + fill * stages[used].sum()) / (stages[used] / whole_s[used]).sum()
-        above = used & (level_s > fill * whole_s)
-        if (above == used).all():
-            break
-        used = above
-    weights: Floats = np.where(used, level_s / whole_s - fill, 0.0)
-    return weights / float(stages @ weights)
+def fastest_on(problem: GraphInstance, knapsacks: Sequence[Knapsacks]) -> tuple[Fastest, float]:
+    """Return layers at their fastest, and the least sync of a mean stage or of a layer."""
+    chain = problem.chain
+    counts = np.bincount(knapsacks[0].layers, minlength=len(chain.kinds))
+    sync_s = np.min([one.options.sync_s.min(axis=1) for one in knapsacks], axis=0)
+    scale = np.array([[one.time_scale[0]] for one in knapsacks])
+    none = (0.0,) * len(chain.kinds)
+    fastest = Fastest(
+        counts=counts,
+        time_s=scale * [one.options.least_time_s for one in knapsacks],
+        credits_s=scale * [one.chain.credits_s or none for one in problem.types],
+        stages=np.array([one.stages for one in problem.types]),
+        steady=chain.steady,
+        fill=chain.fill,
+    )
+    mean_s = float(counts @ sync_s) / len(chain.stages)
+    return fastest, max(float(sync_s[counts > 0].max()), mean_s)

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from planner.solver.descent import Costs
 from planner.solver.graphs.step_table import StepTable
-from planner.solver.knapsack import Knapsacks
 from planner.solver.paths import Paths
-from planner.solver.prefixes import Downsets, Runs
+from planner.solver.prefixes import Runs
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, least_costs
 from planner.solver.unequal.reach import Counts, Spans, changed
@@ -42,27 +41,25 @@ class UnequalSteps:
 
     def __init__(
         self,
-        knapsacks: Sequence[Knapsacks],
+        bounds: Sequence[StepBounds],
         *,
-        every: Downsets,
         known: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds,
     ) -> None:
-        self._instance = knapsacks[0].instance
+        self._instance = bounds[0].knapsacks.instance
         self._spans = spans
-        self._width = len(every)
+        self._width = len(bounds[0].members)
         self._cuts_s = cut_s
         self._places: list[list[Counts]] = [[] for _ in range(len(self._instance.stages) + 1)]
         for counts in spans.between:
             self._places[sum(counts)].append(counts)
-        members = np.arange(len(every))
         self.tables = [
-            StepTable(StepBounds(one, every, members, np.zeros(len(every))), spans.runs, of_type)
-            for one, of_type in zip(knapsacks, known, strict=True)
+            StepTable(one, spans.runs, of_type, np.concatenate(least_s))
+            for one, of_type, least_s in zip(bounds, known, spans.least_s, strict=True)
         ]
         self._link(spans.runs)
-        self.sync_depends = any(one.sync_depends for one in knapsacks)
+        self.sync_depends = any(table.sync_depends for table in self.tables)
         self.sync_limit_s = np.inf
         self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
 
@@ -168,7 +165,7 @@ class UnequalSteps:
                     continue
                 if (counts, number) not in held:
                     inside = between[counts][first] & between[more][end]
-                    inside &= self._spans.holds[number][position]
+                    inside &= np.isfinite(self._spans.least_s[number][position])
                     held[counts, number] = np.flatnonzero(inside)
                 for stop in stops.get((more, expected), ()):
                     yield _Move(start, stop, number, held[counts, number])

@@ -23,6 +23,7 @@ def test_ranks_that_recompute_everything_are_fullest_where_most_waits(
         early,
         late,
         room_bytes=room_bytes,
+        sent_bytes=0.0 * one,
         resident=one,
         kept=0.4 * one,
         least_stored=0.0 * one,

@@ -182,7 +182,13 @@ def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> Non
 
 
 def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
-    pins = Pins(pipeline=2, tensor=1, require=(Requirement(at_most=3),))
+    pins = Pins(pipeline=2, tensor=1, virtual_stages=1, require=(Requirement(at_most=3),))
+    job = Job(seq_len=1024, global_batch=8)
 
     with pytest.raises(NoPlanFits, match="at most 3 layers on each stage"):
-        search(Request(gpt2, small(16e9), Job(seq_len=1024, global_batch=8), pins=pins))
+        search(Request(gpt2, small(16e9), job, pins=pins))
+
+    # More stages on a rank have fewer layers each.
+    several = search(Request(gpt2, small(16e9), job, pins=replace(pins, virtual_stages=None))).plan
+    assert several.virtual_stages > 1
+    assert max(len(stage.layers) for stage in several.stages) <= 3

@@ -1,4 +1,4 @@
-"""best_cuts against every split, on random tables that obey no law a real pipeline would."""
+"""The cheapest cuts against every split, on random tables that obey no law a pipeline would."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from planner.solver.cuts import Chain, best_cuts
-from planner.solver.descent import Costs
+from planner.solver.cuts import ChainWays
+from planner.solver.descent import Costs, Way, cheapest
+
+
+def best_cuts(costs: Costs, *, cutoff_s: float = math.inf) -> Way | None:
+    return cheapest(ChainWays(*costs.stage_s.shape), costs, cutoff_s=cutoff_s)
 
 
 def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -75,7 +79,7 @@ def test_equal_sums_are_cut_as_early_as_possible() -> None:
     cost = np.ones((3, 7, 5))
     cost[:, np.arange(7)[:, None] + np.arange(1, 6) > 7] = np.inf
 
-    assert Chain(3, 7, 5).smallest_sum(cost) == (0, 1, 2, 7)
+    assert ChainWays(3, 7, 5).smallest_sum(cost) == (0, 1, 2, 7)
 
 
 def test_a_falling_ceiling_passes_sums_that_look_better() -> None:

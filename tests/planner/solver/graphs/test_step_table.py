@@ -31,7 +31,10 @@ def every_step(problem: GraphInstance) -> tuple[Knapsacks, StepTable]:
     hop = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
     knapsacks = Knapsacks(problem.chain, FrontierStore())
     bounds = StepBounds(knapsacks, every, np.arange(len(every)), np.zeros(len(every)))
-    table = StepTable(bounds, [hop] * len(problem.chain.stages), {})
+    stages = range(len(problem.chain.stages))
+    least_s = np.concatenate([bounds.stage_s(stage, *hop) for stage in stages])
+    assert bounds.stages_s(*hop).reshape(-1) == pytest.approx(least_s)
+    table = StepTable(bounds, [hop] * len(stages), {}, least_s)
     return knapsacks, table
 
 
