@@ -136,7 +136,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
     each = []
     for group, micro_batches in most.items():
         layout = replace(plan.layout, micro_batches=micro_batches)
-        seats = costs.seats(layout, [group] * layout.stages, _branches(plan, model))
+        seats = costs.seats(layout, [group] * layout.stages, branches_of(plan, model))
         each.append(placement_prediction(costs.tables[group], layout, placements, seats))
     slowest = max(each, key=lambda prediction: prediction.step_time_s)
     fullest = max(
@@ -184,7 +184,7 @@ def plan_timeline(
 
 def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
     """Return the costs under each stage of a plan; tables are those of the first stage."""
-    held = _branches(plan, request.model)
+    held = branches_of(plan, request.model)
     if plan.groups is not None:
         costs = GroupCosts(request, activations_of(plan))
         _check_known(plan, costs)
@@ -197,7 +197,7 @@ def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
     return tables, alike(tables, plan.layout)
 
 
-def _branches(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
+def branches_of(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
     """[stage] Names of its layers, where they form a graph."""
     if not model.edges:
         return None

@@ -49,7 +49,6 @@ from planner.search.formulation import (
     unkept,
 )
 from planner.search.joint.rooms import ChainFigures, Paces, Rooms, Unit
-from planner.search.ranks import shares_of
 from planner.search.savings import Saving, activations, least_s, savings_of
 from planner.search.space import (
     Degrees,
@@ -65,7 +64,7 @@ from planner.search.space import (
     tensor_overlaps,
     timetables,
 )
-from planner.search.stage_rows import both, required_rows
+from planner.search.stage_rows import both, not_required, required_rows
 from planner.solver import bounds
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
@@ -241,33 +240,17 @@ class Candidates:
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
             if self.pins.require and key[1] > 1:
-                found = both(found, self._required(layout))
+                found = both(found, required_rows(self.model, layout, self.pins.require))
             self._known_rows[key] = found
         return self._known_rows[key]
-
-    def _required(self, layout: Layout) -> Rows | None:
-        """Return how many layers ranks of several stages may hold by what is required."""
-        shares = shares_of(
-            self.model.chain_kinds, layout.schedule, layout.pipeline, layout.virtual_stages
-        )
-        numbers = range(len(self.model.chain))
-        ties = [asked.tie(numbers, layout.stages) for asked in self.pins.require]
-        if shares is None:
-            return None
-        return required_rows(shares, [tie for tie in ties if tie is not None])
 
     def _lacking(self, layout: Layout) -> str | None:
         """Return what a layout lacks of what is required."""
         lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
-        if layout.virtual_stages > 1 and any(asked.options for asked in self.pins.require):
-            return (
-                "what layers take can be required with one stage on each rank; of several, the "
-                "layers that store less come first"
-            )
-        if self.pins.require and layout.virtual_stages > 1 and self.rows(layout) is None:
-            return "no numbers of layers on its ranks keep what is required, or too many do"
+        if self.pins.require and layout.virtual_stages > 1:
+            return not_required(self.model, layout, self.pins.require)
         return None
 
     def layouts(self) -> Iterator[Layout]:

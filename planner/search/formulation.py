@@ -17,22 +17,26 @@ least over a layer's choices, which makes the bubble of like ranks max(f, b, f +
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from planner.cluster import ClusterSpec
+from planner.costs.crossings import colocated
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes
+from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
 from planner.pipeline_model import pace
-from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel
+from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share
 from planner.plan import Stage as PlanStage
 from planner.request import Request
 from planner.schedule import rank_of_stage, splits_backward
 from planner.search.layer_options import allowed
 from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
+from planner.solver.graph_instance import DeviceType, GraphInstance
 from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Tie
@@ -112,6 +116,33 @@ def _free_instance(
     )
 
 
+def branching_problem(
+    model: ModelGraph,
+    layout: Layout,
+    types: Sequence[tuple[DeviceType, float]],
+    output_s: tuple[tuple[tuple[float, ...], ...], ...],
+) -> GraphInstance:
+    """Return the partition problem of a graph's layout on devices of some types.
+
+    Each type has the seconds of one action; that of the loss is in the last layer's own.
+    """
+    number = {name: at for at, (name, _) in enumerate(model.chain)}
+    each = 3.0 if counted_by_rank(layout) else 2.0
+    actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
+    own = []
+    for one, action_s in types:
+        both = zip(one.chain.stages, actions, strict=True)
+        stages = tuple(replace(stage, exposed_s=count * action_s) for stage, count in both)
+        own.append(replace(one, chain=replace(one.chain, stages=stages, cut_s=())))
+    return GraphInstance(
+        types=tuple(own),
+        edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
+        output_s=output_s,
+        names=tuple(number),
+        colocated=colocated(model),
+    )
+
+
 def layout_pace(model: ModelGraph, layout: Layout) -> tuple[float, float]:
     """Return `steady` and `fill` of a layout."""
     if layout.pipeline == 1:
@@ -171,20 +202,20 @@ def plan_of(
             [(at, solution.options[at]) for at in range(first, end)]
             for first, end in itertools.pairwise(solution.cuts)
         ]
-    chosen = [
-        [(names[at], choices[model.chain_kinds[at]][option]) for at, option in stage]
-        for stage in placed
-    ]
     stages = tuple(
-        PlanStage(
-            layers=tuple(
-                PlacedLayer(layer=name, recompute=choice.recompute, activations=choice.activations)
-                for name, choice in stage
-            )
-        )
-        for stage in chosen
+        stage_of((names[at], choices[model.chain_kinds[at]][option]) for at, option in stage)
+        for stage in placed
     )
     return plan_with(request, layout, stages, step_s=solution.objective_s + costs.step_s)
+
+
+def stage_of(chosen: Iterable[tuple[str, StrategyCost]], group: str | None = None) -> PlanStage:
+    """Return a plan's stage with these layers, each under its choice."""
+    layers = tuple(
+        PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+        for name, cost in chosen
+    )
+    return PlanStage(layers=layers, group=group)
 
 
 def plan_with(
@@ -194,6 +225,7 @@ def plan_with(
     *,
     step_s: float,
     groups: tuple[PlannedGroup, ...] | None = None,
+    shares: tuple[Share, ...] | None = None,
 ) -> Plan:
     """Return the plan of a layout with these stages; ranks wait ten times `step_s` for others."""
     job = request.job
@@ -235,4 +267,5 @@ def plan_with(
         training=Training(lora=job.lora),
         stages=stages,
         groups=groups,
+        shares=shares,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.costs.layout_costs import CostTables
+from planner.costs.seats import Seats
+from planner.model import ModelGraph
 from planner.plan import Layout, Plan
 from planner.predict import placement_prediction, placements_of
 from planner.prediction import Certificate, Prediction
@@ -36,11 +39,22 @@ def ranked(candidates: Candidates, layout: Layout, solution: Solution) -> Ranked
     """Return the plan of a solved configuration, and what it should do."""
     costs = candidates.costs(layout)
     plan = plan_of(candidates.request, layout, costs, solution, candidates.recompute)
-    prediction = placement_prediction(
-        candidates.tables, layout, placements_of(plan, candidates.model)
-    )
+    objective_s = solution.objective_s + costs.step_s
+    return predicted(plan, objective_s, candidates.model, candidates.tables)
+
+
+def predicted(
+    plan: Plan,
+    objective_s: float,
+    model: ModelGraph,
+    tables: CostTables,
+    seats: Seats | None = None,
+) -> Ranked:
+    """Return a plan with what it should do; without `seats` its stages sit alike."""
+    placements = placements_of(plan, model)
+    prediction = placement_prediction(tables, plan.layout, placements, seats)
     return Ranked(
         plan=plan,
-        objective_s=solution.objective_s + costs.step_s,
+        objective_s=objective_s,
         prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
     )

@@ -15,7 +15,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.search.ranks import Shares
+from planner.model import ModelGraph
+from planner.plan import Layout
+from planner.search.ranks import Shares, shares_of
+from planner.solver.requirements import Requirement
 from planner.solver.sides import Tie
 from planner.stage_rules import Rows
 
@@ -26,7 +29,38 @@ Box = tuple[tuple[int, int], ...]
 """[rank] The fewest and the most like layers."""
 
 
-def required_rows(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
+def required_rows(model: ModelGraph, layout: Layout, require: Sequence[Requirement]) -> Rows | None:
+    """Return how many entries ranks of several stages may hold by what is required of stages.
+
+    None if no split keeps it, or they are more than MOST_ROWS.
+    """
+    shares = shares_of(model.chain_kinds, layout.schedule, layout.pipeline, layout.virtual_stages)
+    numbers = range(len(model.chain))
+    ties = [asked.tie(numbers, layout.stages) for asked in require]
+    return None if shares is None else rows_of(shares, [tie for tie in ties if tie is not None])
+
+
+def not_required(
+    model: ModelGraph, layout: Layout, require: Sequence[Requirement], *, most: int = MOST_ROWS
+) -> str | None:
+    """Return why no plan of a layout with several stages a rank keeps what is required."""
+    if any(asked.options for asked in require):
+        return (
+            "what layers take can be required with one stage on each rank; of several, the layers "
+            "that store less come first"
+        )
+    found = required_rows(model, layout, require)
+    if found is None or len(found) > most:
+        return "no numbers of layers on its ranks keep what is required, or too many do"
+    return None
+
+
+def within(sizes: Sequence[int], row: Sequence[tuple[int, int]]) -> bool:
+    """Whether ranks hold the numbers of a row."""
+    return all(low <= size <= high for size, (low, high) in zip(sizes, row, strict=True))
+
+
+def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
     """Return the rows of entries [rank] that keep all ties, none of which speaks of options.
 
     None if no split does, or they are more than MOST_ROWS.

@@ -158,6 +158,17 @@ class GraphInstance:
         """Return groups and layers of none, in an order in which they can run."""
         return blocks(self.readers(), self.colocated)
 
+    def limited(self, row: Sequence[tuple[int, int]]) -> GraphInstance:
+        """Return the same where stages hold the fewest to the most layers of a row."""
+        types = []
+        for one in self.types:
+            stages = (
+                replace(stage, least_layers=max(low, stage.least_layers), most_layers=high)
+                for stage, (low, high) in zip(one.chain.stages, row, strict=True)
+            )
+            types.append(replace(one, chain=replace(one.chain, stages=tuple(stages))))
+        return replace(self, types=tuple(types))
+
     def along(self, order: Sequence[int]) -> Instance:
         """Return the chain of the layers in a topological `order`, all stages of the first type.
 

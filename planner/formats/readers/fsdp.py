@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from planner.errors import DocumentError
 from planner.formats.readers.told import Told
+from planner.model import MOST_LAYERS
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -56,14 +58,25 @@ def read(text: str) -> Told:  # noqa: PLR0912 - a case for each form
     if "CPUOffloadPolicy" in settings.get("offload_policy", ""):
         told.offload = "parameters"
     again = str(values.get("RECOMPUTED", "()"))
-    if again.startswith("range("):
-        first, last = ast.literal_eval(again.removeprefix("range"))
+    if again != "()":
         told.recompute = "full"
-        told.model["recomputed_blocks"] = list(range(first, last))
-    elif again != "()":
-        told.recompute = "full"
-        told.model["recomputed_blocks"] = list(ast.literal_eval(again))
+        told.model["recomputed_blocks"] = _blocks(again)
     return told
+
+
+def _blocks(text: str) -> list[int]:
+    """Return the blocks that are recomputed: `range(0, 4)` or `(0, 2)`."""
+    try:
+        numbers = ast.literal_eval(text.removeprefix("range"))
+        each = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
+        blocks: Sequence[object] = range(*each) if text.startswith("range") else each
+        count = len(blocks)
+    except (TypeError, ValueError, SyntaxError, OverflowError):
+        blocks, count = (), 0
+    numbered = [one for one in blocks[: MOST_LAYERS + 1] if type(one) is int]
+    if not 0 < len(numbered) == count <= MOST_LAYERS:
+        raise DocumentError("fsdp", f"RECOMPUTED is {text}; it is range(0, 4) or (0, 2)")
+    return numbered
 
 
 def _count(values: dict[str, object], name: str) -> int | None:

@@ -18,11 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.costs.crossings import MOST_IDEALS, colocated, in_order
-from planner.costs.layout_costs import counted_by_rank
+from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.seats import branching
 from planner.plan import Layout, Plan, PlannedModel
-from planner.predict import placement_prediction, placements_of
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (
@@ -31,14 +29,14 @@ from planner.search.certificate import (
     COMPUTATION,
     UNKEPT,
 )
-from planner.search.formulation import instance_of, plan_of
+from planner.search.formulation import branching_problem, instance_of, plan_of
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.space import Family
 from planner.search.spaces.alike import AlikeSpace
 from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp
-from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import DeviceType, GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Infeasible
 from planner.solver.solve import solve
@@ -115,25 +113,13 @@ class GraphSpace(AlikeSpace):
             self.candidates.pins.require,
             self.candidates.model,
         )
-        number = {name: at for at, (name, _) in enumerate(model.chain)}
         sent_s = {
             kind: self._tables.crossing_s(layout, [size])
             for kind, size in self._tables.output_bytes(layout).items()
         }
-        # The action of its loss is in the last layer's own seconds.
-        each = 3.0 if counted_by_rank(layout) else 2.0
-        actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
-        stages = tuple(
-            replace(stage, exposed_s=count * costs.action_s)
-            for stage, count in zip(chain.stages, actions, strict=True)
-        )
-        return alike(
-            replace(chain, stages=stages, cut_s=()),
-            names=tuple(number),
-            edges=sorted({(number[edge.source], number[edge.target]) for edge in model.edges}),
-            output_s=[sent_s[layer.kind] for _, layer in model.chain],
-            colocated=colocated(model),
-        )
+        alike = DeviceType(name="all", stages=layout.pipeline, chain=chain)
+        output_s = tuple(sent_s[layer.kind] for _, layer in model.chain)
+        return branching_problem(model, layout, [(alike, costs.action_s)], ((output_s,),))
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
         """Return the best split of a layout."""
@@ -146,7 +132,7 @@ class GraphSpace(AlikeSpace):
                 cutoff_s=cutoff_s - step_s,
                 frontiers=self._frontiers,
                 effort=self._effort,
-                time_limit_s=TIES_LIMIT_S,
+                time_limit_s=self._limit_s,
             )
         )
         if isinstance(answer, Infeasible) and self.candidates.pins.require:
@@ -171,11 +157,4 @@ class GraphSpace(AlikeSpace):
         seats = branching(
             self._tables, found.layout, [names[a:b] for a, b in itertools.pairwise(cuts)]
         )
-        prediction = placement_prediction(
-            self._tables, found.layout, placements_of(plan, original), seats
-        )
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        return predicted(plan, found.objective_s, original, self._tables, seats)

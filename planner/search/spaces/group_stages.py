@@ -12,16 +12,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from planner.costs.crossings import colocated
 from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.strategy import StrategyCost
 from planner.model import ModelGraph
-from planner.plan import Layout, PlacedLayer, Plan, Stage
+from planner.plan import Layout, Plan
 from planner.schedule import rank_of_stage
 from planner.schedules import schedule_of
-from planner.search.formulation import plan_with
+from planner.search.formulation import branching_problem, plan_with, stage_of
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
@@ -108,36 +107,17 @@ def graph_problem(
 ) -> GraphInstance:
     """Return the problem of a graph's layout from the groups' chains of its layers in order.
 
-    Each output is sent over the link between the groups of both stages; the action of the loss is
-    in the last layer's own seconds.
+    Each output is sent over the link between the groups of both stages.
     """
-    number = {name: at for at, (name, _) in enumerate(model.chain)}
-    each = 3.0 if counted_by_rank(layout) else 2.0
-    actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
-    plain = stages_problem(costs, layout, chains)
-    types = tuple(
-        replace(
-            one,
-            chain=replace(
-                one.chain,
-                stages=tuple(
-                    replace(stage, exposed_s=count * costs.tables[one.name].action_s)
-                    for stage, count in zip(one.chain.stages, actions, strict=True)
-                ),
-            ),
-        )
-        for one in plain.types
-    )
-    names = list(costs.tables)
-    return GraphInstance(
-        names=tuple(number),
-        edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
-        types=types,
-        output_s=tuple(
+    names, types = list(costs.tables), stages_problem(costs, layout, chains).types
+    return branching_problem(
+        model,
+        layout,
+        [(one, costs.tables[one.name].action_s) for one in types],
+        tuple(
             tuple(_outputs_s(costs, layout, model, before, after) for after in names)
             for before in names
         ),
-        colocated=colocated(model),
     )
 
 
@@ -220,15 +200,7 @@ def planned(space: GroupSpace, found: Found[GraphSolution]) -> Plan:
         space.request,
         layout,
         tuple(
-            Stage(
-                layers=tuple(
-                    PlacedLayer(
-                        layer=names[at], recompute=cost.recompute, activations=cost.activations
-                    )
-                    for at, cost in held
-                ),
-                group=group_of_rank[rank],
-            )
+            stage_of(((names[at], cost) for at, cost in held), group_of_rank[rank])
             for held, rank in zip(placed, home, strict=True)
         ),
         step_s=found.objective_s,

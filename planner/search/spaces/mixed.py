@@ -28,11 +28,10 @@ from numpy.typing import NDArray
 from planner.costs.crossings import narrowest_bytes
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
-from planner.costs.seats import Seats
 from planner.costs.strategy import least_resident
 from planner.fullest import fullest
-from planner.plan import INSIDE_OUT, Layout, Plan
-from planner.predict import placement_prediction, placements_of
+from planner.plan import INSIDE_OUT, Layout
+from planner.predict import branches_of
 from planner.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import TIES_LIMIT_S
@@ -47,7 +46,7 @@ from planner.search.certificate import (
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
 from planner.search.layout_queue import Bound, Found, Lost, Space, judged
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.savings import savings_of
 from planner.search.space import (
     Family,
@@ -62,6 +61,7 @@ from planner.search.space import (
 from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace
 from planner.search.spaces.shares import ShareSpace
+from planner.search.stage_rows import not_required, required_rows, within
 from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
@@ -70,6 +70,10 @@ from planner.solver.unequal.fastest import Fastest
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
+Split = GraphSolution | Infeasible | Fathomed | Unfinished
+MOST_ROWS = 20
+"""Of numbers of layers that keep what is required of ranks with several stages, as boxes; each is
+an integer program."""
 
 
 class MixedSpace(GroupSpace):
@@ -94,9 +98,7 @@ class MixedSpace(GroupSpace):
         """Least seconds of a split within memory; inf if none fits."""
         return least_s(problem, frontiers=self.frontiers)
 
-    def best_split(
-        self, problem: Any, cutoff_s: float
-    ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
+    def best_split(self, problem: Any, cutoff_s: float) -> Split:
         """Return the best order of groups, of branches, cuts and options of a layout."""
         if self.by_program:
             return ilp.solve_graph(problem, time_limit_s=TIES_LIMIT_S)
@@ -108,10 +110,6 @@ class MixedSpace(GroupSpace):
         """Least seconds of what crosses a boundary."""
         names = list(self.costs.tables)
         return min(self.costs.crossing_s(layout, a, b) for a, b in itertools.product(names, names))
-
-    def seats(self, plan: Plan) -> Seats:
-        """Return where the stages of a plan sit."""
-        return self.costs.seats(plan.layout, [stage.group or "" for stage in plan.stages])
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -125,10 +123,12 @@ class MixedSpace(GroupSpace):
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
         asked = self.pins.require
-        if asked and layout.virtual_stages > 1:
-            return "what is required of layers and stages needs one stage on each rank"
         if asked and unkept(self.model, layout, asked) is not None:
             return "it lacks stages that are asked for"
+        if asked and layout.virtual_stages > 1:
+            lacking = not_required(self.model, layout, asked, most=MOST_ROWS)
+            if lacking is not None:
+                return lacking
         return refusal(self.model, self.cluster, self.job, layout)
 
     def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
@@ -303,10 +303,46 @@ class MixedSpace(GroupSpace):
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)
+        if self.pins.require and layout.virtual_stages > 1:
+            answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, Infeasible) and self.pins.require:
             return Lost(UNKEPT)
         known_s = self.bound_s(layout) if isinstance(answer, Unfinished) else 0.0
         return judged(answer, layout, cutoff_s, step_s, known_s)
+
+    def _in_rows(
+        self, layout: Layout, problem: GraphInstance, free: Split, cutoff_s: float
+    ) -> Split:
+        """Return the best split whose numbers of layers keep what is required.
+
+        That is the `free` one if its numbers do, and no split takes less than it.
+        """
+        rows = required_rows(self.model, layout, self.pins.require)
+        if rows is None or not isinstance(free, GraphSolution):
+            return free
+        sizes = [end - first for first, end in itertools.pairwise(free.split.cuts)]
+        if any(within(sizes, row) for row in rows):
+            return free
+        found: list[Split] = []
+        for row in rows:
+            one = ilp.solve_graph(
+                problem.limited(row),
+                time_limit_s=TIES_LIMIT_S,
+                at_least_s=free.lower_bound_s,
+                cutoff_s=cutoff_s,
+            )
+            found.append(one)
+            if isinstance(one, GraphSolution):
+                cutoff_s = min(cutoff_s, one.objective_s)
+        left = [one for one in found if not isinstance(one, Infeasible)]
+        if not left:
+            return found[0]
+        best = [one for one in left if isinstance(one, GraphSolution)]
+        bound_s = min(one.lower_bound_s for one in left)
+        if not best:
+            return Unfinished(bound_s) if Unfinished in map(type, left) else Fathomed(bound_s)
+        split = replace(best[-1].split, lower_bound_s=bound_s)
+        return replace(best[-1], split=split)
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space can do all that this one can, on every group."""
@@ -323,17 +359,10 @@ class MixedSpace(GroupSpace):
     def ranked(self, found: Found[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found)
-        prediction = placement_prediction(
-            self.costs.tables[plan.stages[0].group or ""],
-            found.layout,
-            placements_of(plan, self.model),
-            self.seats(plan),
-        )
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        groups = [stage.group or "" for stage in plan.stages]
+        seats = self.costs.seats(plan.layout, groups, branches_of(plan, self.model))
+        tables = self.costs.tables[groups[0]]
+        return predicted(plan, found.objective_s, self.model, tables, seats)
 
 
 class MixedGraphSpace(MixedSpace):
@@ -352,12 +381,6 @@ class MixedGraphSpace(MixedSpace):
             self.costs.crossing_s(layout, a, b, least_bytes) if least_bytes else 0.0
             for a, b in itertools.product(names, names)
         )
-
-    def seats(self, plan: Plan) -> Seats:
-        """Return where the stages of a plan sit."""
-        groups = [stage.group or "" for stage in plan.stages]
-        held = [[item.layer for item in stage.layers] for stage in plan.stages]
-        return self.costs.seats(plan.layout, groups, held)
 
 
 def _alive(layout: Layout) -> Floats:

@@ -14,12 +14,11 @@ from itertools import pairwise
 
 from planner.costs.crossings import in_order
 from planner.costs.rank_memory import dynamic_parts, room_bytes, widest
-from planner.costs.seats import alike, branching
+from planner.costs.seats import branching
 from planner.costs.strategy import StrategyCost, StrategyParts
 from planner.model import ModelGraph
 from planner.pins import Pins
-from planner.plan import Layout, PlacedLayer, Plan, PlannedModel, Stage
-from planner.predict import placement_prediction, placements_of
+from planner.plan import Layout, Plan, PlannedModel
 from planner.rounds.problem import RoundsProblem, RoundsSolution, Spans, moments
 from planner.rounds.solve import least_s, solve_rounds
 from planner.schedule import obstacle, rank_of_stage, splits_backward
@@ -29,11 +28,11 @@ from planner.search.certificate import (
     COMMUNICATION,
     COMPUTATION,
 )
-from planner.search.formulation import plan_with
+from planner.search.formulation import plan_with, stage_of
 from planner.search.layer_options import allowed, option_of
 from planner.search.layout_queue import Bound, Bundle, Found, Lost, judged
 from planner.search.rank_problem import Crossing
-from planner.search.ranked import Ranked
+from planner.search.ranked import Ranked, predicted
 from planner.search.ranks import run_of
 from planner.search.space import Timetable, every_degrees, families
 from planner.search.spaces.alike import AlikeSpace
@@ -226,31 +225,18 @@ class RoundSpace(AlikeSpace):
     def ranked(self, found: Found[RoundsSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         c, layout, split = self.candidates, found.layout, found.split
-        chain = self._model.chain
-        stages = tuple(
-            Stage(
-                layers=tuple(
-                    PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
-                    for at in range(first, end)
-                    for name, layer in [chain[at]]
-                    for cost in [self._choices(layout, layer.kind)[split.options[at]]]
-                )
-            )
-            for first, end in pairwise(split.cuts)
-        )
+        chosen = [
+            (name, self._choices(layout, layer.kind)[option])
+            for (name, layer), option in zip(self._model.chain, split.options, strict=True)
+        ]
+        stages = tuple(stage_of(chosen[first:end]) for first, end in pairwise(split.cuts))
         plan = plan_with(
             replace(c.request, model=self._model), layout, stages, step_s=found.objective_s
         )
         plan = Plan(**{**dict(plan), "model": PlannedModel.of(c.model)})
         names = [[item.layer for item in stage.layers] for stage in stages]
-        edges = bool(c.model.edges)
-        seats = branching(self._tables, layout, names) if edges else alike(self._tables, layout)
-        prediction = placement_prediction(self._tables, layout, placements_of(plan, c.model), seats)
-        return Ranked(
-            plan=plan,
-            objective_s=found.objective_s,
-            prediction=prediction.model_copy(update={"plan_digest": plan.digest}),
-        )
+        seats = branching(self._tables, layout, names) if c.model.edges else None
+        return predicted(plan, found.objective_s, c.model, self._tables, seats)
 
 
 def _stages_of(home: Sequence[int], rank: int) -> tuple[int, int]:

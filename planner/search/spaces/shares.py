@@ -26,11 +26,11 @@ from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
 from planner.costs.rank_memory import room_bytes
 from planner.native import refusal
-from planner.plan import Layout, PlacedLayer, Plan, Share, Stage
-from planner.predict import placements_of, predict
+from planner.plan import Layout, Share
+from planner.predict import predict
 from planner.schedules import PLAIN
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
-from planner.search.formulation import layout_pace, plan_with
+from planner.search.formulation import layout_pace, plan_with, stage_of
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Bound, Bundle, Found, Lost
 from planner.search.rank_problem import RankProblem
@@ -258,38 +258,25 @@ class ShareSpace(GroupSpace):
     def ranked(self, found: Found[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
-        mean = -(-self.job.global_batch // (layout.micro_batch * layout.data))
         choices = {
             kind: allowed(table, layout, self.pins.recompute, every=True)
             for kind, table in self.costs.tables[shared.groups[0]].of(layout).kinds.items()
         }
-        placed = tuple(
-            PlacedLayer(layer=name, recompute=cost.recompute, activations=cost.activations)
+        stage = stage_of(
+            (name, choices[layer.kind][option])
             for (name, layer), option in zip(self.ordered.chain, shared.split.options, strict=True)
-            for cost in [choices[layer.kind][option]]
         )
-        plain = plan_with(
-            replace(
-                self.request,
-                job=replace(self.job, global_batch=layout.micro_batch * layout.data * mean),
-            ),
-            replace(layout, micro_batches=mean),
-            (Stage(layers=placed),),
+        plan = plan_with(
+            self.request,
+            layout,
+            (stage,),
             step_s=found.objective_s,
+            groups=self.planned_groups,
+            shares=tuple(
+                Share(group=group, micro_batches=count)
+                for group, count in zip(shared.groups, shared.micro_batches, strict=True)
+            ),
         )
-        plan = Plan(
-            **{
-                **dict(plain),
-                "global_batch": self.job.global_batch,
-                "micro_batches": layout.micro_batches,
-                "groups": self.planned_groups,
-                "shares": tuple(
-                    Share(group=group, micro_batches=count)
-                    for group, count in zip(shared.groups, shared.micro_batches, strict=True)
-                ),
-            }
-        )
-        placements_of(plan, self.model)
         return Ranked(
             plan=plan,
             objective_s=found.objective_s,

@@ -19,7 +19,8 @@ from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import Shares, shares_of
 from planner.search.spaces.chain import ChainSpace
-from planner.search.stage_rows import required_rows
+from planner.search.spaces.mixed import MixedSpace
+from planner.search.stage_rows import rows_of
 from planner.solver import inner
 from planner.solver.instance import Solution
 from planner.solver.requirements import read_requirements
@@ -69,7 +70,7 @@ def test_rows_hold_what_keeps_all_that_is_required_and_nothing_else(seed: int) -
     layers = len(stages_of(shares, every[0]))
     ties = [drawn(rng, layers, ranks * virtual) for _ in range(rng.randint(1, 2))]
 
-    rows = required_rows(shares, ties)
+    rows = rows_of(shares, ties)
 
     def kept(numbers: tuple[int, ...]) -> bool:
         stage_of = stages_of(shares, numbers)
@@ -155,3 +156,37 @@ def test_what_no_numbers_of_layers_keep_is_told() -> None:
         search(asked("layer block.8 on stage 0", schedule="interleaved", virtual_stages=2))
     with pytest.raises(NoPlanFits, match="can be required with one stage on each rank"):
         search(asked("layer block.8 recompute full", schedule="interleaved", virtual_stages=2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        ("interleaved", "at most 3 layers on stage 2"),
+        ("zbv", "layers block.0..block.1 on stage 0"),
+    ],
+)
+def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
+    one = asked(text, schedule=schedule, virtual_stages=2, micro_batch=1, recompute="none")
+    request = replace(one, cluster=resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-32gb"))
+    free = replace(request, pins=replace(request.pins, require=()))
+    tie = request.pins.require[0].tie(range(len(NAMES)), 4)
+    shares = shares_of(MODEL.chain_kinds, schedule, 2, 2)
+    assert tie is not None and shares is not None
+    space, best_s = MixedSpace(free), float("inf")
+    for layout in layouts_of(space):
+        step_s = max(costs.step_s for costs in space.costs_of(layout))
+        for numbers in vectors(shares):
+            if tie.kept(stages_of(shares, numbers), [""] * len(NAMES)):
+                cuts = [0, *itertools.accumulate(numbers)]
+                for types in ((0, 1), (1, 0)):
+                    laid = space.instance(layout).laid(range(cuts[-1]), cuts, types)
+                    found = inner.solve(replace(laid, sizes=(tuple((n, n) for n in numbers),)))
+                    if isinstance(found, Solution):
+                        best_s = min(best_s, found.objective_s + step_s)
+
+    answer = search(request)
+
+    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-6)
+    assert best_s > search(free).certificate.objective_s * (1 + 1e-6)
+    home = [s for s, stage in enumerate(answer.plan.stages) for _ in stage.layers]
+    assert tie.kept(home, [""] * len(home))
