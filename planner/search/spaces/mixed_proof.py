@@ -25,20 +25,18 @@ from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.rounds import RoundSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.search.spaces.simulated import SOLVED, SimulatedSplit, Tried, settled
+from planner.search.spaces.simulated import SOLVED, BySimulation, SimulatedSplit, Tried, settled
 from planner.search.spaces.simulated_graph import ABOVE, SimulatedGraph
 from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
 from planner.tolerances import EQUAL
 
 
-class SimulatedShares(ShareSpace):
+class SimulatedShares(BySimulation, ShareSpace):
     """Layouts without a pipeline, with bounds of the simulated step.
 
     There groups end one by one, each with what it does once: what the closed form adds is that of
     the group which does most.
     """
-
-    keeps_ties = False
 
     def __init__(self, own: ShareSpace, tried: Tried) -> None:
         super().__init__(own.request, own.whole, known=own)
@@ -73,16 +71,9 @@ class SimulatedShares(ShareSpace):
         split = SimulatedSplit(plan, low_s >= step_s * (1 - EQUAL))
         return Found(step_s, low_s, answer.layout, split)
 
-    def ranked(self, found: Found[Any]) -> Ranked:
-        """Return the plan of some shares and its prediction."""
-        one: SimulatedSplit = found.split
-        return one.plan
 
-
-class SimulatedRounds(RoundSpace):
+class SimulatedRounds(BySimulation, RoundSpace):
     """Layouts of two stages a rank, by the work of their ranks."""
-
-    keeps_ties = False
 
     def __init__(self, own: RoundSpace, tried: Tried) -> None:
         super().__init__(own.candidates)
@@ -107,11 +98,6 @@ class SimulatedRounds(RoundSpace):
             if self.tried.keep(plan) == math.inf:
                 plan = None
         return settled(layout, plan, self.bound_s(layout), cutoff_s)
-
-    def ranked(self, found: Found[Any]) -> Ranked:
-        """Return the plan of a split and its prediction."""
-        one: SimulatedSplit = found.split
-        return one.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

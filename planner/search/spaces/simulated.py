@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from planner.plan import Layout
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
@@ -30,6 +31,17 @@ class SimulatedSplit:
 
     plan: Ranked
     optimal: bool
+
+
+class BySimulation:
+    """What a space of such splits says of them."""
+
+    keeps_ties = False
+
+    def ranked(self, found: Found[Any]) -> Ranked:
+        """Return the plan of a split and its prediction."""
+        one: SimulatedSplit = found.split
+        return one.plan
 
 
 class Tried:

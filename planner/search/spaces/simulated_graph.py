@@ -35,8 +35,6 @@ from typing import Any
 import numpy as np
 
 from planner.costs.crossings import colocated
-from planner.costs.layout_costs import LayoutCosts
-from planner.costs.recomputes import Recomputes
 from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.search.certificate import UNFINISHED
@@ -52,7 +50,7 @@ from planner.search.simulated_program import (
     no_slower,
 )
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.simulated import PROGRAMS, SOLVED, SimulatedSplit, Tried, settled
+from planner.search.spaces.simulated import PROGRAMS, SOLVED, BySimulation, Tried, settled
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
@@ -68,10 +66,8 @@ Way = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Types [rank], places [rank + 1], and options rank after rank."""
 
 
-class SimulatedGraph(GraphSpace):
+class SimulatedGraph(BySimulation, GraphSpace):
     """The layouts of a graph, with bounds of the simulated step and splits by it."""
-
-    keeps_ties = False
 
     def __init__(self, own: GraphSpace, tried: Tried, closed_form_s: float) -> None:
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
@@ -190,7 +186,7 @@ class SimulatedGraph(GraphSpace):
         columns = GraphColumns(
             self._model,
             self.candidates.recompute,
-            self._tables.of(layout),
+            replace(self._tables.of(layout), transfer_s=0.0),  # every place has its own
             layout,
             problem.chain,
             limit_s,
@@ -232,11 +228,6 @@ class SimulatedGraph(GraphSpace):
         own = (one for one in self.tried.found if one.plan.layout == layout)
         return min(own, key=lambda one: one.prediction.step_time_s, default=None)
 
-    def ranked(self, found: Found[Any]) -> Ranked:
-        """Return the plan of a split and its prediction."""
-        one: SimulatedSplit = found.split
-        return one.plan
-
 
 def places_of(model: ModelGraph) -> GraphPlaces | None:
     """Return where a graph of layers one by one can be cut, if its places are few."""
@@ -250,20 +241,6 @@ def places_of(model: ModelGraph) -> GraphPlaces | None:
 
 class GraphColumns(Columns):
     """The columns of a graph's layout on one type of devices; see the head."""
-
-    def __init__(
-        self,
-        model: ModelGraph,
-        recompute: Recomputes,
-        costs: LayoutCosts,
-        layout: Layout,
-        instance: Instance,
-        limit_s: float,
-        ways: int,
-        places: GraphPlaces,
-    ) -> None:
-        bare = replace(costs, transfer_s=0.0)  # every place has its own
-        super().__init__(model, recompute, bare, layout, instance, limit_s, ways, places)
 
     def _contents(
         self, rank: int, first: int, end: int, options: tuple[int, ...]

@@ -37,14 +37,21 @@ from planner.search.dominance import dominates, no_slower, twins
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import pace
-from planner.search.simulated_program import Choices, Columns, GraphPlaces, Links, choices_of
+from planner.search.simulated_program import (
+    Choices,
+    Columns,
+    GraphPlaces,
+    Links,
+    Places,
+    choices_of,
+)
 from planner.search.spaces.group_stages import computing_problem, graph_problem
 from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
 from planner.search.spaces.simulated import (
     BOUNDED,
     PROGRAMS,
     SOLVED,
-    SimulatedSplit,
+    BySimulation,
     Tried,
     settled,
 )
@@ -62,10 +69,8 @@ FEW_COLUMNS = 300
 Floats = NDArray[np.float64]
 
 
-class SimulatedMixed(MixedSpace):
+class SimulatedMixed(BySimulation, MixedSpace):
     """The layouts of some groups, with bounds of the simulated step and splits by it."""
-
-    keeps_ties = False
 
     def __init__(self, own: MixedSpace, tried: Tried) -> None:
         """`own` has the same layouts by the closed form."""
@@ -253,26 +258,30 @@ class SimulatedMixed(MixedSpace):
 
         They are for plans below a limit.
         """
-        chains = self._own_chains(layout)
-        if layout.pipeline == 1 or any(
-            chain.sides or chain.hosts or chain.sizes or chain.used_bytes is None
-            for chain in chains.values()
+        chains, places = self._own_chains(layout), self.places(layout)
+        if (
+            layout.pipeline == 1
+            or places is None
+            or any(
+                chain.sides or chain.hosts or chain.sizes or chain.used_bytes is None
+                for chain in chains.values()
+            )
         ):
             return None
-        return self.columns_on(layout, chains, limit_s)
-
-    def columns_on(
-        self, layout: Layout, chains: dict[str, Instance], limit_s: float
-    ) -> list[Columns] | None:
-        """Return what finds columns on every group, whose problems alone are `chains`."""
         step_s = self.step_s(layout)
         sent_s = min(float(one.min()) for row in self.links(layout) for one in row)
+        columns_of = Columns if places.alike else GraphColumns
         found = []
         for name, chain in chains.items():
             costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
-            prices = self.model, self.pins.recompute, costs
-            found.append(Columns(*prices, layout, chain, limit_s, self.tried.effort.ways))
+            prices = self.ordered, self.pins.recompute, costs
+            most = limit_s, self.tried.effort.ways
+            found.append(columns_of(*prices, layout, chain, *most, places))
         return found
+
+    def places(self, layout: Layout) -> Places | None:
+        """Return where the layers can be cut; None where downsets are many."""
+        return Places(len(self.own.instance(layout).chain.layers))
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer; inf where they never meet.
@@ -306,11 +315,6 @@ class SimulatedMixed(MixedSpace):
         """Return the split of types [rank], places [rank + 1] and options."""
         return closed(self, layout, order, ends, options)
 
-    def ranked(self, found: Found[Any]) -> Ranked:
-        """Return the plan of a split and its prediction."""
-        one: SimulatedSplit = found.split
-        return one.plan
-
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
         most = self.tried.effort.programs
@@ -324,27 +328,9 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
     few of these, they are the places between which ranks have columns.
     """
 
-    def columns_on(
-        self, layout: Layout, chains: dict[str, Instance], limit_s: float
-    ) -> list[Columns] | None:
-        """Return what finds columns on every group; None where downsets are many."""
-        places = self._places
-        if places is None:
-            return None
-        step_s = self.step_s(layout)
-        return [
-            GraphColumns(
-                self.ordered,
-                self.pins.recompute,
-                replace(self.costs.tables[name].of(layout), step_s=step_s),
-                layout,
-                chain,
-                limit_s,
-                self.tried.effort.ways,
-                places,
-            )
-            for name, chain in chains.items()
-        ]
+    def places(self, layout: Layout) -> Places | None:
+        """Return the downsets, if they are few."""
+        return self._places
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer of all that crosses it."""
