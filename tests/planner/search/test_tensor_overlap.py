@@ -55,7 +55,12 @@ def test_where_nobody_asks_collectives_run_one_by_one() -> None:
         ("8xh100-sxm-80gb", Pins(), False),
         ("8xmi300x", Pins(tensor=8), False),
         ("2x4xa100-sxm-80gb", Pins(tensor=8), False),
-        ("4xh100-sxm-80gb+4xa100-sxm-80gb", Pins(tensor=2, pipeline=4, schedule="1f1b"), True),
+        pytest.param(
+            "4xh100-sxm-80gb+4xa100-sxm-80gb",
+            Pins(tensor=2, pipeline=4, schedule="1f1b"),
+            True,
+            marks=pytest.mark.matrix,
+        ),
         ("2xh100-sxm-80gb+2xa100-sxm-80gb", Pins(tensor=2, pipeline=1), True),
     ],
 )

@@ -125,7 +125,7 @@ def requests(seeds: range, *, mixed: bool) -> Iterator[Request]:
         yield Request(model, resolve_cluster(names), job, pins=pins(seed, ranks))
 
 
-SEEDS = [range(0, 400, 40), pytest.param(range(400), marks=pytest.mark.matrix)]
+SEEDS = [range(0, 400, 50), pytest.param(range(400), marks=pytest.mark.matrix)]
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "two types"])
