@@ -149,7 +149,7 @@ def test_ranks_share_like_layers_evenly_or_are_outside(sizes: tuple[int, ...], e
 
 
 def test_an_answer_read_as_a_draft_is_written_as_it_was() -> None:
-    attack = attack_on("unequal")
+    attack = attack_on("unequal-v100")
     plan = attack.answer.plan
 
     judged = attack.judged(attack.drafts.of(plan))

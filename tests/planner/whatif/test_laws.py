@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -27,6 +28,13 @@ CASES = [
 ]
 
 
+@cache
+def least_s(model: str, cluster: str, job: Job) -> float:
+    """Seconds of the fastest plan's step."""
+    request = Request(resolve_model(model), resolve_cluster(cluster), job)
+    return search(request).certificate.objective_s
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     case=st.sampled_from(CASES),
@@ -42,7 +50,7 @@ def test_a_better_machine_is_never_slower(
     if better is None:
         return
     graph = resolve_model(model)
-    before = search(Request(graph, cluster, job)).certificate.objective_s
+    before = least_s(*case)
     after = search(Request(graph, better, job)).certificate.objective_s
     assert after <= before * (1 + 1e-9)
 
