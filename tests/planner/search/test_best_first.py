@@ -91,9 +91,9 @@ ENDS_ALONE = Case("gpt2", "7xv100-sxm-32gb", 1024, 28, Pins(pipeline=7))
 """12 blocks on 14 stages: the embedding and the head have one each."""
 SNUG = replace(TIGHT, pins=Pins(micro_batch=2, compile="block"))
 CASES = [ROOMY, SNUG, TIGHT, TIGHTER, EXPERTS, TWO_KINDS, ALL_AXES, DENSE_AND_EXPERTS, ENDS_ALONE]
+LONG = (TIGHT, TIGHTER, EXPERTS, TWO_KINDS)
 QUICK_AND_LONG = [
-    pytest.param(case, marks=pytest.mark.matrix) if case in (TIGHT, TIGHTER, EXPERTS, TWO_KINDS) else case
-    for case in CASES
+    pytest.param(case, marks=pytest.mark.matrix) if case in LONG else case for case in CASES
 ]
 """For tests that solve all configurations of a case."""
 
