@@ -422,20 +422,31 @@ class Columns:
         It has the seconds of the fastest options, and what memory takes more by sums of bytes,
         which does not go to the rank's first stage if it has others.
         """
-        tables = self.instance.kinds
-        most, others, each = self._beside(kinds)
-        least_s = math.inf
-        for beside in each:
-            given = dict(zip(others, beside, strict=True))
-            _, _, passes_s = self._within_sums(rank, most, given)
-            least_s = min(least_s, float(passes_s.min(initial=math.inf)))
-        if least_s == math.inf:
-            return []
+        tables, stage = self.instance.kinds, self.instance.stages[rank]
         fastest = tuple(
             min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
         )
+        taken = [tables[kind][at] for kind, at in zip(kinds, fastest, strict=True)]
+        least_s = sum(option.time_s for option in taken)
+        if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
+            return []
+        free_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes)
+        leanest = sum(min(map(stage.held_bytes, tables[kind])) for kind in kinds)
+        if leanest > free_bytes + ROUNDING * abs(leanest):
+            return []
+        held = sum(map(stage.held_bytes, taken))
+        held += max((one.transient_bytes for one in taken), default=0.0)
+        if held > stage.free_bytes:
+            most, others, each = self._beside(kinds)
+            least_s = math.inf
+            for beside in each:
+                given = dict(zip(others, beside, strict=True))
+                _, _, passes_s = self._within_sums(rank, most, given)
+                least_s = min(least_s, float(passes_s.min(initial=math.inf)))
+        if least_s == math.inf:
+            return []
         column = self._column(rank, first, end, fastest)
-        more_s = least_s - sum(tables[k][at].time_s for k, at in zip(kinds, fastest, strict=True))
+        more_s = least_s - sum(option.time_s for option in taken)
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
