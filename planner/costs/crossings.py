@@ -77,6 +77,15 @@ def colocated(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(place[name] for name in group)) for group in groups)
 
 
+def readers_of(model: ModelGraph) -> list[list[int]]:
+    """[place in the chain] Places of the layers that read its output, in the order of the edges."""
+    place = {name: at for at, (name, _) in enumerate(model.chain)}
+    found: list[list[int]] = [[] for _ in place]
+    for edge in model.edges:
+        found[place[edge.source]].append(place[edge.target])
+    return found
+
+
 def blocks_of(model: ModelGraph) -> list[tuple[str, ...]]:
     """Return the names of groups and of single layers, in an order in which stages can have them.
 

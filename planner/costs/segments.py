@@ -31,7 +31,7 @@ class Replayed:
     """Of its working copy, where each pass gathers that."""
 
 
-class _Device:
+class _TwoStreams:
     """Segments of two streams, and the most that both had allocated at once."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def reserved_beside_bytes(
 
     `logits` are a rank's own of one micro-batch, `bytes_per_logit` the loss's peak.
     """
-    device = _Device()
+    device = _TwoStreams()
     units: list[MemoryBlock] = []
 
     def gather(block: Replayed, *, most: int = 2) -> None:
@@ -95,7 +95,7 @@ def reserved_beside_bytes(
 
 
 def _forward(
-    device: _Device, table: Table, kept: Collection[str], there: dict[str, MemoryBlock]
+    device: _TwoStreams, table: Table, kept: Collection[str], there: dict[str, MemoryBlock]
 ) -> dict[str, MemoryBlock]:
     """Run a block's operators; return what is kept of those results that were not `there`."""
     last = {name: at for at, op in enumerate(table.operators) for name in (*op.inputs, *op.holds)}
@@ -114,7 +114,7 @@ def _forward(
 
 
 def _loss(
-    device: _Device, logits: float, bytes_per_logit: float, gradient_bytes: float
+    device: _TwoStreams, logits: float, bytes_per_logit: float, gradient_bytes: float
 ) -> MemoryBlock:
     """Run the output projection and its loss both ways; return the gradient of their input."""
     narrow = device.take(2 * logits)
@@ -130,7 +130,7 @@ def _loss(
 
 
 def _backward(
-    device: _Device, table: Table, live: dict[str, MemoryBlock], gradient: MemoryBlock
+    device: _TwoStreams, table: Table, live: dict[str, MemoryBlock], gradient: MemoryBlock
 ) -> MemoryBlock:
     """Run a block's backward, which lets go of what it kept; return the gradient of its input."""
     first: dict[str, int] = {}

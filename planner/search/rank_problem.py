@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.costs.crossings import readers_of
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import (
     Passing,
@@ -359,11 +360,8 @@ class Crossing:
     """What crosses the ends of a stage that holds some layers of a graph."""
 
     def __init__(self, model: ModelGraph, output_bytes: Mapping[str, float]) -> None:
-        place = {name: at for at, (name, _) in enumerate(model.chain)}
         self._size_bytes = [output_bytes[kind] for kind in model.chain_kinds]
-        self._readers: list[list[int]] = [[] for _ in place]
-        for edge in model.edges:
-            self._readers[place[edge.source]].append(place[edge.target])
+        self._readers = readers_of(model)
 
     def passing(self, before: Sequence[int], held: Sequence[int]) -> Passing:
         """Return what crosses; `before` are the layers of the stages before."""

@@ -412,8 +412,7 @@ class Columns:
         transient = np.array([table[at].transient_bytes for at in order])
         widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
         widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
-        free_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes)
-        able &= held + widest <= free_bytes + ROUNDING * np.abs(held)
+        able &= held + widest <= stage.room_bytes + ROUNDING * np.abs(held)
         return order, numbers[able], passes_s[able]
 
     def _least(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
@@ -423,16 +422,13 @@ class Columns:
         which does not go to the rank's first stage if it has others.
         """
         tables, stage = self.instance.kinds, self.instance.stages[rank]
-        fastest = tuple(
-            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
-        )
+        fastest = self._fastest(kinds)
         taken = [tables[kind][at] for kind, at in zip(kinds, fastest, strict=True)]
-        least_s = sum(option.time_s for option in taken)
+        least_s = fastest_s = sum(option.time_s for option in taken)
         if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
             return []
-        free_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes)
         leanest = sum(min(map(stage.held_bytes, tables[kind])) for kind in kinds)
-        if leanest > free_bytes + ROUNDING * abs(leanest):
+        if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
         held = sum(map(stage.held_bytes, taken))
         held += max((one.transient_bytes for one in taken), default=0.0)
@@ -446,10 +442,17 @@ class Columns:
         if least_s == math.inf:
             return []
         column = self._column(rank, first, end, fastest)
-        more_s = least_s - sum(option.time_s for option in taken)
+        more_s = least_s - fastest_s
         last = max(stage for stage, home in enumerate(self._home) if home == rank)
         column.seconds[1, last] += max(0.0, more_s * (1 - ROUNDING))
         return [column]
+
+    def _fastest(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the fastest option of each layer."""
+        tables = self.instance.kinds
+        return tuple(
+            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
+        )
 
     def _beside(
         self, kinds: tuple[int, ...]

@@ -174,7 +174,7 @@ class _Rooms:
         return cls(
             np.array([stage.in_flight for stage in stages]),
             np.array([stage.waiting for stage in stages]),
-            np.array([s.free_bytes + ROUNDING * abs(s.capacity_bytes) for s in stages]),
+            np.array([stage.room_bytes for stage in stages]),
             np.array([stage.time_scale for stage in stages]),
             np.array([stage.exposed_s for stage in stages]),
         )

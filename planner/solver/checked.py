@@ -211,7 +211,7 @@ class _Stage:
         stage = self._instance.stages[self._stage]
         tables = [self._instance.kinds[kind] for kind, _ in self._content]
         floor = max(min(o.transient_bytes for o in table) for table in tables)
-        room_bytes = stage.free_bytes + ROUNDING * abs(stage.capacity_bytes) - floor
+        room_bytes = stage.room_bytes - floor
         options = [
             _Kind(count, [(o.time_s, stage.held_bytes(o)) for o in table])
             for (_, count), table in zip(self._content, tables, strict=True)

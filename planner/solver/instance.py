@@ -153,6 +153,11 @@ class Stage:
         """Bytes left for layers."""
         return self.capacity_bytes - self.fixed_bytes
 
+    @property
+    def room_bytes(self) -> float:
+        """The same up to rounding: sums of bytes may be so much more and still fit."""
+        return self.free_bytes + ROUNDING * abs(self.capacity_bytes)
+
     def may_hold(self, layers: int) -> bool:
         """Whether the stage may have so many layers."""
         most = layers if self.most_layers is None else self.most_layers

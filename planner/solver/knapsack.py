@@ -36,7 +36,7 @@ from planner.solver.frontier import (
     hull_steps,
 )
 from planner.solver.instance import Instance, Option
-from planner.solver.synced import Choices, fastest_synced
+from planner.solver.synced import KindOptions, fastest_synced
 from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
@@ -350,7 +350,7 @@ class Knapsacks:
             second, most = self._host_load(limits), limits.host_bytes
         synced = fastest_synced(
             [
-                Choices(
+                KindOptions(
                     load_bytes=load[kind][within[kind]],
                     time_s=options.time_s[kind][within[kind]],
                     sync_s=second[kind][within[kind]],

@@ -39,7 +39,7 @@ _STEEPEST = 1e12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
+class KindOptions:
     """The options [option] that `count` layers of one kind may take."""
 
     load_bytes: Floats
@@ -49,7 +49,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _UsefulOptions:
     """The options of group `at` that can be of use; `options` indexes all of them.
 
     `excess` [room, option] is what a layer takes of each room, the least that it must taken off.
@@ -81,7 +81,7 @@ def unbeaten_in_three(load_bytes: Floats, time_s: Floats, sync_s: Floats) -> Ind
 
 
 def fastest_synced(
-    groups: Sequence[Choices], budget_bytes: float, limit_s: float, upper_s: float = np.inf
+    groups: Sequence[KindOptions], budget_bytes: float, limit_s: float, upper_s: float = np.inf
 ) -> tuple[float, list[list[int]]] | None:
     """Fewest seconds of all layers within both limits, and the rising options of each group.
 
@@ -113,8 +113,8 @@ def fastest_synced(
 
 
 def _in_shares(
-    groups: Sequence[Choices], budget_bytes: float, limit_s: float
-) -> tuple[list[_Kind], Floats] | None:
+    groups: Sequence[KindOptions], budget_bytes: float, limit_s: float
+) -> tuple[list[_UsefulOptions], Floats] | None:
     """Options as shares of the room for bytes, for sync and for a mixture of them; the rooms.
 
     None if nothing can fit.  Kinds with fewest choices come first.
@@ -135,7 +135,7 @@ def _in_shares(
         unbeaten = unbeaten_in_three(load[possible], group.time_s[possible], sync[possible])
         kept = possible[unbeaten]
         excess = np.stack([load[kept], sync[kept]])
-        kinds.append(_Kind(at, kept, group.time_s[kept], excess, group.count))
+        kinds.append(_UsefulOptions(at, kept, group.time_s[kept], excess, group.count))
     kinds.sort(key=lambda kind: kind.count * (len(kind.options) - 1))
     weight, least = _tightest_mixture(kinds)
     if least > 1 + ROUNDING:
@@ -154,7 +154,7 @@ def _shares(resource: Floats, room: float) -> Floats:
     return excess / room if room > 0 else np.where(excess > 0, np.inf, 0.0)
 
 
-def _tightest_mixture(kinds: Sequence[_Kind]) -> tuple[Floats, float]:
+def _tightest_mixture(kinds: Sequence[_UsefulOptions]) -> tuple[Floats, float]:
     """Weights of bytes and sync, one in sum, whose least mixture is the largest; that least.
 
     A least mixture above 1 says that both limits cannot be kept.  It is concave in the weight and
@@ -174,7 +174,7 @@ def _tightest_mixture(kinds: Sequence[_Kind]) -> tuple[Floats, float]:
     return weights[tightest], float(np.asarray(least)[tightest])
 
 
-def _with_reduced(kinds: list[_Kind]) -> tuple[list[_Kind], float]:
+def _with_reduced(kinds: list[_UsefulOptions]) -> tuple[list[_UsefulOptions], float]:
     """Kinds with their reduced costs as the last room, at nearly the best multipliers; the bound.
 
     The best bound for a given μ is concave in μ: the largest on a grid has the optimum beside it.
@@ -200,7 +200,7 @@ def _with_reduced(kinds: list[_Kind]) -> tuple[list[_Kind], float]:
     return reduced, float(bounds_s[best])
 
 
-def _bounds_s(kinds: Sequence[_Kind], per_sync: Floats) -> tuple[Floats, Floats]:
+def _bounds_s(kinds: Sequence[_UsefulOptions], per_sync: Floats) -> tuple[Floats, Floats]:
     """[multiplier of sync] The best bound with it, and the multiplier of bytes that gives it."""
     charged = [kind.time_s + per_sync[:, None] * kind.excess[1] for kind in kinds]
     slopes = [np.zeros((len(per_sync), 1))]
@@ -220,7 +220,9 @@ def _bounds_s(kinds: Sequence[_Kind], per_sync: Floats) -> tuple[Floats, Floats]
     return bounds[rows, best], per_load[rows, best]
 
 
-def _fastest_within(kinds: Sequence[_Kind], rooms: Floats) -> tuple[float, list[Indices]] | None:
+def _fastest_within(
+    kinds: Sequence[_UsefulOptions], rooms: Floats
+) -> tuple[float, list[Indices]] | None:
     """Fewest seconds within all rooms, and the counts of each kind's options; None if none is."""
     used, time_s = np.zeros((len(rooms), 1)), np.zeros(1)
     trail: list[tuple[Indices, Indices]] = []
@@ -248,7 +250,9 @@ def _fastest_within(kinds: Sequence[_Kind], rooms: Floats) -> tuple[float, list[
     return best_s, taken[::-1]
 
 
-def _ways(used: Floats, kind: _Kind, rooms: Floats, *, last: bool) -> tuple[Indices, Indices]:
+def _ways(
+    used: Floats, kind: _UsefulOptions, rooms: Floats, *, last: bool
+) -> tuple[Indices, Indices]:
     """Ways within the rooms for the layers of a kind: what each continues, [option, way] counts.
 
     Options of which fewest fit are counted first; the last one takes what is left.  Of the last
@@ -288,7 +292,7 @@ def _most(excess: Floats, free: Floats, count: Indices | int) -> Indices:
 
 
 def _shared_out(
-    free: Floats, left: Indices, kind: _Kind, a: int, b: int
+    free: Floats, left: Indices, kind: _UsefulOptions, a: int, b: int
 ) -> tuple[Indices, NDArray[np.bool_]]:
     """How many of the layers left take option a, the others b, and whether that fits."""
     more = (kind.excess[:, a] - kind.excess[:, b])[:, None]

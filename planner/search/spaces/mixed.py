@@ -66,7 +66,7 @@ from planner.solver import ilp
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.solve import least_s, solve
-from planner.solver.unequal.fastest import Fastest
+from planner.solver.unequal.fastest import FastestOnTypes
 from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
@@ -262,7 +262,7 @@ class MixedSpace(GroupSpace):
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""
         steady, fill = self.pace_of(layout)
-        fastest = Fastest(
+        fastest = FastestOnTypes(
             counts=np.array(self.counts),
             time_s=time_s,
             credits_s=fill * layout.executed.splits_backward * credits_s,

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.costs.crossings import colocated
+from planner.costs.crossings import colocated, readers_of
 from planner.model import ModelGraph
 from planner.plan import Layout
 from planner.search.certificate import UNFINISHED
@@ -231,11 +231,7 @@ class SimulatedGraph(BySimulation, GraphSpace):
 
 def places_of(model: ModelGraph) -> GraphPlaces | None:
     """Return where a graph of layers one by one can be cut, if its places are few."""
-    number = {name: at for at, (name, _) in enumerate(model.chain)}
-    readers: list[list[int]] = [[] for _ in number]
-    for edge in model.edges:
-        readers[number[edge.source]].append(number[edge.target])
-    every = ideals(readers, most=MOST_PLACES, colocated=colocated(model))
+    every = ideals(readers_of(model), most=MOST_PLACES, colocated=colocated(model))
     return None if every is None else GraphPlaces(every)
 
 
@@ -248,8 +244,8 @@ class GraphColumns(Columns):
         return {rank: list(zip(self.places.between(first, end), options, strict=True))}
 
     def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
-        fastest, sure = self._fastest(kinds)
-        if sure and self._fits(rank, (first, end), fastest):
+        fastest = self._fastest(kinds)
+        if self._sure(kinds, fastest) and self._fits(rank, (first, end), fastest):
             return [self._column(rank, first, end, fastest)]
         if self._too_many(kinds):
             return self._least(rank, first, end, kinds)
@@ -257,18 +253,14 @@ class GraphColumns(Columns):
 
     def _least(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
         if self._too_many(kinds):
-            return [self._column(rank, first, end, self._fastest(kinds)[0])]
+            return [self._column(rank, first, end, self._fastest(kinds))]
         return super()._least(rank, first, end, kinds)
 
-    def _fastest(self, kinds: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """Return the fastest option of each layer, and whether it is the fastest in every part."""
+    def _sure(self, kinds: tuple[int, ...], options: tuple[int, ...]) -> bool:
+        """Whether each layer's option is the fastest in every part of its seconds."""
         tables = self.instance.kinds
-        found = tuple(
-            min(range(len(tables[kind])), key=lambda at: tables[kind][at].time_s) for kind in kinds
-        )
-        sure = all(
+        return all(
             no_slower([tables[kind][at]], [other])
-            for kind, at in zip(kinds, found, strict=True)
+            for kind, at in zip(kinds, options, strict=True)
             for other in tables[kind]
         )
-        return found, sure

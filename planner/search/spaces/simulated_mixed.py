@@ -223,7 +223,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """Return the best split that is found, and what none of the layout simulates below."""
         if not self.tried.may(SOLVED, self.tried.effort.solved):
             return Lost(UNFINISHED, bound_s=0.0)
-        search = _Layout(self, layout, cutoff_s)
+        search = _LayoutSearch(self, layout, cutoff_s)
         low_s = search.bounded_s()
         return settled(layout, search.best, low_s, cutoff_s)
 
@@ -237,7 +237,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
         """Return the fastest plan of some splits of a layout, if any is below the cutoff."""
-        search = _Layout(self, layout, cutoff_s)
+        search = _LayoutSearch(self, layout, cutoff_s)
         search.near_s()
         each = self.columns(layout, cutoff_s)
         if each is not None:
@@ -372,7 +372,7 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
         return replace(problem, output_s=output_s)
 
 
-class _Layout:
+class _LayoutSearch:
     """One layout: its least simulated step, as far as effort goes, and its best plan."""
 
     def __init__(self, space: SimulatedMixed, layout: Layout, cutoff_s: float) -> None:

@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Fastest:
+class FastestOnTypes:
     """`counts` [kind], `time_s` and `credits_s` [type, kind], `stages` [type] of a problem."""
 
     counts: NDArray[np.intp]

@@ -28,7 +28,7 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.settled import best_split, loose_s
 from planner.solver.table import Known
-from planner.solver.unequal.fastest import Fastest
+from planner.solver.unequal.fastest import FastestOnTypes
 from planner.solver.unequal.reach import Reach
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
 from planner.tolerances import ROUNDING, SLACK
@@ -173,14 +173,16 @@ class Search:
         return placed(self._problem, layers, cuts, options, types, method)
 
 
-def fastest_on(problem: GraphInstance, knapsacks: Sequence[Knapsacks]) -> tuple[Fastest, float]:
+def fastest_on(
+    problem: GraphInstance, knapsacks: Sequence[Knapsacks]
+) -> tuple[FastestOnTypes, float]:
     """Return layers at their fastest, and the least sync of a mean stage or of a layer."""
     chain = problem.chain
     counts = np.bincount(knapsacks[0].layers, minlength=len(chain.kinds))
     sync_s = np.min([one.options.sync_s.min(axis=1) for one in knapsacks], axis=0)
     scale = np.array([[one.time_scale[0]] for one in knapsacks])
     none = (0.0,) * len(chain.kinds)
-    fastest = Fastest(
+    fastest = FastestOnTypes(
         counts=counts,
         time_s=scale * [one.options.least_time_s for one in knapsacks],
         credits_s=scale * [one.chain.credits_s or none for one in problem.types],

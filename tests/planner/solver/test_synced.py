@@ -12,10 +12,10 @@ import pytest
 from planner.solver import ilp, inner
 from planner.solver.instance import Instance, Option, Solution, Stage, broken
 from planner.solver.sides import Host
-from planner.solver.synced import Choices, fastest_synced, unbeaten_in_three
+from planner.solver.synced import KindOptions, fastest_synced, unbeaten_in_three
 
 
-def random_choices(rng: random.Random) -> Choices:
+def random_choices(rng: random.Random) -> KindOptions:
     options = rng.randint(1, 4)
     whole = rng.random() < 0.5
 
@@ -24,7 +24,9 @@ def random_choices(rng: random.Random) -> Choices:
             [float(rng.randint(0, 5)) if whole else rng.uniform(0, 5) for _ in range(options)]
         )
 
-    return Choices(load_bytes=column(), time_s=column(), sync_s=column(), count=rng.randint(1, 3))
+    return KindOptions(
+        load_bytes=column(), time_s=column(), sync_s=column(), count=rng.randint(1, 3)
+    )
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -69,13 +71,13 @@ def test_many_like_layers_against_every_count(seed: int) -> None:
     rng = np.random.default_rng(seed)
     options, count = int(rng.integers(2, 5)), int(rng.integers(20, 60))
     free = rng.random(options) < 0.4
-    group = Choices(
+    group = KindOptions(
         load_bytes=np.where(free, 0.0, rng.uniform(0, 9, options)),
         time_s=rng.uniform(1, 2, options),
         sync_s=np.where(free, rng.uniform(0, 9, options), rng.integers(0, 2, options)),
         count=count,
     )
-    end = Choices(rng.uniform(0, 20, 2), rng.uniform(1, 2, 2), rng.uniform(0, 20, 2), count=1)
+    end = KindOptions(rng.uniform(0, 20, 2), rng.uniform(1, 2, 2), rng.uniform(0, 20, 2), count=1)
     counts = every_count(options, count)
     load, time, sync = (
         np.add.outer(counts @ mine, its).ravel()
