@@ -37,7 +37,7 @@ from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
-from planner.profile import Profile
+from planner.profile import Profile, Profiles
 from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
@@ -295,7 +295,7 @@ def of_plan(
 
 
 def _with_caveats(
-    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profile | None = None
+    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
 ) -> Prediction:
     """Predict a plan, and say why its backend does not run it, if it does not."""
     from planner.formats.configuration import caveats  # noqa: PLC0415 - all formats
