@@ -102,7 +102,7 @@ def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
     >>> cuda_environment({"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     {}
     """
-    result = {}
+    result: dict[str, str] = {}
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & own.keys():
         result |= dict([ALLOCATOR])
     if "CUDA_DEVICE_ORDER" not in own:
