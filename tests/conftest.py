@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import os
 
+import hypothesis
 import pytest
 
 # Before torch is imported anywhere.  Tests run side by side on few cores, and threads of tiny
 # operators that wait for each other cost some tests five times their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# Its examples have 0.2 s of wall-clock time otherwise, which a busy machine takes from them.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
