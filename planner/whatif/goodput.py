@@ -32,7 +32,7 @@ def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
 
 def save_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
     """Seconds that training waits for a checkpoint to be written."""
-    store = devices * getattr(failures.store_bytes_per_s_per_device, _OPPOSITE[at])
+    store: float = devices * getattr(failures.store_bytes_per_s_per_device, _OPPOSITE[at])
     written: float = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
     return written / store
 
