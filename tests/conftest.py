@@ -31,6 +31,12 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give tests a cache of their own, one for a run; the user's is neither read nor made."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
     """Leave what is there when a module's tests begin out of every later collection of garbage.
