@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from planner.document import read, write
 from planner.errors import LaunchError
+from planner.guarded_files import folder_within
 from planner.plan import Plan
 from planner.prediction import Prediction
 from planner.units import count_text, seconds_text
@@ -148,7 +148,9 @@ def run_script(
     for warning in check_devices(plan, "cuda" if cuda_devices() else "cpu", own):
         say(f"warning: {warning}")
     leads = 0 in own
-    folder = output.absolute() if leads else output.absolute() / f"node-{node_rank.node:05}"
+    folder = output.absolute()
+    if not leads:
+        folder = folder_within(folder, f"node-{node_rank.node:05}")
     started = _Started(plan, plan_path, script, tuple(arguments), folder, own)
     progress = _Progress(run.metrics_file(folder), say)
     with alone_in(folder), signals_interrupt():
@@ -211,8 +213,7 @@ def _attempt(
         _check_script(started.script)  # other nodes are told what this one lacks
         _agree(started, rendezvous)
         for name in ("logs", "ranks"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / name).mkdir()
+            folder_within(folder, name, emptied_of="rank-*")
         try:
             bad = supervised(
                 [
