@@ -312,6 +312,7 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
         return Corpus.open(folder)
     temporary = None
     try:
+        parent.mkdir(parents=True, exist_ok=True)
         folder_within(parent.parent, parent.name)
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new."))
         if isinstance(chosen, Conversations):

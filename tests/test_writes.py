@@ -44,6 +44,7 @@ ALLOWED = {
     ("runtime/channel.py", "fdopen"): HOME,
     ("runtime/checkpoint.py", "rename"): OURS,
     ("runtime/checkpoint.py", "rmtree"): OURS,
+    ("runtime/data.py", "mkdir"): NAMED,
     ("runtime/data.py", "mkdtemp"): NEW,
     ("runtime/data.py", "open"): NEW,
     ("runtime/data.py", "np.save"): NEW,
