@@ -21,8 +21,8 @@ from typing import Any
 
 from planner.document import write_text
 from planner.errors import DocumentError
+from planner.machine_figures import cache_folder
 from profiler.ranks import versions
-from runtime.data import cache_folder
 
 SOFTWARE = ("torch", "transformers", "numpy", "meshwright")
 PACKAGES = ("profiler", "runtime")

@@ -407,7 +407,7 @@ def case(seed: int, number: int) -> Case:
 
 def _configuration(rng: random.Random, made: Case, *, hostile: bool) -> None:
     """Give a case a framework's configuration, the framework, its cluster and model."""
-    of, text, row, what = configurations.drawn(rng, _mutated, hostile=hostile)
+    of, text, row, what = configurations.drawn(rng, mutated, hostile=hostile)
     made.arguments[made.arguments.index("@framework")] = of
     made.arguments += ["--cluster", row.cluster]
     if row.model is not None:
@@ -540,7 +540,7 @@ def _document(rng: random.Random, name: str, *, hostile: bool) -> tuple[bytes, s
     if rng.random() < 0.3:
         return _damaged(rng, _right(name))
     data = copy.deepcopy(_loaded(name))
-    said = [_mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
+    said = [mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
     return _dumped(data, name), "; ".join(said)
 
 
@@ -574,7 +574,7 @@ def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from _places(value, (*path, key))
 
 
-def _mutated(rng: random.Random, data: Any) -> str:
+def mutated(rng: random.Random, data: Any) -> str:
     """Change one place of a document and say how."""
     every = list(_places(data))
     if not every:

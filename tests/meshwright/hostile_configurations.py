@@ -54,8 +54,8 @@ _PYTHON_LINES = (
     "config.activation_checkpoint = None", "config.quantize.linear = 3",
     "ParamGroupConfig(optimizer_kwargs={1: 2, **KW}, pattern='.*')", "KW = {f(): 1}", "KW = {**a}",
     "Float8LinearConverter.Config(recipe_name=[1], filter_fqns=1)", "MXFP8LinearConverter()()",
-    "ParallelismConfig(**{'a': 1}, data_parallel_shard_degree=None)", "TrainingConfig(*a,
-    steps=f(x))",
+    "ParallelismConfig(**{'a': 1}, data_parallel_shard_degree=None)",
+    "TrainingConfig(*a, steps=f(x))",
     "config_registry.nothing()", "def registered(): pass",
     "import os; os.system('touch code-was-run')",
     "while True: pass", "pass;" * 30_000, "x = [" + "1," * 50_000 + "]", "# " + "x" * 240_000,
@@ -76,8 +76,8 @@ _TOML_LINES = (
 _WORDS = (
     *_NUMBERS, "", "$X", "${X:-4}", "${X:-${Y}}", "$((2*3))", "$((1/0))", "$((9**9))", "$(touch x)",
     "`touch x`", "'", '"', "\\", "--", "--x=", "auto", "null", "x" * 5000, "@", "²", "٣", "|", ";",
-    "(t*9999)*9999", "((t*9999)*9999)*9999", "t|" * 9000, "Et*3|t*4|t*0L", "{", '{"a": 1}', "[1,
-    2]",
+    "(t*9999)*9999", "((t*9999)*9999)*9999", "t|" * 9000, "Et*3|t*4|t*0L", "{", '{"a": 1}',
+    "[1, 2]",
     "{broken", '{"warmup_num_steps": ' + "9" * 400 + "}",
 )  # fmt: skip
 _STATEMENTS = (

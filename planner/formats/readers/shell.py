@@ -22,6 +22,9 @@ _USED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?:(?::?[-=])([^{}]*))?\}|\$
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _ARRAY = re.compile(r"\s*[\w ]*\+?=\(")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
+_GAP = re.compile(r"(?:\s+|#[^\n]*)*")
+_WORD = re.compile(r"""(?:\\.|'[^']*'|"[^"\\]*(?:\\.[^"\\]*)*"|[^\s'"\\])+""", re.DOTALL)
+_PIECE = re.compile(r"""\\(.)|'([^']*)'|"([^"\\]*(?:\\.[^"\\]*)*)\"""", re.DOTALL)
 _WIDEST = 2**63
 """Of the numbers that a shell computes with."""
 
@@ -109,10 +112,22 @@ def _runs(value: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError:
-        return text.split()
+    """Return words as a shell has them, in one pass; split at spaces where a quote stays open."""
+    found: list[str] = []
+    at = _GAP.match(text).end()  # type: ignore[union-attr]  # it matches nothing too
+    while at < len(text):
+        word = _WORD.match(text, at)
+        if word is None:
+            return text.split()
+        found.append(_PIECE.sub(_unquoted, word[0]))
+        at = _GAP.match(text, word.end()).end()  # type: ignore[union-attr]
+    return found
+
+
+def _unquoted(piece: re.Match[str]) -> str:
+    if piece[3] is not None:
+        return re.sub(r'\\(["\\])', r"\1", piece[3])
+    return piece[1] if piece[1] is not None else piece[2]
 
 
 def _put_in(text: str, known: dict[str, str], budget: Budget) -> str:
