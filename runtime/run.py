@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.document import Document, Part, read_text, unreadable, write_text
-from planner.errors import DocumentError
+from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import opened
 from planner.training import check_lengths
 from planner.units import Amount, Count, Positive, Rate, Text
@@ -55,7 +55,8 @@ class Run(Part):
     steps: int = Field(default=20, description="Total steps, counted from the start of training")
     checkpoint: Path | None = Field(default=None, description="Save here")
     checkpoint_every: int | None = Field(
-        default=None, description="Steps; default: after the last only"
+        default=None,
+        description="Steps; default: after the last, and by failure rates in a run of over an hour",
     )
     keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint")
@@ -256,8 +257,11 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
 def append_record(record: StepRecord, path: Path) -> None:
     """Add a step's line, in one write so that a reader never sees half of it."""
     line = json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n"
-    with opened(path, within=path.parent, append=True) as file:
-        file.write(line.encode())
+    try:
+        with opened(path, within=path.parent, append=True) as file:
+            file.write(line.encode())
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 _LONGEST_RECORD_BYTES = 1 << 16

@@ -241,7 +241,11 @@ def metrics(path: Path) -> None:
     run.append_record(record, path)
 
 
-WRITES = {lock: "run/.lock", log: "run/rank-00000.log", metrics: "run/metrics.jsonl"}
+WRITES: dict[Callable[[Path], None], str] = {
+    lock: "run/.lock",
+    log: "run/rank-00000.log",
+    metrics: "run/metrics.jsonl",
+}
 
 
 @pytest.mark.parametrize(
