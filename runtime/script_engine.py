@@ -10,6 +10,7 @@ losses and weights are those of one process with the same micro-batches, to roun
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,13 @@ from runtime.parallelize import activation_type
 from runtime.recorder import Inputs, Recorder
 from runtime.script_checkpoint import Stateful
 from runtime.script_loader import Loader
-from runtime.script_model import SAMPLES, check_module, check_replay, few_samples
+from runtime.script_model import (
+    SAMPLES,
+    check_module,
+    check_replay,
+    few_samples,
+    refuse_changing,
+)
 from runtime.script_passes import Passes
 from runtime.script_plan import script_plan
 from runtime.script_records import ScriptRecords
@@ -50,14 +57,16 @@ from runtime.script_stage import (
 from runtime.script_start import built, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState
 from runtime.script_tensor import Styles, styles_by_name
+from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.whole_batch import whole_batch
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step or a part of it says, equal on every rank."""
 
-    loss: float
+    loss: LossValue
     """Mean over all that counts in the global batch, before the update."""
     count: float
     grad_norm: float = float("nan")
@@ -66,6 +75,10 @@ class StepResult:
     """What the loss returned beside, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16."""
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Refuse: the backward pass was part of the step."""
+        self.loss.backward()
 
 
 class Engine:
@@ -119,7 +132,7 @@ class Engine:
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
-        check_replay(module, recorder, few)
+        changing = check_replay(module, recorder, few)
         sums = inner_loss.times_asked() > asked
         if isinstance(wanted, Plan):
             check_module(wanted, recorder)
@@ -139,6 +152,7 @@ class Engine:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_plan(plan, module, loss)
+        refuse_changing(plan, changing, twice=sums or isinstance(loss, whole_batch))
         styles = styles_by_name(plan, module, recorder, tensor)
         self._place = place_of(plan, self.device)
         holders = holders_of(plan, recorder, self._place)
@@ -171,6 +185,8 @@ class Engine:
             gather=gather,
             streamed=plan.offload == "optimizer",
         )
+        for one in self.optimizers:
+            one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         """Gradients that were asked for, made whole and scaled."""
         self._passes = Passes(
@@ -275,8 +291,9 @@ class Engine:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
         before = self._passes.totals.values.clone()
         self._forward_backward(batch)
+        self._optimizers.hide()
         own = self._passes.of_all(self._passes.totals.values - before).tolist()
-        return StepResult(loss=own[0] / own[1] if own[1] else float("nan"), count=own[1])
+        return StepResult(_mean(*own), own[1])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's parts of the gradients of the mean loss by name, to look at or change.
@@ -285,6 +302,7 @@ class Engine:
         """
         if self._whole is None:
             self._whole = self._made_whole(0.0)
+            self._optimizers.hide()
         return {slot.name: grad for slot, grad in self._whole[0].items()}
 
     def optimizer_step(self, clip_norm: float | None = None) -> StepResult:
@@ -314,11 +332,7 @@ class Engine:
         try:
             passes.evaluate(passes.cut(batch, step=self.steps, drawing=False))
             total, count = passes.of_all(passes.totals.values).tolist()
-            return StepResult(
-                loss=total / count if count else float("nan"),
-                count=count,
-                metrics=passes.metrics(),
-            )
+            return StepResult(_mean(total, count), count, metrics=passes.metrics())
         finally:
             passes.totals = kept
 
@@ -395,9 +409,11 @@ class Engine:
             )
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
+        self._optimizers.show()
         self._passes.train(self._passes.cut(batch, step=self.steps))
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
+        self._optimizers.show()
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
         self._optimizers.scaled(grads, measured, clip_norm)
@@ -416,7 +432,27 @@ class Engine:
             if moved:
                 self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
         self._begun_s = None
-        return StepResult(loss, count, norm, metrics, skipped=not moved)
+        return StepResult(LossValue(loss), count, norm, metrics, skipped=not moved)
+
+    def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if self._optimizers.pending and len(self.optimizers) > 1:
+            refuse_zero_grad(optimizer)
+        if self._optimizers.pending:
+            self.zero_grad()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a part of a module cannot be called; the message says what can."""
+        raise missing("__call__", ())
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what torch's modules and wrappers have and an Engine has not."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise missing(name, [one for one in dir(type(self)) if not one.startswith("_")])
+
+
+def _mean(total: float, count: float) -> LossValue:
+    return LossValue(total / count if count else float("nan"))
 
 
 def _slots(
