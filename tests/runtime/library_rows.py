@@ -186,10 +186,7 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     write(row.document(), plan)
     launching.launch(
         plan,
-        data=TEXT,
-        weights=row.folder,
-        steps=STEPS,
-        output=output / "run",
+        run.Run(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run"),
         device="cpu",
         quiet=True,
         **options,
@@ -217,7 +214,7 @@ def carry_out(file: str) -> None:
     orders = read(Orders, file)
     rank = dist.get_rank()
     record = train.train(orders, rank=rank, local_rank=rank)
-    run.write_json(record, run.record_file(Path(orders.output), rank))
+    run.write_json(record, run.record_file(orders.output, rank))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from planner.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.report import RunReport
-from runtime.run import Orders
+from runtime.run import Orders, Run
 from runtime.supervise import last_lines
 
 ROOT = Path(files_of.__file__).resolve().parent.parent
@@ -96,32 +95,34 @@ class Room:
         return path
 
     def run(self, plan: Plan, **options: object) -> RunReport:
-        settings: dict[str, Any] = {
-            "model": MODEL,
-            "data": self.text,
-            "output": self.folder / "out",
-            "quiet": True,
-            **options,
-        }
-        report = launch(self.plan(plan), **settings)
+        settings = {"model": MODEL, "quiet": True, **options}
+        report = launch(self.plan(plan), self.asked(settings), **settings)
         assert report is not None
         return report
+
+    def asked(self, options: dict[str, Any]) -> Run:
+        """Take what a run is asked for out of options, beside the text and the output here."""
+        fields = {name: options.pop(name) for name in [*options] if name in Run.model_fields}
+        return Run(**{"data": self.text, "output": self.folder / "out", **fields})
 
     def start(self, plan: Plan, *, step: int = 3, **options: object) -> subprocess.Popen[str]:
         """Launch from a process of its own and wait for a step; 0 waits for nothing."""
         write(MODEL, self.folder / "model.yaml")
-        settings = {"data": str(self.text), "output": str(self.folder / "out"), **options}
+        told: dict[str, Any] = {**options}
+        asked = self.asked(told)
+        assert not told
         program = (
-            "import json, signal, sys\n"
+            "import signal, sys\n"
             # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from planner.document import read\n"
             "from planner.errors import MeshwrightError\n"
             "from planner.model import ModelGraph\n"
             "from runtime.launch import launch\n"
+            "from runtime.run import Run\n"
             "try:\n"
             "    model = read(ModelGraph, sys.argv[2])\n"
-            "    launch(sys.argv[1], model=model, **json.loads(sys.argv[3]))\n"
+            "    launch(sys.argv[1], Run.model_validate_json(sys.argv[3]), model=model)\n"
             "except MeshwrightError as error:\n"
             "    sys.exit(str(error))\n"
         )
@@ -132,7 +133,7 @@ class Room:
                 program,
                 str(self.plan(plan)),
                 str(self.folder / "model.yaml"),
-                json.dumps(settings),
+                asked.model_dump_json(),
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(self.python_path)},
             stderr=subprocess.PIPE,
@@ -155,7 +156,7 @@ class Room:
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each living rank of the newest run here."""
-        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').run}"
+        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').token}"
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:

@@ -179,10 +179,7 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     write(plan_of(family, layout), output / "plan.yaml")
     launching.launch(
         output / "plan.yaml",
-        data=TEXT,
-        weights=published(family),
-        steps=STEPS,
-        output=output / "run",
+        run.Run(data=TEXT, weights=published(family), steps=STEPS, output=output / "run"),
         device="cpu",
         quiet=True,
         **options,

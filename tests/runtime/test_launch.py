@@ -111,7 +111,7 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(room: Room) -> None:
     )
 
     with pytest.raises(DocumentError, match="vocab_size: is 256, but tokens by bytes reach 256"):
-        launch(room.plan(plan), model=small, data=room.text, output=room.folder / "out", quiet=True)
+        launch(room.plan(plan), room.asked({}), model=small, quiet=True)
 
 
 def test_an_output_that_cannot_be_written_is_refused(room: Room) -> None:
@@ -183,12 +183,8 @@ def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFi
 
     launch(
         room.plan(plan_of()),
+        room.asked({"checkpoint": saved.parent, "resume": True, "steps": 31}),
         model=MODEL,
-        data=room.text,
-        output=room.folder / "out",
-        checkpoint=saved.parent,
-        resume=True,
-        steps=31,
         dry_run=True,
     )
 
@@ -220,9 +216,8 @@ def test_a_dry_run_prints_one_line_per_rank_and_starts_nothing(
 ) -> None:
     result = launch(
         room.plan(plan_of(data=2)),
+        room.asked({}),
         model=MODEL,
-        data=room.text,
-        output=room.folder / "out",
         dry_run=True,
     )
 

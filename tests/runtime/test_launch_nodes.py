@@ -39,12 +39,12 @@ def on_nodes(
 
     def node(number: int) -> None:
         node_rank = NodeRank(node=number, nodes=len(devices), host="127.0.0.1", port=port)
-        settings: dict[str, Any] = {"model": MODEL, "data": room.text, "quiet": True}
+        settings: dict[str, Any] = {"model": MODEL, "quiet": True}
         for name, value in options.items():
             settings[name] = value(number) if callable(value) else value
-        settings.setdefault("output", room.folder / "out")
+        asked = room.asked(settings)
         try:
-            ends[number] = launch(path, node_rank=node_rank, nodes=devices, **settings)
+            ends[number] = launch(path, asked, node_rank=node_rank, nodes=devices, **settings)
         except MeshwrightError as error:
             ends[number] = error
 
@@ -158,9 +158,11 @@ from planner.document import read
 from planner.model import ModelGraph
 from runtime.launch import launch
 from runtime.nodes import node_rank_of
+from runtime.run import Run
 folder = sys.argv[1]
-report = launch(folder + "/plan.yaml", model=read(ModelGraph, folder + "/model.yaml"),
-    data=folder + "/text.txt", output=folder + "/out", steps=3, quiet=True,
+report = launch(folder + "/plan.yaml", Run(
+    data=folder + "/text.txt", output=folder + "/out", steps=3),
+    model=read(ModelGraph, folder + "/model.yaml"), quiet=True,
     node_rank=node_rank_of(os.environ), nodes=(2, 2))
 print(json.dumps(report.losses if report else None))
 """

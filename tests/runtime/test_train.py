@@ -113,7 +113,7 @@ def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: 
     output.mkdir(exist_ok=True)
     told = Orders.of(
         {
-            "run": "r",
+            "token": "r",
             "output": str(output),
             "corpus": str(corpus.folder),
             "device": "cpu",
