@@ -27,6 +27,7 @@ from planner.plan import Plan
 from runtime import batches, inner_loss, script_checkpoint
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
+from runtime.coupled_loss import check_loss
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
@@ -153,6 +154,7 @@ class Engine:
         check_layers(plan, recorder)
         refuse_plan(plan, module, loss)
         refuse_changing(plan, changing, twice=sums or isinstance(loss, whole_batch))
+        check_loss(plan, module, recorder, batch, loss)
         styles = styles_by_name(plan, module, recorder, tensor)
         self._place = place_of(plan, self.device)
         holders = holders_of(plan, recorder, self._place)

@@ -11,6 +11,7 @@ Not seen: state inside extensions and libraries, open files.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -19,7 +20,7 @@ import random
 import sys
 import types
 import warnings
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ LIBRARIES = frozenset(
 )
 """Packages whose functions and classes keep nothing of a user's; installed ones are others."""
 ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, zip)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+"""Classes of Python whose objects have attributes of the user's."""
 TABLES = ("_parameters", "_buffers")
 """Of a module, what is copied with it."""
 
@@ -70,6 +73,7 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 def untouched(*roots: Any) -> Iterator[None]:
     """Put random numbers, and what objects and functions refer to, back as they were.
 
+    Parameters and buffers of the first, if it is a module, are left alone: its copy is run.
     Raises RecordError where a tensor too large to be put back was changed in place.
     """
     numbers, seen = RandomNumbers(), _Seen(roots)
@@ -119,6 +123,10 @@ class _Seen:
         """(name, its contents now, contents then, how to put them back)."""
         self._known: set[int] = set()
         self._kept: list[Any] = []  # ids of objects come again
+        roots = list(roots)
+        copied_one = roots[0] if roots and isinstance(roots[0], nn.Module) else nn.Module()
+        self._copied = {id(part) for part in copied_one.modules()}
+        """Modules whose parameters and buffers are those of a copy while a trial runs."""
         waiting = deque((root, "") for root in roots)
         while waiting and len(self._kept) < MOST_OBJECTS:
             one, name = waiting.popleft()
@@ -301,7 +309,7 @@ class _Seen:
         if _is_library(type(one).__module__) and self._numbers(one, name):
             return
         yield type(one), type(one).__name__
-        if _is_library(type(one).__module__) and not isinstance(one, nn.Module):
+        if _is_library(type(one).__module__) and not isinstance(one, (nn.Module, *NAMESPACES)):
             return
         own = getattr(one, "__dict__", None)
         if isinstance(own, dict):
@@ -337,7 +345,7 @@ class _Seen:
                     yield part, f"{before}{child}"
             elif isinstance(value, ITERATORS) and not is_module:
                 self._iterator(f"{before}{key}", value, functools.partial(own.__setitem__, key))
-            elif not (is_module and key in TABLES):
+            elif not (id(one) in self._copied and key in TABLES):
                 yield value, f"{before}{key}"
 
 
