@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import read
+from planner.document import plain, read, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_own
 from planner.plan import Plan, PlannedModel
 from planner.schedules import PLAIN, schedule_of
 from planner.units import file_name
-from runtime import checkpoint, data
+from runtime import checkpoint, data, library_fields
 from runtime.data import Files
 from runtime.run import Device, Run, orders_file
 from runtime.supported import supported
@@ -173,6 +173,7 @@ def preflight(
         warnings.append(f"no data is named; training on Python's own sources in {files.source}")
     else:
         files = data.files(run.data)
+    warnings += _drawn(plan, run.weights)
     resumed = checkpoint_to_resume(run)
     if resumed is not None and (unchecked := checkpoint.unchecked(resumed)):
         warnings.append(unchecked)
@@ -341,6 +342,24 @@ def _check_writable(folder: Path) -> None:
         raise LaunchError(f"{folder}: cannot be written: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise LaunchError(f"{folder}: cannot be written: {existing} is not yours to write")
+
+
+def _drawn(plan: Plan, weights: Path | None) -> list[str]:
+    """Return what to say of random numbers that the model's configuration asks for."""
+    folders = [Path(named) for named in (weights, plan.model.source) if named]
+    files = [folder if folder.suffix == ".json" else folder / "config.json" for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return []
+    try:
+        config = plain(read_text(file))
+    except DocumentError:
+        return []  # who reads it for the model says why
+    found = library_fields.drawn(config) if isinstance(config, dict) else {}
+    if not found:
+        return []
+    said = ", ".join(f"{name} {value}" for name, value in found.items())
+    return [f"{file}: {said}: off, since what they draw would depend on the plan"]
 
 
 def _own_tokenizer(plan: Plan, weights: Path | None) -> Path | None:

@@ -14,6 +14,7 @@ from meshwright import cli, commands, launches
 from planner import document
 from planner.plan import Plan
 from runtime.run import Run, Where
+from tests.limits import PATIENCE_S
 
 DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
 
@@ -95,7 +96,11 @@ def test_planning_loads_only_what_it_uses() -> None:
     )
 
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
 
     assert not {"torch", "networkx", "plotly", "jinja2", "highspy", "pulp"} & {*run.stderr.split()}

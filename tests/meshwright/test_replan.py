@@ -23,6 +23,7 @@ from planner.plan import Job, Plan, PlannedModel
 from planner.request import Request
 from planner.search.best_first import search
 from runtime.run import Run, metrics_file, read_records
+from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 STEPS = 40
@@ -66,7 +67,7 @@ def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> N
     room.wait_for_step(3, while_running=launcher)
 
     os.kill(room.ranks()[1], signal.SIGKILL)
-    said, told = launcher.communicate(timeout=120)
+    said, told = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 0, told
     assert "rank 1 was killed by SIGKILL" in told

@@ -18,6 +18,7 @@ from runtime.launch import launch
 from runtime.report import RunReport
 from runtime.run import Orders, Run
 from runtime.supervise import last_lines
+from tests.limits import PATIENCE_S
 
 ROOT = Path(files_of.__file__).resolve().parent.parent
 
@@ -70,7 +71,7 @@ def plan_of(
             "micro_batch": 2,
             "micro_batches": 4 // data,
             "training": (training or Training(learning_rate=0.01, warmup_steps=4)).model_dump(),
-            "timeout_s": 60.0,
+            "timeout_s": PATIENCE_S,
             "stages": [{"layers": [{"layer": name} for name in stage]} for stage in stages],
         }
     )
@@ -146,7 +147,8 @@ class Room:
 
     def wait_for_step(self, step: int, *, while_running: subprocess.Popen[str] | None) -> None:
         metrics = files_of.metrics_file(self.folder / "out")
-        for _ in range(1200):
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
             if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
                 return
             if while_running is not None and while_running.poll() is not None:
@@ -170,9 +172,9 @@ class Room:
                 found[int(rank.removeprefix("RANK="))] = int(process.name)
         return found
 
-    def wait_until_empty(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.ranks() and time.monotonic() < deadline:
+    def wait_until_empty(self) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while self.ranks() and time.monotonic() < end:
             time.sleep(0.05)
         assert self.ranks() == {}
 

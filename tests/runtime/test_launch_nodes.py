@@ -23,6 +23,7 @@ from runtime.launch import launch
 from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
+from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
@@ -52,7 +53,7 @@ def on_nodes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(PATIENCE_S)
     return ends
 
 
@@ -117,7 +118,7 @@ def test_what_one_node_lacks_ends_the_others_too(room: Room) -> None:
 @pytest.mark.matrix
 def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
     def kill_rank_1() -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             metrics = room.folder / "out" / "metrics.jsonl"
             if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
@@ -179,7 +180,7 @@ def test_hosts_with_networks_of_their_own_train_as_one_process(room: Room) -> No
         said = hosts.run(
             [sys.executable, "-c", HOST, str(room.folder)],
             environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout_s=120,
+            timeout_s=PATIENCE_S,
             quiet=True,
         )
 
