@@ -171,7 +171,9 @@ class Recorder:
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         floating = tensor.is_floating_point()
-        dtype = self._dtype if floating and isinstance(tensor, nn.Parameter) else tensor.dtype
+        # In fp32 nothing is cast: parameters of other types are computed with as they are.
+        cast = floating and isinstance(tensor, nn.Parameter) and self._dtype != torch.float32
+        dtype = self._dtype if cast else tensor.dtype
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -55,7 +55,7 @@ from runtime.script_stage import (
     refuse_plan,
     script_stage,
 )
-from runtime.script_start import built, device_of, join_ranks, plan_or_layout
+from runtime.script_start import built, check_functions, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState
 from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
@@ -125,6 +125,7 @@ class Engine:
         plan and running ranks, do not go together.
         """
         self.device = device_of(device)
+        check_functions(loss, optimizer)
         wanted = plan_or_layout(plan)
         join_ranks(self.device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         self.clip_norm = clip_norm
@@ -248,18 +249,24 @@ class Engine:
         """Optimizer steps done so far, those that were skipped included."""
         return int(self._optimizers.steps)
 
-    def slice(self, batch: Any) -> Any:
+    def slice(self, batch: Any, *, ragged: bool = False) -> Any:
         """Return this rank's samples of a global batch.
 
-        Raises BatchError where it has not as many samples as the plan's global batch.
+        A `ragged` one has any number of samples, for `evaluate` and `outputs`; its slices have
+        as equal shares as there are.  Raises BatchError where another one has not as many samples
+        as the plan's global batch.
         """
-        found = batches.samples_in(batch)
-        if found != self.plan.global_batch:
+        found, wanted = batches.samples_in(batch), self.plan.global_batch
+        own = self.plan.samples_of(self.slice_rank)
+        if ragged:
+            own = range(own.start * found // wanted, own.stop * found // wanted)
+        elif found != wanted:
             raise BatchError(
-                f"batch: has {found} samples, and the plan's global batch {self.plan.global_batch}"
-                "; drop the last batch of an epoch if it is smaller (drop_last=True)"
+                f"batch: has {found} samples, and the plan's global batch {wanted}; to train, drop "
+                "the last batch of an epoch if it is smaller (drop_last=True); for evaluate and "
+                "outputs give engine.slice(batch, ragged=True)"
             )
-        return batches.part_of(batch, self.plan.samples_of(self.slice_rank))
+        return batches.part_of(batch, own)
 
     def loader(
         self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
@@ -328,24 +335,30 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> StepResult:
-        """Return loss and metrics of a slice of a global batch in eval mode, and learn nothing."""
+        """Return loss and metrics of a slice in eval mode, and learn nothing.
+
+        A slice has any number of samples, none included; the mean is that over all samples of all
+        slices.  All ranks call it together.
+        """
         passes = self._passes
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            passes.evaluate(passes.cut(batch, step=self.steps, drawing=False))
+            passes.evaluate(passes.cut_any(batch, step=self.steps))
             total, count = passes.of_all(passes.totals.values).tolist()
             return StepResult(_mean(total, count), count, metrics=passes.metrics())
         finally:
             passes.totals = kept
 
     @torch.no_grad()
-    def outputs(self, batch: Any) -> Any:
-        """Return what the module makes of a slice, without gradients, in train mode.
+    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+        """Return what the module makes of a slice of any size, without gradients, in eval mode.
 
-        Its leaves have the samples of the slice.  Through a pipeline the ranks of the last stage
-        send them to the others.
+        With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
+        the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
+        others.  All ranks call it together.
         """
-        return self._passes.outputs(self._passes.cut(batch, step=self.steps))
+        micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
+        return self._passes.outputs(micros, training=training)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""

@@ -107,7 +107,7 @@ class PendingGradient(Tensor):
         """Refuse what reaches it past Python."""
         raise _pending("p.grad")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it stands for."""
         return "PendingGradient(see engine.gradients())"
 
