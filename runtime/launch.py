@@ -96,12 +96,18 @@ def launch(
         try:
             orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
             _supervise(ready, rendezvous, orders, shown)
+            return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
-            after = f"after step {shown.step}" if shown.step else "before the first step"
-            raise LaunchError(f"interrupted {after}{_way_on(ready)}") from None
+            raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise LaunchError(
+                f"{error.filename}: {error.strerror} {shown.after}{_way_on(ready)}. The folder of "
+                f"a run, {ready.output}, must stay as it is until the run has ended"
+            ) from error
         finally:
             shown.close()
-        return _report(ready, rendezvous, orders, started_unix_s)
 
 
 def _warn(ready: Preflight, say: Terminal) -> None:
@@ -118,6 +124,7 @@ def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
             "text": corpus,
             "resumed checkpoint": str(ready.resumed),
             "folder of checkpoints": str(ready.run.checkpoint),
+            "steps between checkpoints": str(ready.run.checkpoint_every),
         }
     )
     token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
@@ -365,6 +372,11 @@ class _Shown:
         self._next_line = 0
         self._metrics: Path | None = None
         self._offset = 0
+
+    @property
+    def after(self) -> str:
+        """How far training has come, in words."""
+        return f"after step {self.step}" if self.step else "before the first step"
 
     def follow(self, metrics: Path) -> None:
         """Show what is added to a metrics file from now on."""

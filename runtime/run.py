@@ -27,7 +27,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from planner.document import Document, Part, read_text, write_text
-from planner.errors import DocumentError
+from planner.errors import DocumentError, LaunchError
 from planner.training import check_lengths
 from planner.units import Amount, Count, Positive, Rate, Text
 from runtime.nodes import NodeRank, node_rank_of
@@ -52,7 +52,8 @@ class Run(Part):
     steps: int = Field(default=20, description="Total steps, counted from the start of training")
     checkpoint: Path | None = Field(default=None, description="Save here")
     checkpoint_every: int | None = Field(
-        default=None, description="Steps; default: after the last only"
+        default=None,
+        description="Steps; default: after the last, and by failure rates in a run of over an hour",
     )
     keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint")
@@ -253,11 +254,14 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
 def append_record(record: StepRecord, path: Path) -> None:
     """Add a step's line, in one write so that a reader never sees half of it."""
     line = json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
