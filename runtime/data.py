@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from planner.document import is_file, is_folder, is_there
 from planner.errors import DocumentError, LaunchError
+from planner.guarded_files import folder_within
 from planner.machine_figures import cache_folder
 from runtime import checksums, records
 from runtime.conversations import Conversations
@@ -339,6 +340,7 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     temporary = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        folder_within(parent.parent, parent.name)
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new."))
         if isinstance(chosen, Conversations):
             _tokenise_conversations(corpus, chosen, temporary)

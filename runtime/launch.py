@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.progress import Progress as Bar
 
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
+from planner.guarded_files import folder_within, opened
 from planner.model import ModelGraph
 from planner.report.terminal import Terminal
 from planner.shown import lines
@@ -138,7 +138,7 @@ def _check_shared(folder: Path, rendezvous: Rendezvous, *, token: str) -> None:
     mark = folder / f".seen-{token}"
     if rendezvous.node_rank.node == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        opened(mark, within=folder).close()
     rendezvous.all_gather("marked")
     # A network file system may show a listing that is seconds old.
     with contextlib.suppress(OSError):
@@ -215,8 +215,7 @@ def _write_orders(
         peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):
-        shutil.rmtree(ready.output / left_behind, ignore_errors=True)
-        (ready.output / left_behind).mkdir()
+        folder_within(ready.output, left_behind, emptied_of="rank-*")
     run.forget_steps_after(
         checkpoint.progress(ready.resumed).step if ready.resumed else 0,
         run.metrics_file(ready.output),
