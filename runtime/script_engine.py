@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, inner_loss, script_checkpoint
+from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.gradients import Measured, Slot, copies_of
@@ -31,6 +32,7 @@ from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place, place_of
 from runtime.parallelize import activation_type
+from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
 from runtime.script_checkpoint import Stateful
 from runtime.script_loader import Loader
@@ -41,6 +43,7 @@ from runtime.script_records import ScriptRecords
 from runtime.script_stage import (
     ScriptStage,
     check_layers,
+    frozen_and_buffers,
     holders_of,
     modules_of,
     refuse_hooks,
@@ -66,6 +69,8 @@ class StepResult:
     """What the loss returned beside, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With `track_unused`: parameters that took no part, and on which ranks."""
 
 
 class Engine:
@@ -86,6 +91,8 @@ class Engine:
         gather: bool = True,
         batch_norm: Kind = "per_micro_batch",
         tensor: Styles | None = None,
+        compare_every: int = COMPARED_EVERY,
+        track_unused: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -106,6 +113,10 @@ class Engine:
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
+
+        Parameters and buffers that several ranks hold are compared in the first steps, every
+        `compare_every` steps (0: not at all) and before each save.  With `track_unused` the result
+        of a step names the parameters that took no part in it, and on which ranks.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -144,6 +155,7 @@ class Engine:
         holders = holders_of(plan, recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
+        participation = Participation()
         parts = tuple(
             script_stage(
                 plan,
@@ -153,6 +165,7 @@ class Engine:
                 stage=stage,
                 device=self.device,
                 styles=styles,
+                participation=participation,
             )
             for stage, own in zip(
                 self.stages,
@@ -185,6 +198,9 @@ class Engine:
             sums=sums,
             device=self.device,
         )
+        self._optimizers.participation = participation
+        self._optimizers.tracks_unused = track_unused
+        self._optimizers.agree(lambda: frozen_and_buffers(modules), every=compare_every)
         self._state = ScriptState(
             plan,
             self._place,
@@ -351,7 +367,8 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written, or ranks have buffers of different values.
+        Raises LaunchError where it cannot be written, or ranks have different values of one
+        parameter or buffer.
         """
         return self._state.save(Path(folder), extra or {}, keep=keep)
 
@@ -400,6 +417,7 @@ class Engine:
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
+        self._optimizers.settle(grads, measured)
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
@@ -410,13 +428,15 @@ class Engine:
             average.update()
         self._whole = None
         self._passes.totals.clear()
-        loss, norm, count = measured.report.tolist()
+        loss, norm, count, _ = measured.report.tolist()
         if self._records is not None and self._begun_s is not None:
             seconds = time.perf_counter() - self._begun_s
             if moved:
                 self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
         self._begun_s = None
-        return StepResult(loss, count, norm, metrics, skipped=not moved)
+        return StepResult(
+            loss, count, norm, metrics, skipped=not moved, unused=self._optimizers.unused
+        )
 
 
 def _slots(
