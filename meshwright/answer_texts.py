@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.commands import Improved
-    from meshwright.launches import Run
+    from meshwright.launches import Launched
     from meshwright.scripts import Ran
     from planner.formats.imported import Imported
     from planner.prediction import Prediction
@@ -216,7 +216,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def run_parts(run: Run) -> Iterator[RenderableType]:
+def run_parts(run: Launched) -> Iterator[RenderableType]:
     """Yield what a launch trained, predicted beside measured, and what it wrote."""
     report = run.report
     if report.losses:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from meshwright.commands import Improved
     from meshwright.jobs import Submission
-    from meshwright.launches import Run
+    from meshwright.launches import Launched
     from planner.formats.imported import Imported
     from planner.prediction import Prediction
     from planner.search.answer import Alternative, Answer
@@ -51,7 +51,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def run_json(run: Run) -> dict[str, Any]:
+def run_json(run: Launched) -> dict[str, Any]:
     """Return what `launch --json` prints."""
     return {
         "report": run.report.model_dump(mode="json", exclude_none=True),

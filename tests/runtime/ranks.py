@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-WAIT_S = 60.0
+from tests.limits import PATIENCE_S
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """What every rank calls, and with what."""
@@ -46,7 +46,7 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def do(self, work: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    def do(self, work: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
         """Run `work(*args)` on all ranks; return results by rank."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -92,7 +92,7 @@ class Crew:
 
 
 def on_ranks(
-    world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+    world: int, work: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Run `work(*args)` in `world` forked ranks of one process group; return results by rank.
 
@@ -134,7 +134,7 @@ def _rank(
             store=dist.FileStore(str(store), world),
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=WAIT_S),
+            timeout=datetime.timedelta(seconds=PATIENCE_S),
         )
         for work, args in itertools.chain([first], iter(pipe.recv, None)):
             pipe.send((True, work(*args)))
