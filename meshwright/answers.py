@@ -128,6 +128,8 @@ def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
             "step_time_s": choice.prediction.step_time_s if choice.prediction else None,
             "more": choice.more,
             "peak_memory_bytes": choice.peak_bytes,
+            "fits": choice.prediction.fits if choice.prediction else None,
+            "notes": list(choice.prediction.notes) if choice.prediction else [],
             "why": choice.why,
         }
         for choice in choices
@@ -147,6 +149,7 @@ def improved_json(told: Improved) -> dict[str, Any]:
                 "step_parts": prediction.step_parts,
                 "peak_memory_bytes": _peak(prediction),
                 "fits": prediction.fits,
+                "notes": list(prediction.notes),
             }
             for name, (plan, prediction) in sides.items()
         },

@@ -21,6 +21,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_own
 from planner.plan import Plan, PlannedModel
+from planner.prediction import ALLOCATOR
 from planner.schedules import PLAIN, schedule_of
 from planner.units import file_name
 from runtime import checkpoint, data, library_fields
@@ -101,9 +102,9 @@ def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
     >>> cuda_environment({"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     {}
     """
-    result = {}
+    result: dict[str, str] = {}
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & own.keys():
-        result["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        result |= dict([ALLOCATOR])
     if "CUDA_DEVICE_ORDER" not in own:
         result["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return result
