@@ -36,6 +36,7 @@ from meshwright.cli import main
 from runtime import lora
 from runtime.initialize import seed_of
 from runtime.launch import launch
+from runtime.run import Run
 
 STEPS, LENGTH, SAMPLES = 3, 96, 8
 PLANS = {
@@ -111,13 +112,15 @@ def with_meshwright(folder: Path, name: str, output: Path) -> dict[str, Any]:
         raise SystemExit(1)
     launch(
         plan,
-        data=folder / "chat.jsonl",
-        weights=folder,
-        steps=STEPS,
-        checkpoint=output / "saved",
-        output=output / "run",
+        Run(
+            data=folder / "chat.jsonl",
+            weights=folder,
+            steps=STEPS,
+            checkpoint=output / "saved",
+            output=output / "run",
+            training=tuple(f"{key}={value}" for key, value in SETTINGS.items()),
+        ),
         device="cpu",
-        training=[f"{key}={value}" for key, value in SETTINGS.items()],
     )
     if main(["export", str(output / "saved"), "--to", "peft", "-o", str(output / "adapters")]):
         raise SystemExit(1)

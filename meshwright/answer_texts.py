@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.commands import Improved
-    from meshwright.launches import Run
+    from meshwright.launches import Launched
     from meshwright.scripts import Ran
     from planner.formats.imported import Imported
     from planner.prediction import Prediction
@@ -83,11 +83,24 @@ def compared_parts(choices: Sequence[Alternative], *, explain: bool) -> Iterator
             *(Fact(label="why", text=f"{one.what}: {one.why}", detail=True) for one in choices),
             then,
         ]
+    facts[:0] = [
+        Fact(label="warning", text=f"{one.what.rpartition('/')[2]} {note}", style="yellow")
+        for one in choices
+        for note in notes_of(one.prediction)
+    ]
     work = {(one.plan.job.seq_len, one.plan.job.global_batch) for one in choices if one.plan}
     if len(work) > 1:
         text = "the plans train different numbers of samples or tokens per step"
         facts.insert(0, Fact(label="warning", text=text, style="yellow"))
     yield Summary("", facts, whole=explain, most=MOST_LINES - 1 - len(choices))
+
+
+def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
+    """Return what must be said beside the figures of a plan that is one of several."""
+    if prediction is None:
+        return ()
+    misfit = () if prediction.fits else ("does not fit in memory",)
+    return (*misfit, *prediction.notes)
 
 
 def _worth(share: float) -> str:
@@ -216,7 +229,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def run_parts(run: Run) -> Iterator[RenderableType]:
+def run_parts(run: Launched) -> Iterator[RenderableType]:
     """Yield what a launch trained, predicted beside measured, and what it wrote."""
     report = run.report
     if report.losses:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from meshwright.commands import Improved
     from meshwright.jobs import Submission
-    from meshwright.launches import Run
+    from meshwright.launches import Launched
     from planner.formats.imported import Imported
     from planner.prediction import Prediction
     from planner.search.answer import Alternative, Answer
@@ -51,7 +51,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def run_json(run: Run) -> dict[str, Any]:
+def run_json(run: Launched) -> dict[str, Any]:
     """Return what `launch --json` prints."""
     return {
         "report": run.report.model_dump(mode="json", exclude_none=True),
@@ -128,6 +128,8 @@ def choices_json(choices: Sequence[Alternative]) -> list[dict[str, Any]]:
             "step_time_s": choice.prediction.step_time_s if choice.prediction else None,
             "more": choice.more,
             "peak_memory_bytes": choice.peak_bytes,
+            "fits": choice.prediction.fits if choice.prediction else None,
+            "notes": list(choice.prediction.notes) if choice.prediction else [],
             "why": choice.why,
         }
         for choice in choices
@@ -147,6 +149,7 @@ def improved_json(told: Improved) -> dict[str, Any]:
                 "step_parts": prediction.step_parts,
                 "peak_memory_bytes": _peak(prediction),
                 "fits": prediction.fits,
+                "notes": list(prediction.notes),
             }
             for name, (plan, prediction) in sides.items()
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,13 +31,13 @@ from planner.cluster import ClusterSpec, Precision
 from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError
 from planner.expressions import resolve_model
-from planner.model import is_factory
+from planner.model import ModelGraph, is_factory
 from planner.pins import read_layout, read_pins, without_effect
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
-from planner.profile import Profile
+from planner.profile import Profile, Profiles
 from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
@@ -217,7 +217,7 @@ def compare_best(
     graph = plan_model(wanted, path)
     machine = machine_of(cluster or wanted.cluster, None)
     check_devices(wanted, machine)
-    mine = predict_plan(wanted, graph, machine)
+    mine = _with_caveats(wanted, graph, machine)
     request = replace(Request.of_plan(wanted, graph, machine), called=cluster or wanted.cluster)
     answer = answer_to(request, "fastest", progress=progress)
     best = answer.plan.model_copy(update={"training": wanted.training})
@@ -237,6 +237,8 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
     """Yield what to know before the figures are believed."""
     if not mine.fits:
         yield "yours does not fit in memory: its time is that of larger devices"
+    for name, prediction in (("yours", mine), ("the best", best)):
+        yield from (f"{name} {note}" for note in prediction.notes)
     if mine.step_time_low_s <= best.step_time_high_s and mine.step_time_s > best.step_time_s:
         spans = [
             f"{seconds_text(one.step_time_low_s)} to {seconds_text(one.step_time_high_s)}"
@@ -289,7 +291,17 @@ def of_plan(
     measured = profile_for(graph, profile)
     machine = machine_of(cluster or wanted.cluster, measured)
     check_devices(wanted, machine)
-    return predict_plan(wanted, graph, machine, measured)
+    return _with_caveats(wanted, graph, machine, measured)
+
+
+def _with_caveats(
+    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, measured: Profiles = None
+) -> Prediction:
+    """Predict a plan, and say why its backend does not run it, if it does not."""
+    from planner.formats.configuration import caveats  # noqa: PLC0415 - all formats
+
+    prediction = predict_plan(wanted, graph, machine, measured)
+    return prediction.noted(*caveats(wanted, graph, machine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,12 +385,15 @@ def priced(
     wanted_layout = pinned_layout(request, idle=idle)
     notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
+        from planner.formats.configuration import caveats  # noqa: PLC0415 - all formats
         from planner.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
+            backend_plan,
             backend_prediction,
         )
 
         theirs = backend_prediction(request, wanted_layout)
         said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
+        said = said.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
     else:
         reason = refusal(graph, machine, request.job, wanted_layout)
         if reason is not None:
@@ -395,6 +410,10 @@ class Configured:
     text: str
     in_the_script: list[str]
     file: str | None
+    environment: dict[str, str] = field(default_factory=dict)
+    """What its ranks are started with, or they may run out of memory."""
+    warnings: tuple[str, ...] = ()
+    """What its prediction notes."""
 
 
 def export(
@@ -431,6 +450,7 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
         NEED_NODES,
         configuration,
         in_the_script,
+        with_environment,
     )
 
     wanted = document.read(Plan, source)
@@ -438,10 +458,20 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
     to = to or base_of(wanted.backend)
     if to == "native":
         raise DocumentError("to", "is missing: a native plan is launched; name a framework")
-    machine = machine_of(wanted.cluster, None) if to in NEED_NODES else None
-    if machine is not None:
+    machine, environment, warnings = None, {}, []
+    try:
+        machine = machine_of(wanted.cluster, None)
         check_devices(wanted, machine)
-    text = configuration(wanted, graph, to, machine)
+        prediction = predict_plan(wanted, graph, machine)
+    except DocumentError as error:
+        if to in NEED_NODES:
+            raise
+        warnings = [f"whether it fits in memory was not checked: {error}"]
+    else:
+        environment = prediction.environment
+        misfit = [f"it does not fit in the memory of {wanted.cluster}"] * (not prediction.fits)
+        warnings = [*misfit, *prediction.notes]
+    text = with_environment(configuration(wanted, graph, to, machine), environment)
     if output is not None:
         document.write_text(text, output)
     return Configured(
@@ -449,6 +479,8 @@ def _configured(source: str, to: str | None, output: str | None) -> Configured:
         text=text,
         in_the_script=in_the_script(wanted, graph, to, machine),
         file=output,
+        environment=environment,
+        warnings=tuple(warnings),
     )
 
 
@@ -574,7 +606,7 @@ def show(
     graph = plan_model(wanted, plan_path)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster or wanted.cluster, measured)
-    prediction = predict_plan(wanted, graph, machine, measured)
+    prediction = _with_caveats(wanted, graph, machine, measured)
     if html is not None:
         from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
 

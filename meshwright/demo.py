@@ -19,6 +19,7 @@ from planner.report.text import time_text
 from planner.search.answer import Answer
 from planner.shown import lines
 from planner.units import seconds_text
+from runtime.run import Run
 
 MODEL, CLUSTER = "demo-4m", "local:2"
 SEQ_LEN, GLOBAL_BATCH, STEPS = 128, 16, 30
@@ -62,10 +63,8 @@ def _demonstrate() -> None:
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")
-    run = launches.launch(
-        plan, steps=STEPS, profile=profile, output=str(FOLDER / "run"), checkpoint=None
-    )
-    assert isinstance(run, launches.Run)
+    run = launches.launch(plan, Run(steps=STEPS, output=FOLDER / "run"), profile=profile)
+    assert isinstance(run, launches.Launched)
     losses = run.report.losses
     shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]
     out.print("loss " + " -> ".join(f"{loss:.3f}" for loss in [*shown, losses[-1]]))

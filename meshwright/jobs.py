@@ -25,6 +25,7 @@ from planner.cluster import ClusterSpec, DeviceGroup
 from planner.errors import DocumentError, LaunchError
 from planner.plan import Plan
 from runtime.channel import SECRET, new_secret
+from runtime.run import Where
 
 SCHEDULERS = ("slurm", "kubernetes")
 SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
@@ -64,20 +65,20 @@ class Submission:
 
 
 def submit(
-    scheduler: str,
     plan_path: str,
     plan: Plan,
     machine: ClusterSpec,
     command: Command,
-    settings: Sequence[str],
+    where: Where,
     *,
     folder: Path,
     dry_run: bool,
 ) -> Submission:
     """Write a job that starts this on all nodes of a plan, and submit it.
 
-    `settings` are NAME=VALUE: any option of sbatch (`partition=gpu`), or of POD_SETTINGS.
+    `where.job` has NAME=VALUE: any option of sbatch (`partition=gpu`), or of POD_SETTINGS.
     """
+    scheduler = where.on
     if scheduler not in SCHEDULERS:
         raise LaunchError(f"on: '{scheduler}' is not known; known: local, {', '.join(SCHEDULERS)}")
     if len(machine.groups) > 1:
@@ -86,7 +87,7 @@ def submit(
             f"request; start `meshwright {command.before[0]}` on each node with --nodes, --node "
             "and --rendezvous"
         )
-    told = _settings(settings)
+    told = _settings(where.job)
     if scheduler == "slurm":
         text = _slurm(plan_path, plan, machine, command, told, logs=folder)
     else:

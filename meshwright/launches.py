@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
+from meshwright.options import written
 from meshwright.replan import for_fewer, leave_out
 from planner import document
 from planner.cluster import ClusterSpec
@@ -21,8 +21,8 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
 from planner.shown import lines
-from planner.training import check_lengths
 from planner.units import file_name
+from runtime.run import HERE, Run, Where
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Launched:
     """A finished training run beside its prediction."""
 
     plan: Plan
@@ -42,35 +42,15 @@ class Run:
 
 def launch(
     plan_path: str,
+    run: Run,
+    where: Where = HERE,
     *,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    steps: int = 20,
-    checkpoint: str | None = None,
-    checkpoint_every: int | None = None,
-    keep_checkpoints: int = 2,
-    resume: bool = False,
-    or_start: bool = False,
     replan: bool = False,
-    output: str | None = None,
-    on: str = "local",
-    job: Sequence[str] = (),
-    dry_run: bool = False,
-    max_seconds: float | None = None,
-    weights: str | None = None,
-    training: Sequence[str] = (),
-    evaluate: str | None = None,
-    evaluate_every: int | None = None,
-    evaluate_batches: int = 8,
-    tensorboard: bool = False,
-    wandb: str | None = None,
     profile: str | None = None,
+    dry_run: bool = False,
     trust_code: bool = False,
-    nodes: int | None = None,
-    node: int | None = None,
-    rendezvous: str | None = None,
     quiet: bool = False,
-) -> Run | Submission | None:
+) -> Launched | Submission | None:
     """Train by a plan; return what was predicted and what was measured.
 
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
@@ -78,83 +58,30 @@ def launch(
     that are left.
     A plan of a user's own file runs it, if the file and what it imports beside it are those that
     were planned, or `trust_code` takes them as they are.
-    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
-    a dry run gives its text alone.
+    Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
     """
-    check_lengths(
-        steps=steps,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        max_seconds=max_seconds,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-    )
-    if replan and checkpoint is None:
+    if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
-    if on != "local":
-        options = {
-            "data": data,
-            "tokenizer": tokenizer,
-            "steps": steps,
-            "checkpoint": checkpoint,
-            "checkpoint-every": checkpoint_every,
-            "keep-checkpoints": keep_checkpoints,
-            # A job that is started again goes on.
-            "resume": resume or checkpoint is not None,
-            "or-start": or_start or (checkpoint is not None and not resume),
-            "replan": replan,
-            "max-seconds": max_seconds,
-            "weights": weights,
-            "training": training,
-            "eval": evaluate,
-            "eval-every": evaluate_every,
-            "eval-batches": evaluate_batches,
-            "tensorboard": tensorboard,
-            "wandb": wandb,
-            "profile": profile,
-            "trust-code": trust_code,
-            "output": output,
-        }
-        return _submitted(
-            on, plan_path, options, job, training=training, output=output, dry_run=dry_run
-        )
-    if job:
+    if where.on != "local":
+        more = {"replan": replan, "profile": profile, "trust_code": trust_code}
+        return _submitted(plan_path, run, where, more, dry_run=dry_run)
+    if where.job:
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
     from runtime.launch import RankLost  # noqa: PLC0415 - the runtime
-    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
-    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
-    settings: dict[str, Any] = {
-        "data": data,
-        "tokenizer": tokenizer,
-        "steps": steps,
-        "checkpoint": checkpoint,
-        "checkpoint_every": checkpoint_every,
-        "keep_checkpoints": keep_checkpoints,
-        "output": output,
-        "dry_run": dry_run,
-        "max_seconds": max_seconds,
-        "weights": weights,
-        "training": training,
-        "evaluate": evaluate,
-        "evaluate_every": evaluate_every,
-        "evaluate_batches": evaluate_batches,
-        "tensorboard": tensorboard,
-        "wandb": wandb,
-        "quiet": quiet,
-    }
+    node_rank = where.node_rank()
     fit = Fit.of(plan_path, profile)
     if not dry_run:
         fit = fit.with_code(trusted=trust_code)
     elif not trust_code:
         check_code(fit.graph, plan_path)
+    goes_on = run.model_copy(update={"resume": True, "or_start": True})
     if replan and (left := fit.left(node_rank)) is not None:
-        fit = fit.again(left, Path(checkpoint or ""), quiet=quiet)
-        resume = or_start = True
+        fit, run = fit.again(left, run, quiet=quiet), goes_on
     while True:
         try:
-            return _launched(fit, node_rank, resume=resume, or_start=or_start, **settings)
+            return _launched(fit, run, node_rank, dry_run=dry_run, quiet=quiet)
         except RankLost as lost:
             devices = fit.plan.mesh.devices
             if not replan or node_rank.nodes > 1 or devices == 1:
@@ -162,8 +89,7 @@ def launch(
             print(f"meshwright: {lines(lost.lead)}", file=sys.stderr)
             if fit.machine.groups[0].accelerator.kind != "cpu":
                 leave_out(lost.local_rank, devices)
-            fit = fit.again(devices - 1, Path(checkpoint or ""), quiet=quiet)
-            resume = or_start = True
+            fit, run = fit.again(devices - 1, run, quiet=quiet), goes_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +136,11 @@ class Fit:
         here: int = cuda_devices()
         return here if 0 < here < self.plan.mesh.devices else None
 
-    def again(self, left: int, folder: Path, *, quiet: bool) -> Fit:
+    def again(self, left: int, run: Run, *, quiet: bool) -> Fit:
         """Return the same training planned for what is left."""
         from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
+
+        folder = run.checkpoint or Path()
 
         # The new plan lies elsewhere than the old one, and the model's file beside that.
         model = found_here(self.plan.model, self.graph, self.path)
@@ -240,8 +168,8 @@ def _refuse_foreign(wanted: Plan, path: str) -> None:
 
 
 def _launched(
-    fit: Fit, node_rank: NodeRank, *, dry_run: bool, quiet: bool, **settings: Any
-) -> Run | None:
+    fit: Fit, run: Run, node_rank: NodeRank, *, dry_run: bool, quiet: bool
+) -> Launched | None:
     """Launch a plan on the devices that are here."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.preflight import cuda_devices  # noqa: PLC0415
@@ -266,59 +194,44 @@ def _launched(
     prediction = predict_plan(wanted, graph, machine, fit.measured)
     report = start(
         fit.path,
+        run,
         model=graph,
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
         quiet=quiet,
-        **settings,
     )
     if report is None:
         return None
-    return Run(
+    return Launched(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
 
 
 def _submitted(
-    on: str,
-    plan_path: str,
-    options: Mapping[str, object],
-    settings: Sequence[str],
-    *,
-    training: Sequence[str],
-    output: str | None,
-    dry_run: bool,
+    plan_path: str, run: Run, where: Where, more: Mapping[str, object], *, dry_run: bool
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""
     from meshwright.jobs import Command, submit  # noqa: PLC0415 - one way to launch needs it
     from runtime.data import refuse_structured  # noqa: PLC0415 - the runtime
 
-    for named in (options["data"], options["eval"]):
-        if isinstance(named, str):
-            refuse_structured(Path(named))
+    for named in (run.data, run.evaluate):
+        if named is not None:
+            refuse_structured(named)
+    if run.checkpoint is not None and not run.resume:  # a job that is started again goes on
+        run = run.model_copy(update={"resume": True, "or_start": True})
     wanted = document.read(Plan, plan_path)
-    wanted.training.changed(training)
+    wanted.training.changed(run.training)
     _refuse_foreign(wanted, plan_path)
     machine = machine_of(wanted.cluster, None)
     graph = plan_model(wanted, plan_path)
-    if not options["trust-code"]:
+    if not more["trust_code"]:
         check_code(graph, plan_path)
     warning = caveat(graph, machine)
     if warning is not None:
         raise LaunchError(f"{plan_path}: {warning.what}")
-    written: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            written += [f"--{name}", str(value)]
-        elif isinstance(value, bool):
-            written += [f"--{name}"] if value else []
-        elif value is not None:
-            assert isinstance(value, Sequence)
-            written += [part for each in value for part in (f"--{name}", str(each))]
-    folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
-    command = Command(
-        before=("launch",), options=tuple(written), goes_on=options["checkpoint"] is not None
-    )
-    return submit(on, plan_path, wanted, machine, command, settings, folder=folder, dry_run=dry_run)
+    options = tuple(written({**run.model_dump(), **more}))
+    command = Command(before=("launch",), options=options, goes_on=run.checkpoint is not None)
+    folder = run.output or Path("runs", file_name(wanted.model.name))
+    return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)

@@ -1,11 +1,23 @@
-"""Arguments and options that several commands share, with what their help says."""
+"""Arguments and options that several commands share, with what their help says.
+
+A command that takes a record (`runtime.run.Run`) has an option for each of its fields, named and
+described there: `with_records` makes them, `written` is the way back.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from pydantic.fields import FieldInfo
+
+from planner.document import Part
 
 
 class Precision(StrEnum):
@@ -101,3 +113,70 @@ TrustCode = Annotated[
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print details, proof and sources")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")]
+
+
+def flag(field: str) -> str:
+    """Return the option of a record's field.
+
+    >>> flag("checkpoint_every"), flag("evaluate_every")
+    ('--checkpoint-every', '--eval-every')
+    """
+    return "--" + field.replace("evaluate", "eval").replace("_", "-")
+
+
+def written(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield the options that say these values of fields.
+
+    >>> list(written({"steps": 7, "resume": True, "data": None, "training": ("a=1", "b=2")}))
+    ['--steps', '7', '--resume', '--training', 'a=1', '--training', 'b=2']
+    """
+    for field, value in values.items():
+        if isinstance(value, bool):
+            yield from [flag(field)] if value else []
+        elif isinstance(value, tuple):
+            yield from (part for item in value for part in (flag(field), str(item)))
+        elif value is not None:
+            yield from (flag(field), str(value))
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has an option for each field of the records that it takes."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    records: dict[str, type[Part]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        if not (isinstance(hint, type) and issubclass(hint, Part)):
+            parameters.append(parameter.replace(annotation=hint))
+            continue
+        records[name] = hint
+        for field, info in hint.model_fields.items():
+            parameters.append(
+                inspect.Parameter(
+                    field,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=info.default,
+                    annotation=_option(field, info),
+                )
+            )
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        for name, record in records.items():
+            values[name] = record(**{field: values.pop(field) for field in record.model_fields})
+        command(**values)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return called
+
+
+def _option(field: str, info: FieldInfo) -> Any:
+    """Return the annotation by which typer reads a field."""
+    names = ("-o", flag(field)) if field == "output" else (flag(field),)
+    kind: Any = info.annotation
+    if kind == Path | None:
+        kind = str | None
+    elif kind == tuple[str, ...]:
+        kind = list[str]
+    return Annotated[kind, typer.Option(*names, help=info.description)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.inputs import machine_of, need_torch
+from meshwright.jobs import Command, Submission, submit
+from meshwright.options import written
 from planner import document
+from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.plan import Plan
 from planner.predict import predict as predict_plan
 from planner.shown import lines
 from planner.units import file_name
+from runtime.run import HERE, Where
 
 if TYPE_CHECKING:
-    from meshwright.jobs import Submission
     from runtime.report import Comparison
     from runtime.script_run import ScriptRun
 
@@ -38,12 +40,8 @@ def run_script(
     *,
     output: str | None = None,
     restarts: int = 0,
-    on: str = "local",
-    job: Sequence[str] = (),
+    where: Where = HERE,
     dry_run: bool = False,
-    nodes: int | None = None,
-    node: int | None = None,
-    rendezvous: str | None = None,
     quiet: bool = False,
 ) -> Ran | Submission | None:
     """Run a script on the plan's ranks; return what it did and what was predicted.
@@ -51,24 +49,22 @@ def run_script(
     The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
     again up to `restarts` times, and a script that calls `engine.resume` goes on where it saved.
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
-    `on` slurm or kubernetes writes a job that does so there and submits it, told `job` settings;
-    a dry run gives its text alone.
+    Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
 
     Raises LaunchError where the ranks failed for good.
     """
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
-    if on != "local":
-        return _submitted(
-            on, wanted, plan_path, script, arguments, job, folder, output, restarts, dry_run=dry_run
-        )
-    if job or dry_run:
-        raise DocumentError("job" if job else "dry-run", "goes with --on slurm or kubernetes")
+    if where.on != "local":
+        machine = machine_of(wanted.cluster, None)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
+    if where.job or dry_run:
+        raise DocumentError("job" if where.job else "dry-run", "goes with --on slurm or kubernetes")
     need_torch("running a script")
     from runtime import script_run  # noqa: PLC0415 - the runtime
-    from runtime.nodes import node_rank_of  # noqa: PLC0415
 
-    node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
+    node_rank = where.node_rank()
     devices = _devices(wanted) if node_rank.nodes > 1 else []
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         planned = "1 node" if len(devices) == 1 else f"{len(devices)} nodes"
@@ -95,23 +91,16 @@ def _devices(wanted: Plan) -> list[int]:
     return [group.devices_per_node for group in groups for _ in range(group.nodes)]
 
 
-def _submitted(
-    on: str,
+def _command(
     wanted: Plan,
     plan_path: str,
+    machine: ClusterSpec,
     script: str,
     arguments: Sequence[str],
-    settings: Sequence[str],
-    folder: Path,
     output: str | None,
     restarts: int,
-    *,
-    dry_run: bool,
-) -> Submission:
-    """Write the job that runs a script under a plan on all its nodes."""
-    from meshwright.jobs import Command, submit  # noqa: PLC0415 - one way to run needs it
-
-    machine = machine_of(wanted.cluster, None)
+) -> Command:
+    """Return what a job starts on every node."""
     if machine.devices < wanted.mesh.devices:
         raise LaunchError(
             f"{plan_path}: takes {wanted.mesh.devices} ranks, and {machine.name} has "
@@ -120,15 +109,13 @@ def _submitted(
     # A path from / may be one of the image.
     if not Path(script).is_absolute() and not document.is_file(script):
         raise LaunchError(f"{script}: is no file; name the script that trains")
-    options = ["--restarts", str(restarts)] if restarts else []
-    command = Command(
+    return Command(
         before=("run", "--plan"),
-        options=(*options, *(("--output", output) if output else ())),
+        options=tuple(written({"restarts": restarts or None, "output": output})),
         after=(script, *arguments),
         files=(script,),
         goes_on=restarts > 0,
     )
-    return submit(on, plan_path, wanted, machine, command, settings, folder=folder, dry_run=dry_run)
 
 
 def _compared(wanted: Plan, done: ScriptRun) -> list[Comparison]:

@@ -1,28 +1,24 @@
 """This machine as a cluster: its NVIDIA devices, or its processor cores as ranks.
 
-Devices are looked up in the catalogue by the name that their driver gives.  Cores are measured for
-a moment in a process of its own, where numpy can be held to one thread: a matrix product and a
-copy, by the time that the thread runs, and a loopback socket, which is what ranks on one host talk
-over.
+Devices are looked up in the catalogue by the name that their driver gives.  Cores have the figures
+that were measured of one thread and cached (planner.machine_figures), so that all commands and all
+ranks plan for the same cluster.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 from planner.catalog import AcceleratorEntry, accelerators, pcie
 from planner.cluster import Accelerator, ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError
+from planner.machine_figures import MachineFigures, machine_figures
 from planner.topology import Links, joined_by_nvlink, links
 
 MIB = 2**20
@@ -32,61 +28,6 @@ ATTENTION_FRACTION = 0.5
 """Of the measured matrix product; attention on a processor is not measured here."""
 SPREAD = 0.3
 """A tenth of a second on a machine that does other things too."""
-MEASURE = """
-import json, socket, threading, time
-import numpy
-
-def best(seconds, work, clock=time.perf_counter):
-    tries, end = [], clock() + seconds
-    while clock() < end or len(tries) < 5:
-        begin = clock()
-        work()
-        tries.append(clock() - begin)
-    return min(tries)
-
-side, size = 384, 32 * 2**20
-left, right = (numpy.ones((side, side), numpy.float32) for _ in range(2))
-product = numpy.empty_like(left)
-matmul_s = best(0.08, lambda: numpy.matmul(left, right, out=product), time.thread_time)
-source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
-copy_s = best(0.08, lambda: numpy.copyto(target, source), time.thread_time)
-
-server = socket.create_server(("127.0.0.1", 0))
-here = socket.create_connection(server.getsockname())
-there, _ = server.accept()
-for end in (here, there):
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-message = 4 * 2**20
-
-def echo():
-    buffer = bytearray(message)
-    while (count := there.recv_into(buffer, 1)) and buffer[0] == 0:
-        there.sendall(buffer[:count])
-    while count:
-        left = message - count
-        while left and (count := there.recv_into(buffer, left)):
-            left -= count
-        if left == 0:
-            there.sendall(b"x")
-            count = there.recv_into(buffer, 1)
-
-threading.Thread(target=echo, daemon=True).start()
-def ping():
-    here.sendall(bytes(1))
-    here.recv(1)
-body = bytes([1]) * message
-def stream():
-    here.sendall(body)
-    here.recv(1)
-round_trip_s = best(0.03, ping)
-stream_s = best(0.06, stream)
-print(json.dumps({
-    "flops": 2 * side**3 / matmul_s,
-    "bytes_per_s": 2 * size / copy_s,
-    "link_latency_s": round_trip_s / 2,
-    "link_bytes_per_s": message / stream_s,
-}))
-"""
 
 
 class LocalDevice(NamedTuple):
@@ -105,15 +46,6 @@ class LocalDevice(NamedTuple):
         return self.name, self.memory_bytes
 
 
-class Core(NamedTuple):
-    """What one thread of this machine reached; bytes are read and written together."""
-
-    flops: float
-    bytes_per_s: float
-    link_latency_s: float
-    link_bytes_per_s: float
-
-
 def cluster(ranks: int | None = None) -> ClusterSpec:
     """Return this machine as a cluster of `ranks` devices: all there are, or up to 8 cores."""
     devices = nvidia_devices()
@@ -124,21 +56,17 @@ def cluster(ranks: int | None = None) -> ClusterSpec:
             )
         return of_devices(devices[:ranks], links=nvidia_links())
     cores = len(os.sched_getaffinity(0))
-    return of_cores(
-        measured_core(),
-        cores=cores,
-        ranks=ranks or min(cores, MOST_CORES),
-        memory_bytes=available_bytes(),
-    )
+    return of_cores(machine_figures(), cores=cores, ranks=ranks or min(cores, MOST_CORES))
 
 
-def of_cores(core: Core, *, cores: int, ranks: int, memory_bytes: int) -> ClusterSpec:
+def of_cores(core: MachineFigures, *, cores: int, ranks: int) -> ClusterSpec:
     """Return `ranks` equal shares of a processor with `cores` cores.
 
     Ranks share the memory, and the cores too where there are more ranks than cores.
     """
     share = min(1.0, cores / ranks)
-    source = "one thread of this machine, a tenth of a second: numpy product and copy"
+    measured = f"measured {core.date}"
+    source = f"one thread of this machine, a tenth of a second: numpy product and copy, {measured}"
     curve = DeviceCurve(
         launch_s=2e-6,
         matmul=1.0,
@@ -152,12 +80,12 @@ def of_cores(core: Core, *, cores: int, ranks: int, memory_bytes: int) -> Cluste
     accelerator = Accelerator(
         name="cpu",
         kind="cpu",
-        memory_bytes=memory_bytes // ranks,
+        memory_bytes=core.memory_bytes // ranks,
         peak_flops={"fp32": core.flops * share},
         memory_bytes_per_s=core.bytes_per_s * share,
         curve=curve,
         sources={
-            "memory_bytes": "memory that this machine has free, divided by the ranks",
+            "memory_bytes": f"memory that this machine had free, divided by the ranks, {measured}",
             "peak_flops": source,
             "memory_bytes_per_s": source,
         },
@@ -168,7 +96,7 @@ def of_cores(core: Core, *, cores: int, ranks: int, memory_bytes: int) -> Cluste
         latency_s=core.link_latency_s,
         bytes_per_s=core.link_bytes_per_s * share,
         provenance="measured",
-        source="loopback socket between two threads of this machine, a tenth of a second",
+        source=f"loopback socket between two threads of this machine, {measured}",
     )
     return ClusterSpec(
         name=f"local:{ranks}",
@@ -178,50 +106,11 @@ def of_cores(core: Core, *, cores: int, ranks: int, memory_bytes: int) -> Cluste
                 accelerator=accelerator,
                 nodes=1,
                 devices_per_node=ranks,
-                host_memory_bytes=memory_bytes,
+                host_memory_bytes=core.memory_bytes,
             ),
         ),
         tiers=(tier,) if ranks > 1 else (),
     )
-
-
-@cache
-def measured_core() -> Core:
-    """Measure what one thread reaches (about half a second, once per process)."""
-    one_thread = dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
-        "1",
-    )
-    command = [sys.executable, "-P", "-c", MEASURE]
-    try:
-        result = subprocess.run(
-            command, env=os.environ | one_thread, capture_output=True, timeout=60, check=True
-        )
-        return Core(**json.loads(result.stdout))
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise LaunchError(f"this machine could not be measured: {error}") from error
-
-
-def available_bytes() -> int:
-    """Return the memory that this process may still take: of the machine, or of its cgroup."""
-    meminfo = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
-    )
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            left = int(Path(limit).read_text("ascii")) - int(Path(used).read_text("ascii"))
-        except (OSError, ValueError):  # no such cgroup, or `max`: no limit
-            continue
-        if left > 0:
-            available = min(available, left)
-    return available
 
 
 def nvidia_devices(environment: Mapping[str, str] = os.environ) -> tuple[LocalDevice, ...]:
@@ -342,7 +231,7 @@ def of_devices(devices: Sequence[LocalDevice], *, links: Links | None = None) ->
                 accelerator=accelerator.model_copy(update={"memory_bytes": device.memory_bytes}),
                 nodes=1,
                 devices_per_node=count,
-                host_memory_bytes=available_bytes(),
+                host_memory_bytes=machine_figures().memory_bytes,
                 host_link_bytes_per_s=entry.host_link_bytes_per_s,
             )
         )

@@ -36,7 +36,7 @@ from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph, is_script
 from planner.plan import Activations, Layout, Plan
-from planner.prediction import Assumption, Prediction, StagePrediction
+from planner.prediction import Assumption, Prediction, StagePrediction, compaction
 from planner.profile import Profiles, Recompute
 from planner.request import Request
 from planner.schedule import Order, orders, rank_of_stage
@@ -156,6 +156,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "fits": all(prediction.fits for prediction in each),
             "mfu": flops / used if used else 0.0,
             "assumptions": tuple(dict.fromkeys(every)),
+            "notes": tuple(dict.fromkeys(note for one in each for note in one.notes)),
         }
     )
 
@@ -344,6 +345,21 @@ def placement_prediction(
     every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
     peak = every_peak / layout.stages
     peaks = [sum(of_stage.values()) for of_stage in memory]
+    predicted = tuple(
+        StagePrediction(
+            forward_s=stage.whole_forward_s,
+            backward_s=stage.whole_backward_s,
+            peak_memory_bytes=size,
+            memory_capacity_bytes=capacity,
+            memory_parts=of_stage,
+            host_bytes=on_host[rank],
+        )
+        for stage, size, capacity, of_stage, rank in zip(
+            stages, peaks, capacities, memory, home, strict=True
+        )
+    )
+    fits = fits and _hosts_fit(tables, layout, seats, home, on_host)
+    compacted = compaction(predicted) if fits else None
     return Prediction(
         layout=layout.text(),
         step_time_s=step_s,
@@ -356,20 +372,9 @@ def placement_prediction(
         else None,
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         compile_s=_compile_s(tables, layout, placements, home),
-        fits=fits and _hosts_fit(tables, layout, seats, home, on_host),
-        stages=tuple(
-            StagePrediction(
-                forward_s=stage.whole_forward_s,
-                backward_s=stage.whole_backward_s,
-                peak_memory_bytes=size,
-                memory_capacity_bytes=capacity,
-                memory_parts=of_stage,
-                host_bytes=on_host[rank],
-            )
-            for stage, size, capacity, of_stage, rank in zip(
-                stages, peaks, capacities, memory, home, strict=True
-            )
-        ),
+        fits=fits,
+        stages=predicted,
+        notes=() if compacted is None else (compacted,),
         assumptions=(
             *((basis,) if basis is not None else ()),
             *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),

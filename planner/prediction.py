@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from planner.document import Document, Part
@@ -17,6 +18,13 @@ from planner.units import (
     seconds_text,
 )
 
+COMPACTED_RAN, COMPACTED_RUNS = 13, 13
+"""Of the published runs with a known end that are predicted to fit only where their allocator gives
+back what it caches, how many ran (the table of docs/accuracy.md, 2026-11-23)."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+"""The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
+of the native backend have it."""
+
 
 class StagePrediction(Part):
     """One pipeline stage, as each of its ranks sees it."""
@@ -30,6 +38,11 @@ class StagePrediction(Part):
     """Bytes by cause; they add up to peak_memory_bytes."""
     host_bytes: Finite = 0.0
     """On the host, of one rank."""
+
+    @property
+    def compacts(self) -> bool:
+        """Whether what the allocator usually reserves is more than the device has."""
+        return self.peak_memory_bytes > self.memory_capacity_bytes
 
     def memory_bytes(self, kind: str) -> float:
         """Return the peak of what a kind of measurement sees: allocated, reserved or device."""
@@ -107,6 +120,11 @@ class Prediction(Document):
         span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
         fits = "" if self.fits else "; does not fit in memory"
         return f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its ranks have to be started with, beside those of any run."""
+        return dict([ALLOCATOR]) if any(stage.compacts for stage in self.stages) else {}
 
     @property
     def throughput(self) -> tuple[float, str]:
@@ -241,3 +259,19 @@ class Certificate(Document):
         """Return the proof as notebooks show it: how many configurations fell to which argument."""
         rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
         return html_table(self.statement, ("argument", "configurations"), rows)
+
+
+def compaction(stages: Sequence[StagePrediction]) -> str | None:
+    """Say how likely stages are to fit whose usual peak is above what a device has; None: all fit.
+
+    The probability is that of the next run by the rule of succession, (ran + 1) / (runs + 2).
+    """
+    fullest = max(stages, key=lambda stage: stage.peak_memory_bytes / stage.memory_capacity_bytes)
+    if not fullest.compacts:
+        return None
+    likely = (COMPACTED_RAN + 1) / (COMPACTED_RUNS + 2)
+    return (
+        f"reserves {bytes_text(fullest.peak_memory_bytes)} of "
+        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * likely:.0f} % likely to fit with "
+        f"{'='.join(ALLOCATOR)} ({COMPACTED_RAN} of {COMPACTED_RUNS} published runs like it did)"
+    )

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.document import write_text
+from planner.machine_figures import cache_folder
 from profiler.ranks import versions
-from runtime.data import cache_folder
 
 SOFTWARE = ("torch", "transformers", "numpy", "meshwright")
 PACKAGES = ("profiler", "runtime")

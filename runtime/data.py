@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from planner.document import is_file, is_folder, is_there
 from planner.errors import DocumentError, LaunchError
+from planner.machine_figures import cache_folder
 from runtime import records
 from runtime.conversations import Conversations
 
@@ -283,14 +284,6 @@ class Corpus:
                 f"is {vocab_size}, but tokens by {self.tokenizer} reach {self.vocabulary - 1}; the "
                 f"model needs a vocabulary of {self.vocabulary} or more, or another tokenizer",
             )
-
-
-def cache_folder() -> Path:
-    """Return where prepared corpora are kept: $MESHWRIGHT_CACHE, else the user's cache folder."""
-    named = os.environ.get("MESHWRIGHT_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None = None) -> Corpus:

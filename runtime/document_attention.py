@@ -50,6 +50,18 @@ def most_documents(starts: Tensor, samples: int) -> int:
     return 1 << (most - 1).bit_length()
 
 
+def lengths(starts: Tensor) -> Tensor:
+    """Return at each position how many inputs its document has, [sample, position].
+
+    The last token of a document that ends within the sample predicts nothing and is no input.
+
+    >>> lengths(torch.tensor([[0, 0, 0, 3, 3]])).tolist()
+    [[2, 2, 2, 2, 2]]
+    """
+    ends = torch.searchsorted(starts.contiguous(), starts.contiguous(), right=True)
+    return ends - starts - (ends < starts.shape[1]).long()
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *, scale: float | None = None
 ) -> Tensor:

@@ -33,7 +33,7 @@ from runtime.chunked_loss import Targets
 from runtime.compiled import Compiler
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.huggingface import HuggingFace
+from runtime.huggingface import LM_HEAD, HuggingFace
 from runtime.loss import IGNORED, Counted, Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
@@ -113,6 +113,9 @@ class TokenEngine:
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
         self._targets = Targets()
+        files = Weights(weights) if weights else None
+        if files and self._adapter.tied_names and (self._place.mesh is None or not dist.get_rank()):
+            files.refuse_untied(self._adapter.published_name("embedding.tokens.weight"), LM_HEAD)
         pieces = plan.tensor_overlap == "async"
         self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
         """What compiles layers, if the plan lets any be compiled."""
@@ -123,7 +126,7 @@ class TokenEngine:
                 self._place,
                 stage=stage,
                 device=device,
-                weights=Weights(weights) if weights else None,
+                weights=files,
                 targets=self._targets,
                 compiler=self.compiler,
             )

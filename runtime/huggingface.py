@@ -45,6 +45,8 @@ _LATENT_STYLES: dict[str, TensorStyle] = {
 }
 """Of latent attention, for which the library's plans are not complete."""
 
+LM_HEAD = "lm_head.weight"
+"""What the library calls the output projection, which files of tied models leave out."""
 _CONTEXT_ATTENTION = "meshwright_context"
 """What the library calls our attention over divided sequences."""
 _DOCUMENT_ATTENTION = "meshwright_documents"
@@ -167,10 +169,12 @@ class HuggingFace:
 
             AttentionInterface.register(_DOCUMENT_ATTENTION, _within_documents)
             self.config._attn_implementation = _DOCUMENT_ATTENTION
-        self._rotary: dict[str | None, Any] = {}
+        self._rotary: dict[tuple[str | None, int], Any] = {}
         self._masks: dict[int, Tensor] = {}
         self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
         """What layers share of the micro-batch whose documents begin there."""
+        if documents:
+            self._refuse_unknown_lengths()
 
     def layer(self, name: str) -> nn.Module:
         """Return a layer on the meta device."""
@@ -179,7 +183,7 @@ class HuggingFace:
             with torch.device("meta"):
                 learned = a.positions == "learned"
                 return Embedding(
-                    nn.Embedding(a.vocab_size, a.hidden_size),
+                    nn.Embedding(a.vocab_size, a.hidden_size, self._padding),
                     nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
                     self._context,
                     scale=a.hidden_size**0.5
@@ -233,6 +237,8 @@ class HuggingFace:
             parameter.normal_(0.0, std / depth**0.5, generator=generator)
         else:
             parameter.normal_(0.0, std, generator=generator)
+            if name == "embedding.tokens.weight" and self._padding is not None:
+                parameter[self._padding] = 0.0
 
     def tensor_plan(self, layer: str) -> Mapping[str, TensorStyle]:
         """Translate the library's own tensor-parallel plan."""
@@ -307,6 +313,12 @@ class HuggingFace:
         """Next-token cross-entropy."""
         return next_token_loss(output, targets)
 
+    @property
+    def _padding(self) -> int | None:
+        """The token whose vector learns nothing where it is read; GPT-2 has none."""
+        none = self.architecture.positions == "learned"
+        return None if none else getattr(self.config, "pad_token_id", None)
+
     def _has_experts(self, layer: str) -> bool:
         routed = self.architecture.experts
         return routed is not None and _index(layer) >= routed.dense_layers
@@ -319,17 +331,77 @@ class HuggingFace:
         made: nn.Module = getattr(self._modeling, kind)(self.architecture.hidden_size, eps=epsilon)
         return made
 
-    def _rotary_table(self, index: int) -> Any:
-        """Return what a block rotates by, of the whole sequence: cosines and sines, or both."""
-        kind = self.config.layer_types[index] if self.family.rotary_of_type else None
-        if kind not in self._rotary:
+    def _rotary_table(self, index: int, *, length: int | None = None) -> Any:
+        """Return what a block rotates by in a sequence of `length`: cosines and sines, or both.
+
+        The length is that of the sample unless it is given; some tables depend on it.
+        """
+        kind = self._rotary_kind(index)
+        length = length or self._seq_len
+        if (kind, length) not in self._rotary:
             rotary = getattr(self._modeling, f"{self.family.classes}RotaryEmbedding")(self.config)
-            # Some tables depend on how long the sequence is, so they are not made of a part of it.
-            positions = torch.arange(self._seq_len).unsqueeze(0)
+            positions = torch.arange(length).unsqueeze(0)
             like = torch.zeros(1, dtype=self._dtype)
             table = rotary(like, positions, *([kind] if kind else []))
-            self._rotary[kind] = tree_map(lambda part: part[0].to(self._device), table)
-        return self._rotary[kind]
+            self._rotary[kind, length] = tree_map(lambda part: part[0].to(self._device), table)
+        return self._rotary[kind, length]
+
+    def _rotary_kind(self, index: int) -> str | None:
+        """Return the kind of a block's attention where angles depend on it."""
+        return self.config.layer_types[index] if self.family.rotary_of_type else None
+
+    def _short_length(self, index: int) -> int | None:
+        """Return up to which length documents turn by other angles than a whole sample.
+
+        None where all angles are those of the sample's length.
+        """
+        kind = self._rotary_kind(index)
+        rope = self.config.rope_parameters[kind] if kind else self.config.rope_parameters
+        match rope.get("rope_type"):
+            case "longrope":
+                limit: int = rope["original_max_position_embeddings"]
+            case "dynamic":
+                limit = self.config.max_position_embeddings
+            case _:
+                return None
+        return limit if limit < self._seq_len else None
+
+    def _refuse_unknown_lengths(self) -> None:
+        """Refuse documents whose angles depend on what is not known where they are needed."""
+        if self.architecture.positions != "rotary":
+            return
+        for index in range(self.architecture.layers):
+            limit = self._short_length(index)
+            if limit is None:
+                continue
+            kind = self._rotary_kind(index)
+            rope = self.config.rope_parameters[kind] if kind else self.config.rope_parameters
+            what = f"rope_type {rope['rope_type']} turns by angles of each document's length"
+            if rope["rope_type"] == "dynamic":
+                raise LaunchError(
+                    f"{self.model.name}: {what} beyond {limit} positions, which samples of "
+                    f"several documents have not; plan with seq_len <= {limit}"
+                )
+            if self._context.degree > 1:
+                raise LaunchError(
+                    f"{self.model.name}: {what}, which context-parallel ranks do not know; plan "
+                    f"with context=1, or with seq_len <= {limit}"
+                )
+
+    def _turned(self, index: int, starts: Tensor) -> Any:
+        """Return what a block rotates by where documents begin at `starts`, each by itself."""
+        table, positions = self._rotary_table(index), self._held - starts
+        limit = self._short_length(index)
+        if limit is None:
+            return tree_map(lambda part: part[positions], table)
+        short = self._rotary_table(index, length=limit)
+        is_long = document_attention.lengths(starts) > limit
+        inside = positions.clamp(max=limit - 1)
+
+        def chosen(whole: Tensor, part: Tensor) -> Tensor:
+            return torch.where(is_long.unsqueeze(-1), whole[positions], part[inside])
+
+        return tree_map(chosen, table, short)
 
     def _fixed(self, index: int) -> dict[str, Any]:
         own = self.family.own_attention  # which is told its window, and makes no mask
@@ -355,11 +427,10 @@ class HuggingFace:
         positions = self._held
         changed: dict[str, Any] = {}
         if self.architecture.positions == "rotary":
-            table = self._rotary_table(index)
             changed["position_embeddings"] = self._once(
                 starts,
-                ("positions", id(table)),
-                lambda: tree_map(lambda part: part[positions - starts], table),
+                ("positions", self._rotary_kind(index)),
+                lambda: self._turned(index, starts),
             )
         if self.family.own_attention:
             return changed | {"starts": starts}

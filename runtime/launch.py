@@ -35,7 +35,7 @@ from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
-from runtime.run import Device, Failure, Orders, RankRecord, StepRecord
+from runtime.run import Device, Failure, Orders, RankRecord, Run, StepRecord
 from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 
@@ -52,27 +52,11 @@ class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
 
 def launch(
     plan_path: Path | str,
+    asked: Run,
     *,
     model: ModelGraph | None = None,
-    data: Path | str | None = None,
-    tokenizer: Path | str | None = None,
-    steps: int = 20,
-    checkpoint: Path | str | None = None,
-    checkpoint_every: int | None = None,
-    keep_checkpoints: int = 2,
-    resume: bool = False,
-    or_start: bool = False,
-    output: Path | str | None = None,
-    dry_run: bool = False,
-    max_seconds: float | None = None,
-    weights: Path | str | None = None,
     device: Device | None = None,
-    training: Sequence[str] = (),
-    evaluate: Path | str | None = None,
-    evaluate_every: int | None = None,
-    evaluate_batches: int = 8,
-    tensorboard: bool = False,
-    wandb: str | None = None,
+    dry_run: bool = False,
     peak_step_s: float | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
@@ -81,42 +65,17 @@ def launch(
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
 
     `model` is the graph of the plan's model; it must be given for a `file.py:factory`, which takes
-    torch to trace.  `steps` counts from the start of training: a run resumed at step 30 with
-    steps=50 does 20 more.  Without `data`, Python's own sources are the text; without `tokenizer`,
-    that of the model's folder or else bytes.  `weights` is a folder of safetensors to start from.
-    `training` changes the plan's training settings (`learning_rate=1e-4`).  `evaluate` is held-out
-    text whose loss is told every `evaluate_every` steps, and after the last.  `peak_step_s` is what
-    a step would take with every device at its peak; with it the MFU is told.  Progress and warnings
-    go to stderr unless `quiet`.
+    torch to trace.  A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's
+    own sources are the text; without a tokenizer, that of the model's folder or else bytes.
+    `peak_step_s` is what a step would take with every device at its peak; with it the MFU is told.
+    Progress and warnings go to stderr unless `quiet`.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
     nodes other than the one with rank 0 return nothing.
     """
     started_unix_s = time.time()
     check = functools.partial(
-        preflight,
-        plan_path,
-        model=model,
-        source=data,
-        tokenizer=tokenizer,
-        steps=steps,
-        checkpoint_folder=checkpoint,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        resume=resume,
-        or_start=or_start,
-        output=output,
-        max_seconds=max_seconds,
-        weights=weights,
-        device=device,
-        training=training,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-        tensorboard=tensorboard,
-        wandb=wandb,
-        node=node_rank.node,
-        nodes=nodes,
+        preflight, plan_path, asked, model=model, device=device, node=node_rank.node, nodes=nodes
     )
     say = Terminal(stderr=True, quiet=quiet, soft_wrap=True)
     if dry_run:
@@ -131,9 +90,9 @@ def launch(
         ready = check()
         _warn(ready, say)
         held.enter_context(alone_in(ready.output))
-        if ready.checkpoint is not None and ready.leads:
-            held.enter_context(alone_in(ready.checkpoint))
-        shown = _Shown(steps=ready.steps, say=say)
+        if ready.run.checkpoint is not None and ready.ranks.leads:
+            held.enter_context(alone_in(ready.run.checkpoint))
+        shown = _Shown(steps=ready.run.steps, say=say)
         try:
             orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
             _supervise(ready, rendezvous, orders, shown)
@@ -152,27 +111,19 @@ def _warn(ready: Preflight, say: Terminal) -> None:
 
 def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
     """Refuse nodes that would do different things; return the run's token, the same on all."""
-    said = rendezvous.all_gather(
+    rendezvous.agree(
         {
             "plan": ready.plan.digest,
-            "steps": ready.steps,
+            "steps": ready.run.steps,
             "text": corpus,
-            "resumed checkpoint": str(ready.resume),
-            "folder of checkpoints": str(ready.checkpoint),
-            "run": secrets.token_hex(8),
+            "resumed checkpoint": str(ready.resumed),
+            "folder of checkpoints": str(ready.run.checkpoint),
         }
     )
-    lead = said[0]
-    for node, told in enumerate(said):
-        for what, value in told.items():
-            if what != "run" and value != lead[what]:
-                raise LaunchError(
-                    f"nodes: node {node} has another {what} ({value}) than node 0 ({lead[what]}); "
-                    "start the same command with the same files on every node"
-                )
-    if ready.checkpoint is not None and rendezvous.node_rank.nodes > 1:
-        _check_shared(ready.checkpoint, rendezvous, token=lead["run"])
-    return str(lead["run"])
+    token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
+    if ready.run.checkpoint is not None and rendezvous.node_rank.nodes > 1:
+        _check_shared(ready.run.checkpoint, rendezvous, token=token)
+    return token
 
 
 def _check_shared(folder: Path, rendezvous: Rendezvous, *, token: str) -> None:
@@ -209,7 +160,7 @@ def _write_orders(
     here = (
         ""
         if rendezvous.node_rank.nodes == 1
-        else f", {len(ready.local_ranks)} of them on this node"
+        else f", {len(ready.ranks.devices)} of them on this node"
     )
     if corpus.kind == "conversations":
         if reason := documents_refused(ready.plan, ready.model):
@@ -217,10 +168,11 @@ def _write_orders(
         _tell_conversations(corpus, ready, say)
         left_out = f", of which {count_text(corpus.counted)} count"
     say.print(
-        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; {ready.ranks} ranks "
-        f"on {ready.device}{here}, {ready.plan.layout.text()}; in {ready.output}"
+        f"{count_text(corpus.tokens)} tokens by {corpus.tokenizer}{left_out}; "
+        f"{ready.ranks.world} ranks on {ready.ranks.device}{here}, {ready.plan.layout.text()}; "
+        f"in {ready.output}"
     )
-    held_out = data.prepare(ready.evaluate, tokenizer=ready.tokenizer) if ready.evaluate else None
+    held_out = data.prepare(ready.held_out, tokenizer=ready.tokenizer) if ready.held_out else None
     for text in (corpus, held_out):
         if text is not None and ready.model.architecture is not None:
             text.check_vocabulary(ready.model.architecture.vocab_size)
@@ -231,42 +183,35 @@ def _write_orders(
         )
     if held_out is not None and held_out.digest == corpus.digest:
         raise LaunchError(f"evaluate: {held_out.source} is what is trained on; hold other text out")
-    if ready.resume is not None:
-        progress: Progress = checkpoint.progress(ready.resume)
+    if ready.resumed is not None:
+        progress: Progress = checkpoint.progress(ready.resumed)
         progress.check(
             plan=ready.plan,
             model=ready.model,
             corpus=corpus,
-            folder=ready.resume,
-            frozen=checkpoint.frozen_weights(ready.plan, ready.weights),
+            folder=ready.resumed,
+            frozen=checkpoint.frozen_weights(ready.plan, ready.run.weights),
         )
-        say.print(f"going on from {ready.resume}")
+        say.print(f"going on from {ready.resumed}")
     orders = Orders(
-        run=_agree(ready, rendezvous, corpus.digest),
-        output=str(ready.output),
-        corpus=str(corpus.folder.resolve()),
-        device=ready.device,
-        steps=ready.steps,
+        **{
+            **ready.run.model_dump(),
+            "tokenizer": ready.tokenizer and ready.tokenizer.resolve(),
+            "evaluate": held_out and held_out.folder.resolve(),
+            "output": ready.output,
+        },
+        token=_agree(ready, rendezvous, corpus.digest),
+        corpus=corpus.folder.resolve(),
+        device=ready.ranks.device,
         started_unix_s=started_unix_s,
-        max_seconds=ready.max_seconds,
-        checkpoint=str(ready.checkpoint) if ready.checkpoint else None,
-        checkpoint_every=ready.checkpoint_every,
-        keep_checkpoints=ready.keep_checkpoints,
-        resume=str(ready.resume) if ready.resume else None,
-        weights=str(ready.weights) if ready.weights else None,
-        tokenizer=str(ready.tokenizer.resolve()) if ready.tokenizer else None,
-        evaluate=str(held_out.folder.resolve()) if held_out else None,
-        evaluate_every=ready.evaluate_every,
-        evaluate_batches=ready.evaluate_batches,
-        tensorboard=ready.tensorboard,
-        wandb=ready.wandb,
+        resumed=ready.resumed,
         peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):
         shutil.rmtree(ready.output / left_behind, ignore_errors=True)
         (ready.output / left_behind).mkdir()
     run.forget_steps_after(
-        checkpoint.progress(ready.resume).step if ready.resume else 0,
+        checkpoint.progress(ready.resumed).step if ready.resumed else 0,
         run.metrics_file(ready.output),
     )
     write(ready.plan, run.plan_file(ready.output))
@@ -311,18 +256,18 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
 
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
-    recorded = faults.recorder(ready.output) if ready.device == "cuda" else {}
+    recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     with signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
         bad = supervised(
             ready.command,
-            list(ready.local_ranks),
-            lambda rank, port: {**ready.environment(rank, port=port), **recorded},
+            list(ready.ranks.devices),
+            lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
             folder=ready.output,
-            world=ready.ranks,
+            world=ready.ranks.world,
             rendezvous=rendezvous,
-            leads=ready.leads,
-            shared={"MESHWRIGHT_RUN": orders.run},
+            leads=ready.ranks.leads,
+            shared={"MESHWRIGHT_RUN": orders.token},
             refresh=shown.refresh,
         )
     if bad is not None:
@@ -346,7 +291,7 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         return LaunchError(f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}")
     if failure is not None and is_timeout(failure):
         seen = {seen.rank for seen in bad.seen}
-        silent = [rank for rank in ready.local_ranks if rank not in seen]
+        silent = [rank for rank in ready.ranks.devices if rank not in seen]
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
     else:
@@ -354,7 +299,7 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
     lead = f"rank {ended.rank} {how} after step {after_step}"
     message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
     if faults.device_lost(ended.code, failure, said):
-        return RankLost(message, lead=lead, local_rank=ready.local_ranks[ended.rank])
+        return RankLost(message, lead=lead, local_rank=ready.ranks.devices[ended.rank])
     return LaunchError(message)
 
 
@@ -372,7 +317,7 @@ def _how(ended: Exit, failure: Failure | None) -> str:
 
 
 def _way_on(ready: Preflight) -> str:
-    saved = checkpoint.newest(ready.checkpoint) if ready.checkpoint else None
+    saved = checkpoint.newest(ready.run.checkpoint) if ready.run.checkpoint else None
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
 
 
@@ -382,17 +327,17 @@ def _report(
     """Return the report on the node with rank 0, from the records of all nodes."""
     own = {
         rank: read(RankRecord, run.record_file(ready.output, rank)).model_dump(mode="json")
-        for rank in ready.local_ranks
+        for rank in ready.ranks.devices
     }
     known = {
         int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
     }
-    if not ready.leads:
+    if not ready.ranks.leads:
         return None
     report = summarise(
         ready.plan,
         orders,
-        ranks=[RankRecord.model_validate(known[rank]) for rank in range(ready.ranks)],
+        ranks=[RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)],
         steps=list(run.read_records(run.metrics_file(ready.output))),
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),

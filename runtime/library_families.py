@@ -9,6 +9,7 @@ from typing import Any
 from planner.errors import LaunchError
 from planner.layers.parameters import block_kinds, slides
 from planner.model import Architecture, Experts
+from runtime.library_fields import DRAWS, unexecuted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,6 @@ FAMILIES = {
 }
 
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout")
 _BIASES_BY_ONE_NAME = (
     "gemma",
     "gemma2",
@@ -113,8 +113,6 @@ def has_config(folder: Path) -> bool:
 
 def configuration(architecture: Architecture, folder: Path | None) -> Any:
     """Return transformers' configuration: a folder's own, or one made of our figures."""
-    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
-
     a = architecture
     figures = {
         "hidden_size": a.hidden_size,
@@ -137,13 +135,14 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         if a.latent is None:
             figures["head_dim"] = a.head_dim
     if folder is not None:
-        # Without a word transformers asks on the terminal whether to run a folder's code.
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = _read(folder, a)
         for name, figure in figures.items():
             known = getattr(config, name, figure)
             if known is not None and known != figure:
                 raise LaunchError(f"{folder}: {name} is {known}, and the plan's model has {figure}")
     else:
+        from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
+
         figures |= _figures_left_open(a)
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         config = AutoConfig.for_model(a.family, **{**ends, **figures})
@@ -153,13 +152,28 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         raise LaunchError(
             f"{folder}: Gemma-2 has causal attention and attn_logit_softcapping here, as published"
         )
-    for name in _DROPOUTS:
+    for name in DRAWS:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     # Fused kernels do not cap scores; the library's own attention does.
     config._attn_implementation = "eager" if FAMILIES[a.family].own_attention else "sdpa"
     if a.experts is not None:
         config._experts_implementation = "grouped_mm"
+    return config
+
+
+def _read(folder: Path, a: Architecture) -> Any:
+    """Return a folder's configuration; refuse one that asks for what a launch would leave out."""
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
+
+    try:
+        # Without a word transformers asks on the terminal whether to run a folder's code.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its checks of fields raise several kinds
+        raise LaunchError(f"{folder}: transformers refuses the config.json: {error}") from error
+    refused = next(unexecuted(config, _types(a)), None)
+    if refused:
+        raise LaunchError(f"{folder}: {refused}")
     return config
 
 

@@ -16,21 +16,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import read
+from planner.document import plain, read, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_own
 from planner.plan import Plan, PlannedModel
+from planner.prediction import ALLOCATOR
 from planner.schedules import PLAIN, schedule_of
-from planner.training import check_lengths
 from planner.units import file_name
-from runtime import checkpoint, data, run
+from runtime import checkpoint, data, library_fields
 from runtime.data import Files
-from runtime.run import Device
+from runtime.run import Device, Run, orders_file
 from runtime.supported import supported
 
 RANKS_PER_CORE = 4
 """More ranks than cores take turns, which is slow but right; beyond this it is a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    """The ranks of one node, each with its device there."""
+
+    world: int
+    """Ranks of all nodes."""
+    device: Device
+    devices: Mapping[int, int]
+    """By rank, the number of its device on this node."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node has rank 0."""
+        return 0 in self.devices
+
+    def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
+        """Return what a rank's environment has beside the launcher's own."""
+        result = rank_environment(rank, ranks=len(self.devices), port=port)
+        if self.device == "cuda":
+            result |= cuda_environment(os.environ)
+        return {
+            **result,
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.devices[rank]),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,57 +66,29 @@ class Preflight:
 
     plan: Plan
     model: ModelGraph
-    device: Device
+    run: Run
+    """As it was asked for, with absolute paths."""
+    ranks: LocalRanks
     files: Files
+    held_out: Files | None
     tokenizer: Path | None
-    steps: int
-    checkpoint: Path | None
-    checkpoint_every: int | None
-    keep_checkpoints: int
-    resume: Path | None
-    max_seconds: float | None
-    weights: Path | None
-    evaluate: Files | None
-    evaluate_every: int | None
-    evaluate_batches: int
-    tensorboard: bool
-    wandb: str | None
+    resumed: Path | None
+    """The checkpoint to go on from."""
     output: Path
     warnings: tuple[str, ...]
-    local_ranks: dict[int, int]
-    """The ranks of this node, each with its device there."""
-
-    @property
-    def ranks(self) -> int:
-        """Processes that will run, on all nodes."""
-        return self.plan.mesh.devices
-
-    @property
-    def leads(self) -> bool:
-        """Whether this node has rank 0."""
-        return 0 in self.local_ranks
 
     @property
     def command(self) -> list[str]:
         """What each rank runs."""
-        return [sys.executable, "-m", "runtime.rank", str(run.orders_file(self.output))]
-
-    def environment(self, rank: int, *, port: int | str = "<a free port>") -> dict[str, str]:
-        """Return what a rank's environment has beside the launcher's own."""
-        result = rank_environment(rank, ranks=len(self.local_ranks), port=port)
-        if self.device == "cuda":
-            result |= cuda_environment(os.environ)
-        return {
-            **result,
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": str(self.local_ranks[rank]),
-        }
+        return [sys.executable, "-m", "runtime.rank", str(orders_file(self.output))]
 
     def text(self) -> str:
         """Return the command and environment of each rank, as a shell would take them."""
         lines = []
-        for rank in self.local_ranks:
-            settings = [f"{key}={shlex.quote(v)}" for key, v in self.environment(rank).items()]
+        for rank in self.ranks.devices:
+            settings = [
+                f"{key}={shlex.quote(v)}" for key, v in self.ranks.environment(rank).items()
+            ]
             lines.append(" ".join([*settings, shlex.join(self.command)]))
         return "\n".join(lines)
 
@@ -103,9 +102,9 @@ def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
     >>> cuda_environment({"PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     {}
     """
-    result = {}
+    result: dict[str, str] = {}
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & own.keys():
-        result["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        result |= dict([ALLOCATOR])
     if "CUDA_DEVICE_ORDER" not in own:
         result["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return result
@@ -141,26 +140,10 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
 
 def preflight(
     plan_path: Path | str,
+    run: Run,
     *,
-    model: ModelGraph | None,
-    source: Path | str | None,
-    tokenizer: Path | str | None,
-    steps: int,
-    checkpoint_folder: Path | str | None,
-    checkpoint_every: int | None,
-    keep_checkpoints: int,
-    resume: bool,
-    or_start: bool,
-    output: Path | str | None,
-    max_seconds: float | None,
-    weights: Path | str | None,
-    device: Device | None,
-    training: Sequence[str],
-    evaluate: Path | str | None,
-    evaluate_every: int | None,
-    evaluate_batches: int,
-    tensorboard: bool,
-    wandb: str | None = None,
+    model: ModelGraph | None = None,
+    device: Device | None = None,
     node: int = 0,
     nodes: Sequence[int] = (),
 ) -> Preflight:
@@ -168,23 +151,10 @@ def preflight(
 
     `nodes` has the devices of each node where there are several, and `node` says which is this.
     """
-    check_lengths(
-        steps=steps,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        max_seconds=max_seconds,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-    )
     plan = read(Plan, plan_path)
-    plan = plan.model_copy(update={"training": plan.training.changed(training)})
-    _check_evaluation(plan, evaluate=evaluate is not None, every=evaluate_every)
-    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb is not None)):
-        if wanted and importlib.util.find_spec(name) is None:
-            raise LaunchError(
-                f"{name}: is not installed; install it with: pip install {name}, or read the same "
-                "figures in metrics.jsonl"
-            )
+    plan = plan.model_copy(update={"training": plan.training.changed(run.training)})
+    _check_evaluation(plan, run)
+    _check_loggers(run)
     if model is None:
         model = resolve_beside(plan.model.source, plan_path)
     try:
@@ -199,48 +169,38 @@ def preflight(
     reason = supported(plan, model)
     if reason:
         raise LaunchError(f"{plan_path}: {reason}")
-    if source is None:
+    if run.data is None:
         files = data.files(data.standard_library(), suffixes=[".py"])
         warnings.append(f"no data is named; training on Python's own sources in {files.source}")
     else:
-        files = data.files(Path(source))
-    saved = _checkpoint_to_resume(
-        Path(checkpoint_folder) if checkpoint_folder is not None else None,
-        every=checkpoint_every,
-        resume=resume,
-        or_start=or_start,
-        steps=steps,
-    )
-    if saved is not None and (unchecked := checkpoint.unchecked(saved)):
+        files = data.files(run.data)
+    warnings += _drawn(plan, run.weights)
+    resumed = checkpoint_to_resume(run)
+    if resumed is not None and (unchecked := checkpoint.unchecked(resumed)):
         warnings.append(unchecked)
-    folder = Path(output) if output is not None else _default_output(plan)
-    _check_writable(folder)
-    if checkpoint_folder is not None:
-        _check_writable(Path(checkpoint_folder))
-    if weights is not None and not any(Path(weights).glob("*.safetensors")):
-        raise LaunchError(f"{weights}: is no folder with *.safetensors in it")
+    output = run.output or _default_output(plan)
+    for folder in (output, run.checkpoint):
+        if folder is not None:
+            _check_writable(folder)
+    if run.weights is not None and not any(run.weights.glob("*.safetensors")):
+        raise LaunchError(f"{run.weights}: is no folder with *.safetensors in it")
     return Preflight(
         plan=plan,
         model=model,
-        device=chosen,
+        run=run.model_copy(
+            update={
+                "checkpoint": run.checkpoint and run.checkpoint.resolve(),
+                "weights": run.weights and run.weights.resolve(),
+            }
+        ),
+        ranks=LocalRanks(plan.mesh.devices, chosen, local_ranks),
         files=files,
-        tokenizer=Path(tokenizer) if tokenizer is not None else _own_tokenizer(plan, weights),
-        steps=steps,
-        checkpoint=Path(checkpoint_folder).resolve() if checkpoint_folder is not None else None,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        resume=saved.resolve() if saved else None,
-        max_seconds=max_seconds,
-        weights=Path(weights).resolve() if weights is not None else None,
-        evaluate=data.files(Path(evaluate)) if evaluate is not None else None,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-        tensorboard=tensorboard,
-        wandb=wandb,
+        held_out=data.files(run.evaluate) if run.evaluate is not None else None,
+        tokenizer=run.tokenizer or _own_tokenizer(plan, run.weights),
+        resumed=resumed.resolve() if resumed else None,
         # Nodes may share the folder; each writes its own ranks' files.
-        output=folder.resolve() if 0 in local_ranks else folder.resolve() / f"node-{node:05}",
+        output=output.resolve() if 0 in local_ranks else output.resolve() / f"node-{node:05}",
         warnings=tuple(warnings),
-        local_ranks=local_ranks,
     )
 
 
@@ -290,11 +250,20 @@ def _check_trains_on_text(model: ModelGraph) -> None:
         )
 
 
-def _check_evaluation(plan: Plan, *, evaluate: bool, every: int | None) -> None:
-    if every is not None and not evaluate:
+def _check_evaluation(plan: Plan, run: Run) -> None:
+    if run.evaluate_every is not None and run.evaluate is None:
         raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
-    if evaluate and schedule_of(plan.schedule).stale:
+    if run.evaluate is not None and schedule_of(plan.schedule).stale:
         raise LaunchError(f"evaluate: a pipeline that never drains is not evaluated; use {PLAIN}")
+
+
+def _check_loggers(run: Run) -> None:
+    for name, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb is not None)):
+        if wanted and importlib.util.find_spec(name) is None:
+            raise LaunchError(
+                f"{name}: is not installed; install it with: pip install {name}, or read the same "
+                "figures in metrics.jsonl"
+            )
 
 
 def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:
@@ -321,14 +290,13 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
     return []
 
 
-def _checkpoint_to_resume(
-    folder: Path | None, *, every: int | None, resume: bool, or_start: bool, steps: int
-) -> Path | None:
+def checkpoint_to_resume(run: Run) -> Path | None:
     """Return the checkpoint to go on from, if the run is to; refuse to overwrite one otherwise."""
-    if or_start and not resume:
+    folder, resume = run.checkpoint, run.resume
+    if run.or_start and not resume:
         raise LaunchError("or_start: goes with `resume`: go on from a checkpoint, or start")
     if folder is None:
-        if every is not None or resume:
+        if run.checkpoint_every is not None or resume:
             what = "resume" if resume else "checkpoint_every"
             raise LaunchError(f"{what}: name the folder of the checkpoints too (checkpoint)")
         return None
@@ -338,7 +306,7 @@ def _checkpoint_to_resume(
         )
     found = checkpoint.all_steps(folder)
     if not found:
-        if resume and not or_start:
+        if resume and not run.or_start:
             raise LaunchError(
                 f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
                 "or add `or_start`"
@@ -355,9 +323,9 @@ def _checkpoint_to_resume(
             f"{folder}: already holds a checkpoint of step {done}; resume it, or name another "
             "folder"
         )
-    if done >= steps:
+    if done >= run.steps:
         raise LaunchError(
-            f"{saved}: has done {done} steps and {steps} are asked for; ask for more to go on"
+            f"{saved}: has done {done} steps and {run.steps} are asked for; ask for more to go on"
         )
     return saved
 
@@ -377,7 +345,25 @@ def _check_writable(folder: Path) -> None:
         raise LaunchError(f"{folder}: cannot be written: {existing} is not yours to write")
 
 
-def _own_tokenizer(plan: Plan, weights: Path | str | None) -> Path | None:
+def _drawn(plan: Plan, weights: Path | None) -> list[str]:
+    """Return what to say of random numbers that the model's configuration asks for."""
+    folders = [Path(named) for named in (weights, plan.model.source) if named]
+    files = [folder if folder.suffix == ".json" else folder / "config.json" for folder in folders]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return []
+    try:
+        config = plain(read_text(file))
+    except DocumentError:
+        return []  # who reads it for the model says why
+    found = library_fields.drawn(config) if isinstance(config, dict) else {}
+    if not found:
+        return []
+    said = ", ".join(f"{name} {value}" for name, value in found.items())
+    return [f"{file}: {said}: off, since what they draw would depend on the plan"]
+
+
+def _own_tokenizer(plan: Plan, weights: Path | None) -> Path | None:
     """Return the folder of the model's own tokenizer: where the plan has it from, or its weights.
 
     A folder of weights counts only for the model that was planned from no folder.
@@ -386,5 +372,5 @@ def _own_tokenizer(plan: Plan, weights: Path | str | None) -> Path | None:
         return None
     source = Path(plan.model.source)
     named = source.is_dir() or source.name == "config.json"
-    folder = (source if source.is_dir() else source.parent) if named else weights and Path(weights)
+    folder = (source if source.is_dir() else source.parent) if named else weights
     return folder if folder and (folder / "tokenizer.json").is_file() else None

@@ -7,6 +7,7 @@ a matrix for every expert, under one of the names in EXPERTS.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,9 @@ QUANTISED = {
     ".absmax": "4 or 8 bits (bitsandbytes)",
 }
 """Ends of names that only files of quantised weights have, and what these are in."""
+
+ROWS = 4096
+"""Rows of two tensors that are compared at once."""
 
 Cut = tuple[int, int, int]
 """A part of a tensor: (dim, index, parts)."""
@@ -106,6 +110,28 @@ class Weights:
         found = self._found(name, shape, cut, pieces=pieces, keep=keep)
         # A slice has the strides of the whole, and what the file is mapped to changes with it.
         return found.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+    def refuse_untied(self, first: str, second: str) -> None:
+        """Refuse files that have two tensors with different values where the model has one."""
+        names = [self._known(name) for name in (first, second)]
+        if None in names or names[0] == names[1]:
+            return
+        with contextlib.ExitStack() as files:
+            one, other = (
+                files.enter_context(self._open(self._file[name], framework="pt")).get_slice(name)
+                for name in names
+                if name is not None
+            )
+            rows, *_ = one.get_shape()
+            alike = one.get_shape() == other.get_shape() and all(
+                torch.equal(one[row : row + ROWS], other[row : row + ROWS])
+                for row in range(0, rows, ROWS)
+            )
+        if not alike:
+            raise LaunchError(
+                f"{self.folder}: tie_word_embeddings is true, and '{names[0]}' and '{names[1]}' "
+                "have different values; set it to false, or leave one of them out of the files"
+            )
 
     def _found(
         self,

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (file,) = sys.argv[1:] if arguments is None else arguments
     orders = read(run.Orders, file)
     rank = int(os.environ["RANK"])
-    output = Path(orders.output)
+    output = orders.output
     try:
         _train(orders, rank)
     except BaseException as error:
@@ -58,7 +57,7 @@ def _train(orders: Orders, rank: int) -> None:
     from planner.plan import Plan  # noqa: PLC0415
     from runtime import run, train  # noqa: PLC0415
 
-    output = Path(orders.output)
+    output = orders.output
     plan = read(Plan, run.plan_file(output))
     world_size = int(os.environ["WORLD_SIZE"])
     train.join(orders.device, rank=rank, world_size=world_size, timeout_s=plan.timeout_s)

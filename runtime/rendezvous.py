@@ -18,7 +18,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -128,6 +128,17 @@ class Rendezvous:
             return said
         self._send(0, own)
         return list(self._hear(0))
+
+    def agree(self, said: Mapping[str, object]) -> None:
+        """Refuse nodes that would do different things; each says what it does.  All call it."""
+        lead, *others = self.all_gather(dict(said))
+        for node, other in enumerate(others, start=1):
+            for what, value in other.items():
+                if value != lead[what]:
+                    raise LaunchError(
+                        f"nodes: node {node} has another {what} ({value}) than node 0 "
+                        f"({lead[what]}); start the same command with the same files on every node"
+                    )
 
     def check(self) -> None:
         """Raise the reason if another node has left."""

@@ -172,7 +172,7 @@ def summarise(
         not_compiled={name: why for rank in ranks for name, why in rank.not_compiled.items()},
         stages=tuple(_stage(plan.rank_of_stage(index), ranks) for index in range(len(plan.stages))),
         wall_s=wall_s,
-        output=orders.output,
+        output=str(orders.output),
         metrics=files[0],
         logs=files[1],
         checkpoint=ranks[0].checkpoint,

@@ -1,4 +1,7 @@
-"""A run on disk: what its ranks are told, and what they write while they work.
+"""A run: what its launcher is asked for, what its ranks are told, and what they write.
+
+`Run` is one record from the command line, or a caller in Python, to every rank: `Orders` is the
+same with what was found before the ranks start.  On disk:
 
     OUTPUT/
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
@@ -19,51 +22,115 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.document import Document, Part, read_text, write_text
 from planner.errors import DocumentError
-from planner.units import Amount, Count, Flag, Positive, Rate, Text
+from planner.training import check_lengths
+from planner.units import Amount, Count, Positive, Rate, Text
+from runtime.nodes import NodeRank, node_rank_of
 
 Device = Literal["cuda", "cpu"]
 
 
-class Orders(Document):
-    """What every rank of a run is told beside its rank."""
+class Run(Part):
+    """What a launch is asked for beside its plan; the descriptions are the command line's help.
+
+    Raises LaunchError for numbers of steps, batches, checkpoints or seconds that no run has.
+    """
+
+    data: Path | None = Field(
+        default=None,
+        description="Text, or rows (.jsonl, .parquet) of text or conversations; a file or a "
+        "folder. Default: Python's sources",
+    )
+    tokenizer: Path | None = Field(
+        default=None, description="A local tokenizer folder; default: bytes"
+    )
+    steps: int = Field(default=20, description="Total steps, counted from the start of training")
+    checkpoint: Path | None = Field(default=None, description="Save here")
+    checkpoint_every: int | None = Field(
+        default=None, description="Steps; default: after the last only"
+    )
+    keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
+    resume: bool = Field(default=False, description="Continue from the newest checkpoint")
+    or_start: bool = Field(default=False, description="With --resume: start if there is none yet")
+    max_seconds: float | None = Field(
+        default=None, description="Stop with a checkpoint after this time"
+    )
+    weights: Path | None = Field(default=None, description="A Hugging Face folder of safetensors")
+    training: tuple[str, ...] = Field(
+        default=(), description="Change a setting: learning_rate=1e-4, warmup_steps=100"
+    )
+    evaluate: Path | None = Field(default=None, description="Held-out text, a file or folder")
+    evaluate_every: int | None = Field(
+        default=None, description="Steps; default: after the last only"
+    )
+    evaluate_batches: int = Field(default=8, description="Global batches per evaluation")
+    tensorboard: bool = Field(default=False, description="Write events for TensorBoard too")
+    wandb: str | None = Field(
+        default=None, description="Log to this project on Weights & Biases too"
+    )
+    output: Path | None = Field(default=None, description="Folder of logs and metrics")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_lengths(
+            steps=self.steps,
+            checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+            max_seconds=self.max_seconds,
+            evaluate_every=self.evaluate_every,
+            evaluate_batches=self.evaluate_batches,
+        )
+        return self
+
+
+class Where(Part):
+    """Where a command runs: here, on several nodes that each start it, or as a scheduler's job."""
+
+    on: str = Field(
+        default="local", description="local, or write and submit a job: slurm, kubernetes"
+    )
+    job: tuple[str, ...] = Field(
+        default=(), description="Of that job: partition=gpu, time=24:00:00; image=NAME"
+    )
+    nodes: int | None = Field(
+        default=None, description="Number of nodes; run the same command on each"
+    )
+    node: int | None = Field(default=None, description="Number of this node, from 0")
+    rendezvous: str | None = Field(default=None, description="HOST:PORT of node 0")
+
+    def node_rank(self) -> NodeRank:
+        """Return this node's rank: as asked for, or as whatever started us says."""
+        return node_rank_of(
+            os.environ, nodes=self.nodes, node=self.node, rendezvous=self.rendezvous
+        )
+
+
+HERE = Where()
+
+
+class Orders(Run, Document):
+    """What every rank of a run is told beside its rank: the run, with what was found for it.
+
+    Paths are absolute; `evaluate` is the folder of the prepared corpus that is held out.
+    """
 
     kind_of_document: ClassVar[str] = "run's orders"
 
-    run: Text
+    token: Text
     """Stands in the environment of each rank, so that nobody's processes are mistaken for ours."""
-    output: Text
-    corpus: Text
+    output: Path
+    corpus: Path
     """The folder of a prepared corpus."""
     device: Device
-    steps: Positive
-    """The step to end after, counted from the start of training, not of this run."""
     started_unix_s: Amount
-    max_seconds: Rate | None = None
-    """Seconds after `started_unix_s` at which no further step begins."""
-    checkpoint: Text | None = None
-    checkpoint_every: Positive | None = None
-    """Steps; without it only the last step is saved."""
-    keep_checkpoints: Positive = 2
-    resume: Text | None = None
+    """`max_seconds` counts from here."""
+    resumed: Path | None = None
     """The one checkpoint to go on from."""
-    weights: Text | None = None
-    tokenizer: Text | None = None
-    """The folder of the tokenizer that made the corpus; None where bytes are the tokens."""
-    evaluate: Text | None = None
-    """The folder of the prepared corpus that is held out."""
-    evaluate_every: Positive | None = None
-    """Steps; without it only the last step is evaluated."""
-    evaluate_batches: Positive = 8
-    """Global batches that one evaluation takes."""
-    tensorboard: Flag = False
-    wandb: Text | None = None
-    """The project on Weights & Biases that is told too."""
     peak_step_s: Rate | None = None
     """What a step would take with every device at its peak; divided by a step's time it is the
     MFU."""

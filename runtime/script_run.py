@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +25,10 @@ from planner.units import count_text, seconds_text
 from runtime import run
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
-from runtime.preflight import (
-    check_devices,
-    cuda_devices,
-    cuda_environment,
-    rank_environment,
-    ranks_of_node,
-)
+from runtime.preflight import LocalRanks, check_devices, cuda_devices, ranks_of_node
 from runtime.rendezvous import Rendezvous
 from runtime.report import WARM_UP_STEPS, Comparison
-from runtime.run import StepRecord
+from runtime.run import Device, StepRecord
 from runtime.script_rank import OUTPUT_VARIABLE, PLAN_VARIABLE
 from runtime.supervise import BadEnd, last_lines, supervised
 
@@ -144,12 +137,14 @@ def run_script(
     plan = read(Plan, plan_path)
     if node_rank.nodes == 1:
         _check_script(script)  # before anything is written
-    own = ranks_of_node(plan, node_rank.node, nodes or [plan.mesh.devices])
-    for warning in check_devices(plan, "cuda" if cuda_devices() else "cpu", own):
+    local_ranks = ranks_of_node(plan, node_rank.node, nodes or [plan.mesh.devices])
+    device: Device = "cuda" if cuda_devices() else "cpu"
+    for warning in check_devices(plan, device, local_ranks):
         say(f"warning: {warning}")
-    leads = 0 in own
+    ranks = LocalRanks(plan.mesh.devices, device, local_ranks)
+    leads = ranks.leads
     folder = output.absolute() if leads else output.absolute() / f"node-{node_rank.node:05}"
-    started = _Started(plan, plan_path, script, tuple(arguments), folder, own)
+    started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _Progress(run.metrics_file(folder), say)
     with alone_in(folder), signals_interrupt():
         if leads:
@@ -187,29 +182,23 @@ class _Started:
     script: Path
     arguments: tuple[str, ...]
     folder: Path
-    ranks: Mapping[int, int]
-    """With the device of each."""
-
-    def environment(self, rank: int, *, port: str) -> dict[str, str]:
-        """Return what one rank is told."""
-        result = rank_environment(rank, ranks=len(self.ranks), port=port)
-        if cuda_devices():
-            result |= cuda_environment(os.environ)
-        return {
-            **result,
-            "WORLD_SIZE": str(self.plan.mesh.devices),
-            "LOCAL_RANK": str(self.ranks[rank]),
-        }
+    ranks: LocalRanks
 
 
 def _attempt(
     started: _Started, node_rank: NodeRank, progress: _Progress, say: Callable[[str], None]
 ) -> None:
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
-    folder, leads = started.folder, 0 in started.ranks
+    folder, ranks = started.folder, started.ranks
     with Rendezvous(node_rank, warn=lambda text: say(f"warning: {text}")) as rendezvous:
         _check_script(started.script)  # other nodes are told what this one lacks
-        _agree(started, rendezvous)
+        rendezvous.agree(
+            {
+                "plan": started.plan.digest,
+                "script": hashlib.sha256(started.script.read_bytes()).hexdigest()[:16],
+                "arguments": " ".join(started.arguments),
+            }
+        )
         for name in ("logs", "ranks"):
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / name).mkdir()
@@ -223,12 +212,12 @@ def _attempt(
                     str(started.script),
                     *started.arguments,
                 ],
-                list(started.ranks),
-                lambda rank, port: started.environment(rank, port=port),
+                list(ranks.devices),
+                lambda rank, port: ranks.environment(rank, port=port),
                 folder=folder,
-                world=started.plan.mesh.devices,
+                world=ranks.world,
                 rendezvous=rendezvous,
-                leads=leads,
+                leads=ranks.leads,
                 shared={
                     PLAN_VARIABLE: str(started.plan_path.resolve()),
                     OUTPUT_VARIABLE: str(folder),
@@ -242,28 +231,10 @@ def _attempt(
         except LaunchError as error:  # another node's ranks, or the node itself
             raise _Ended(str(error)) from None
         if bad is not None:
-            shown = leads and bad.cause.rank == 0
+            shown = ranks.leads and bad.cause.rank == 0
             log = _from_here(run.log_file(folder, bad.cause.rank))
             end = f". Its log is {log}" if shown else f". The end of {log}:{last_lines(log)}"
             raise _Ended(_how(bad, folder), end)
-
-
-def _agree(started: _Started, rendezvous: Rendezvous) -> None:
-    """Refuse nodes that would do different things."""
-    said = rendezvous.all_gather(
-        {
-            "plan": started.plan.digest,
-            "script": hashlib.sha256(started.script.read_bytes()).hexdigest()[:16],
-            "arguments": " ".join(started.arguments),
-        }
-    )
-    for node, told in enumerate(said):
-        for what, value in told.items():
-            if value != said[0][what]:
-                raise LaunchError(
-                    f"nodes: node {node} has another {what} ({value}) than node 0 "
-                    f"({said[0][what]}); start the same command with the same files on every node"
-                )
 
 
 def _check_script(script: Path) -> None:

@@ -316,7 +316,11 @@ def _vocabulary(module: nn.Module, tokens: Tensor, group: dist.ProcessGroup) -> 
     assert weight is not None
     index = tokens - group.rank() * weight.shape[0]
     elsewhere = (index < 0) | (index >= weight.shape[0])
-    found = functional.embedding(index.masked_fill(elsewhere, 0), weight)
+    padding: int | None = getattr(module, "padding_idx", None)
+    if padding is not None:
+        padding -= group.rank() * weight.shape[0]
+        padding = padding if 0 <= padding < weight.shape[0] else None
+    found = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
     return scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 

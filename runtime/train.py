@@ -112,17 +112,16 @@ def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     """Carry out a run's orders as one of its ranks; the process group is joined already."""
     from runtime.engine import TokenEngine  # noqa: PLC0415 - tests of the loop bring their own
 
-    output = Path(orders.output)
+    output = orders.output
     plan = read(Plan, run.plan_file(output))
     model = read(ModelGraph, run.model_file(output))
-    corpus = Corpus.open(Path(orders.corpus))
+    corpus = Corpus.open(orders.corpus)
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
-    weights = Path(orders.weights) if orders.weights else None
     documents = corpus.kind == "conversations"
-    engine = TokenEngine(plan, model, device=device, weights=weights, documents=documents)
+    engine = TokenEngine(plan, model, device=device, weights=orders.weights, documents=documents)
     loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
-    if orders.resume:
-        loop.resume(Path(orders.resume))
+    if orders.resumed:
+        loop.resume(orders.resumed)
     return loop.run()
 
 
@@ -178,14 +177,13 @@ class Loop:
         self.steps_done = 0
         self.next_sample = 0
         self.resumed: Path | None = None
-        weights = Path(orders.weights) if orders.weights else None
-        self._frozen = checkpoint.frozen_weights(plan, weights)
+        self._frozen = checkpoint.frozen_weights(plan, orders.weights)
         self._saver = (
             Saver(
-                Path(orders.checkpoint),
+                orders.checkpoint,
                 plan=plan,
                 model=model,
-                run=orders.run,
+                run=orders.token,
                 config=engine.configuration(),
                 keep=orders.keep_checkpoints,
                 companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
@@ -193,7 +191,7 @@ class Loop:
             if orders.checkpoint
             else None
         )
-        held_out = Corpus.open(Path(orders.evaluate)) if orders.evaluate else None
+        held_out = Corpus.open(orders.evaluate) if orders.evaluate else None
         self._held_out = (
             samples_of(held_out, seq_len=plan.seq_len, seed=plan.training.seed)
             if held_out
@@ -234,9 +232,7 @@ class Loop:
     def _run(self) -> RankRecord:
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
-        metrics = (
-            Metrics(Path(self.orders.output), self._loggers(first)) if self.rank == 0 else None
-        )
+        metrics = Metrics(self.orders.output, self._loggers(first)) if self.rank == 0 else None
         step_s: list[float] = []
         compiler: Compiler | None = getattr(self.engine, "compiler", None)
         peak = _Peak(self.orders.device, compiled=compiler is not None)
@@ -288,7 +284,7 @@ class Loop:
 
     def _loggers(self, first: int) -> list[Logger]:
         """Return what is told the figures of the run, from step `first` on."""
-        output = Path(self.orders.output)
+        output = self.orders.output
         result: list[Logger] = []
         if self.orders.tensorboard:
             result.append(TensorBoard(run.tensorboard_folder(output), first=first))

@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import os
 
+import hypothesis
 import pytest
 
 # Before torch is imported anywhere.  Tests run side by side on few cores, and threads of tiny
 # operators that wait for each other cost some tests five times their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# Its examples have 0.2 s of wall-clock time otherwise, which a busy machine takes from them.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +29,12 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the user's own defaults out, and COLUMNS."""
     monkeypatch.setenv("MESHWRIGHT_DEFAULTS", "")
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give tests a cache of their own, one for a run; the user's is neither read nor made."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(autouse=True, scope="module")

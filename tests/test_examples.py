@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
 
 EXAMPLES = (
@@ -28,9 +29,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "two stages": {"pipeline": 2},
 }
-WITHIN = {"gpt_muon": 1e-3}
-"""Of weights, else 1e-5.  torch's Muon makes matrices orthogonal in bf16: gradients that differ in
-the last bit of fp32 may round apart, by 2^-8 of an update of 0.02 and more in each of 4 steps."""
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -47,13 +45,15 @@ def everywhere() -> dict[str, Trained]:
 
 
 @pytest.mark.ranks
-def test_examples_train_under_any_plan_as_their_plain_loops() -> None:
+def test_examples_train_under_any_plan_as_their_plain_loops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    muon_without_rounding(monkeypatch)
     expected = {name: importlib.import_module(f"examples.{name}").plain() for name in EXAMPLES}
 
     for found in on_ranks(2, everywhere):
         for case, (losses, weights) in found.items():
-            example = case.partition(",")[0]
-            wanted_losses, wanted = expected[example]
+            wanted_losses, wanted = expected[case.partition(",")[0]]
             assert losses == pytest.approx(wanted_losses, rel=1e-5), case
             assert weights.keys() == wanted.keys(), case
             for name, value in wanted.items():
@@ -61,6 +61,6 @@ def test_examples_train_under_any_plan_as_their_plain_loops() -> None:
                     weights[name],
                     value,
                     rtol=1e-5,
-                    atol=WITHIN.get(example, 1e-5),
+                    atol=1e-5,
                     msg=f"{case}: {name}",
                 )

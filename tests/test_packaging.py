@@ -57,7 +57,6 @@ def test_an_installation_has_the_files_that_are_no_code() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(1200)
 def test_the_steps_of_the_image_make_a_command_that_plans(tmp_path: Path) -> None:
     """What the container file does, in an empty folder and an environment of its own.
 

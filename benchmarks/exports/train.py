@@ -104,10 +104,7 @@ def our_losses(plan: Plan, weights: Path, folder: Path) -> list[float]:
     write(plan, folder / "plan.yaml")
     launching.launch(
         folder / "plan.yaml",
-        data=TEXT,
-        weights=weights,
-        steps=STEPS,
-        output=folder / "run",
+        run.Run(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
         device="cpu",
         quiet=True,
     )

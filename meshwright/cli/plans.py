@@ -377,6 +377,10 @@ def export(
             print(written.text, end="")
         else:
             out.print(f"written to {written.file}; {written.framework} reads it")
+        for warning in written.warnings:
+            say(f"warning: {warning}")
+        for name, value in written.environment.items():
+            say(f"outside this file: environment {name}={value}")
         for said in written.in_the_script:
             say(f"outside this file: {said}")
         return

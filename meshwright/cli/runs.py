@@ -23,140 +23,60 @@ from meshwright.options import (
     Rendezvous,
     SeqLen,
     TrustCode,
+    with_records,
 )
+from runtime.run import HERE, Run, Where
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
 
 
+@with_records
 def launch(
     plan: Annotated[str, typer.Argument(help="A plan.yaml")],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="Text, or rows (.jsonl, .parquet) of text or conversations; a file or a folder. "
-            "Default: Python's sources",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A local tokenizer folder; default: bytes")
-    ] = None,
-    steps: Annotated[
-        int, typer.Option("--steps", help="Total steps, counted from the start of training")
-    ] = 20,
-    on: Annotated[
-        str, typer.Option("--on", help="local, or write and submit a job: slurm, kubernetes")
-    ] = "local",
-    job: Annotated[
-        list[str] | None,
-        typer.Option("--job", help="Of that job: partition=gpu, time=24:00:00; image=NAME"),
-    ] = None,
-    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Save here")] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option("--checkpoint-every", help="Steps; default: after the last only"),
-    ] = None,
-    keep_checkpoints: Annotated[
-        int, typer.Option("--keep-checkpoints", help="Keep only the newest N")
-    ] = 2,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint")
-    ] = False,
-    or_start: Annotated[
-        bool, typer.Option("--or-start", help="With --resume: start if there is none yet")
-    ] = False,
+    run: Run,
+    where: Where,
     replan: Annotated[
         bool,
         typer.Option(
             "--replan", help="If devices fail, plan again for the remaining ones and continue"
         ),
     ] = False,
-    max_seconds: Annotated[
-        float | None, typer.Option("--max-seconds", help="Stop with a checkpoint after this time")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option("--weights", help="A Hugging Face folder of safetensors")
-    ] = None,
-    training: Annotated[
-        list[str] | None,
-        typer.Option("--training", help="Change a setting: learning_rate=1e-4, warmup_steps=100"),
-    ] = None,
-    evaluate: Annotated[
-        str | None, typer.Option("--eval", help="Held-out text, a file or folder")
-    ] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option("--eval-every", help="Steps; default: after the last only")
-    ] = None,
-    evaluate_batches: Annotated[
-        int, typer.Option("--eval-batches", help="Global batches per evaluation")
-    ] = 8,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write events for TensorBoard too")
-    ] = False,
-    wandb: Annotated[
-        str | None, typer.Option("--wandb", help="Log to this project on Weights & Biases too")
-    ] = None,
     profile: ProfileOption = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", help="Folder of logs and metrics")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
     trust_code: TrustCode = False,
-    nodes: Nodes = None,
-    node: Node = None,
-    rendezvous: Rendezvous = None,
     json: Json = False,
 ) -> None:
     """Train with a plan and compare with the prediction.
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
-    run = launches.launch(
+    done = launches.launch(
         plan,
-        data=data,
-        tokenizer=tokenizer,
-        steps=steps,
-        on=on,
-        job=job or (),
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        resume=resume,
-        or_start=or_start,
+        run,
+        where,
         replan=replan,
-        max_seconds=max_seconds,
-        weights=weights,
-        training=training or (),
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        evaluate_batches=evaluate_batches,
-        tensorboard=tensorboard,
-        wandb=wandb,
         profile=profile,
-        output=output,
         dry_run=dry_run,
         trust_code=trust_code,
-        nodes=nodes,
-        node=node,
-        rendezvous=rendezvous,
         quiet=json,
     )
-    if run is None:
+    if done is None:
         return
-    if not isinstance(run, launches.Run):
+    if not isinstance(done, launches.Launched):
         if json:
-            print(as_json(job_json(run)))
+            print(as_json(job_json(done)))
         else:
-            _tell_job(run)
+            _tell_job(done)
         return
     if json:
-        print(as_json(run_json(run)))
+        print(as_json(run_json(done)))
         return
-    for part in run_parts(run):
+    for part in run_parts(done):
         out.print(part)
 
 
+@with_records
 def run(
     script: Annotated[str, typer.Argument(help="Your script, which makes a meshwright.Engine")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script")] = None,
@@ -167,17 +87,8 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Restart at most N times if a rank fails")
     ] = 0,
-    on: Annotated[
-        str, typer.Option("--on", help="local, or write and submit a job: slurm, kubernetes")
-    ] = "local",
-    job: Annotated[
-        list[str] | None,
-        typer.Option("--job", help="Of that job: partition=gpu, time=24:00:00; image=NAME"),
-    ] = None,
+    where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
-    nodes: Nodes = None,
-    node: Node = None,
-    rendezvous: Rendezvous = None,
 ) -> None:
     """Run your own script on the ranks of a plan.
 
@@ -190,12 +101,8 @@ def run(
         arguments or (),
         output=output,
         restarts=restarts,
-        on=on,
-        job=job or (),
+        where=where,
         dry_run=dry_run,
-        nodes=nodes,
-        node=node,
-        rendezvous=rendezvous,
     )
     if done is None:
         return

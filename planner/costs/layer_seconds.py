@@ -161,11 +161,12 @@ def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
 
 
 def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
-    """Seconds of an operator's backward."""
-    wide_s = compute.backward_s(operator, on)
+    """Seconds of an operator's backward, with those of the forward that it may begin with."""
+    again_s = forward_s(operator, on, end=end) if operator.remade else 0.0
+    wide_s = compute.backward_s(operator, on) + again_s
     if not compute.is_narrow(operator, on, end=end):
         return wide_s
-    return either(operator.aligned, compute.narrow_backward_s(operator, on), wide_s)
+    return either(operator.aligned, compute.narrow_backward_s(operator, on) + again_s, wide_s)
 
 
 def _kernels(operator: Operator, on: Device, *, end: bool) -> float:

@@ -9,12 +9,13 @@ what they make of it, is measured in `docs/exports.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from planner.cluster import ClusterSpec
 from planner.document import nearest
 from planner.errors import DocumentError
+from planner.executable import rules_of
 from planner.formats import (
     accelerate,
     deepspeed,
@@ -29,6 +30,8 @@ from planner.formats import (
 from planner.formats.wanted import Wanted, for_all, own_text
 from planner.model import ModelGraph
 from planner.plan import Plan
+from planner.request import Request
+from planner.stack import base_of
 
 
 class Written(NamedTuple):
@@ -52,12 +55,44 @@ def configuration(
     """
     if to not in FRAMEWORKS:
         raise DocumentError("to", f"is '{to:.40}'; {nearest(to, list(FRAMEWORKS))}")
-    wanted = Wanted(plan=plan, model=model, cluster=cluster)
-    how = FRAMEWORKS[to]
-    found = [*for_all(wanted, how.says), *how.obstacles(wanted)]
+    found = obstacles(plan, model, to, cluster)
     if found:
         raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
-    return how.text(wanted)
+    return FRAMEWORKS[to].text(Wanted(plan=plan, model=model, cluster=cluster))
+
+
+def obstacles(
+    plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
+) -> list[str]:
+    """Return what of a plan a framework does not do."""
+    wanted, how = Wanted(plan=plan, model=model, cluster=cluster), FRAMEWORKS[to]
+    return [*for_all(wanted, how.says), *how.obstacles(wanted)]
+
+
+def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Say why the backend of a plan does not run it: by its configuration, or by its space.
+
+    A plan has figures all the same: those of the backend, were it to run the plan.
+    """
+    backend, layout = base_of(plan.backend), plan.layout
+    request = Request.of_plan(plan, model, cluster)
+    found = rules_of(request.stack)(model, cluster, plan.job, layout)
+    reasons = [] if found is None else [found.removeprefix(f"{request.stack.name}: ")]
+    if backend in FRAMEWORKS:
+        reasons += obstacles(plan, model, backend, cluster)
+    told = "; ".join(dict.fromkeys(reasons))
+    return (f"{plan.backend} cannot run this plan: {told}",) if told else ()
+
+
+def with_environment(text: str, environment: Mapping[str, str]) -> str:
+    """Return a configuration headed by a comment with what its ranks are started with.
+
+    JSON has no comments, and is returned as it is.
+    """
+    if not environment or text.startswith("{"):
+        return text
+    pairs = " ".join(f"{name}={value}" for name, value in environment.items())
+    return f"# start ranks with {pairs}\n{text}"
 
 
 def in_the_script(

@@ -111,8 +111,7 @@ def _gemma2(config: Config) -> Architecture:
         qkv_bias=bias,
         output_bias=bias,
         post_norms=True,
-        sliding_window=optional(config, "sliding_window", 4096) or 0,
-        sliding_every=2,
+        **windows(config, window=optional(config, "sliding_window", 4096) or 0, every=2),
     )
 
 

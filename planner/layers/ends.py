@@ -174,6 +174,7 @@ def head(a: Architecture, setting: Setting) -> Table:
         each = FP32 + (e if e != FP32 else 0) + FP32 * (a.family == "gemma2")
         chunk = each * smaller(float(setting.loss.rows), rows) * outputs / t
         sizes = (rows * width + width * outputs / t) * e
+        product = replace(product, frozen=setting.kernels.frozen is not None)
         operators += _chunked(product, setting.loss, logits, chunk, sizes)
         return Table("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
@@ -283,10 +284,12 @@ def _chunked(
 
     `gradients` are the bytes of those for the rows and for the weights.  Precomputed ones wait for
     backward in place of the projection's input.  Their products are booked on backward all the
-    same: the sum of both passes is what a step takes.
+    same: the sum of both passes is what a step takes.  Recomputed ones need the logits, and so the
+    projection, a second time.
     """
     early = loss.gradients == "precomputed"
-    product = replace(product, outputs={"logits": 0.0}, saved=() if early else product.inputs)
+    saved = () if early else product.inputs
+    product = replace(product, outputs={"logits": 0.0}, saved=saved, remade=not early)
     last = Operator(
         name="loss",
         kind="memory",

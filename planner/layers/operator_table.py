@@ -256,6 +256,8 @@ class Operator:
     """Elements of the matrices that a product multiplies by."""
     frozen: bool = False
     """Whether a product's weights have no gradient, which leaves one product to its backward."""
+    remade: bool = False
+    """Whether its backward begins with its forward, whatever the layer recomputes."""
     share: float = 1.0
     """Rate over that of one product as large."""
     routing: Routing | None = None

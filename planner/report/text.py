@@ -146,8 +146,7 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     on = f" on stage {prediction.stages.index(fullest)}" if len(prediction.stages) > 1 else ""
     peak, capacity = fullest.peak_memory_bytes, fullest.memory_capacity_bytes
     figures = _in_gib if peak >= 10 * GIB and not whole else bytes_text
-    room = " (fits: overhead is freed)" if prediction.fits and peak > capacity else ""
-    text = f"{figures(peak)} of {bytes_text(capacity)}{on}{room}: "
+    text = f"{figures(peak)} of {bytes_text(capacity)}{on}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:
         counted = "counted with what its allocator adds where memory is short"

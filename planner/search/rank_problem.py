@@ -124,7 +124,10 @@ class RankProblem:
             forward_apart=forward_apart,
             credits_s=tuple(fill * credit for credit in credits_s) if self._splits else (),
             used_bytes=UsedBytes(
-                self.used_bytes, by_place=self._crossing is not None, of_many=self.used_by_many
+                self.used_bytes,
+                by_place=self._crossing is not None,
+                of_many=self.used_by_many,
+                least=self.least_used,
             ),
         )
 
@@ -158,6 +161,34 @@ class RankProblem:
             stages = self._many_on(self._shares, rank, entries, options)
         parts = dynamic_parts(self.costs, self.layout, stages, rank=rank, passing=passing)
         return np.broadcast_to(sum(parts.values()), len(options))
+
+    def least_used(self, rank: int, before: Sequence[int], held: Sequence[int]) -> float:
+        """Return bytes that a rank holds at least with some entries, whatever their options.
+
+        A peak is no less than with one layer under its own choice and all others at the least of
+        every figure.  Whichever layer that is, it has one of its choices.
+        """
+        passing = None if self._crossing is None else self._crossing.passing(before, held)
+        placed = {rank: list(held)}
+        if self._shares is not None:
+            entries = range(held[0], held[0] + len(held))
+            seats = self._shares.seats(rank, entries)
+            placed = {stage: [at for at, _ in own] for stage, own in seats.items()}
+        places = [at for stage in sorted(placed) for at in placed[stage]]
+        numbers = [self._fields_of(self._chain[at]).shape[1] for at in places]
+        ends = np.cumsum(numbers)
+        stages: dict[int, list[LayerBytes]] = {}
+        turn = iter(zip(ends.tolist(), numbers, strict=True))
+        for stage in sorted(placed):
+            stages[stage] = []
+            for at in placed[stage]:
+                fields, (end, number) = self._fields_of(self._chain[at]), next(turn)
+                every = np.repeat(fields.min(axis=1, keepdims=True), ends[-1], axis=1)
+                every[:, end - number : end] = fields
+                stages[stage].append(LayerBytes(*every))
+        parts = dynamic_parts(self.costs, self.layout, stages, rank=rank, passing=passing)
+        used = np.broadcast_to(sum(parts.values()), ends[-1])
+        return float(np.minimum.reduceat(used, ends - numbers).max())
 
     def _many_on(
         self, shares: Shares, rank: int, entries: range, options: Indices

@@ -37,7 +37,7 @@ from planner.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.profile import ChunkedLoss
+from planner.profile import ChunkedLoss, LossGradients
 from planner.request import Request
 from planner.schedule import obstacle, too_long
 from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
@@ -57,6 +57,10 @@ class Timetable(NamedTuple):
     virtual_stages: int = 1
 
 
+LOSSES = (None, *(ChunkedLoss(gradients=name) for name in get_args(LossGradients)))
+"""Of all logits, or in chunks; what needs less machinery comes first."""
+FROZEN_LOSSES = (None, ChunkedLoss(gradients="recomputed"))
+"""Where the output projection has no gradient."""
 COMPILED_KERNELS = 13
 """Of a block's forward: those of Llama's (docs/runtime-speed.md)."""
 
@@ -224,7 +228,7 @@ class Family:
             self.timetables[0],
             replicate=sharing.replicate,
             saving=self.savings[0],
-            chunked=self.losses[0] is not None,
+            loss=self.losses[0],
             compiled=self.compile != "none",
             overlap=self.tensor_overlap,
             micro_batch=self.micro_batch,
@@ -532,9 +536,9 @@ def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool
 def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
     """Return the ways to compute the loss: of all logits, or in chunks of the usual size.
 
-    Gradients are made in forward, but where the output projection is frozen: its chunks then hold
-    nothing from forward to backward if they are made anew.  On CPUs products rule and nothing is
-    gained by chunks, unless the user asks for them.
+    Gradients are made in forward, or anew in backward, which takes longer and holds less.  Of a
+    frozen output projection they are made in backward alone: its chunks then hold nothing in
+    between.  On CPUs products rule and nothing is gained by chunks, unless the user asks for them.
     """
     if request.pins.loss is not None:
         return (request.pins.chunks,)
@@ -543,7 +547,7 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
         return (None,)
     if schedule_of(schedule).stale:
         return (None,)
-    return None, ChunkedLoss(gradients="recomputed" if request.job.lora else "precomputed")
+    return FROZEN_LOSSES if request.job.lora else LOSSES
 
 
 def gpus(request: Request) -> bool:
@@ -636,7 +640,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         layout,
         replicate=layout.data_replicate,
         saving=Saving(layout.offload, layout.gradient_wire),
-        chunked=layout.loss is not None,
+        loss=layout.loss,
         compiled=layout.compile != "none",
         overlap=layout.tensor_overlap,
         micro_batch=layout.micro_batch,
@@ -650,7 +654,7 @@ def _complexity(
     *,
     replicate: int,
     saving: Saving,
-    chunked: bool,
+    loss: ChunkedLoss | None,
     compiled: bool,
     overlap: TensorOverlap,
     micro_batch: int,
@@ -668,12 +672,17 @@ def _complexity(
         _PLACES[saving.wire],
         sharing.prefetch,
         sharing.reshard or 0,
-        chunked,
+        _loss_rank(loss),
         compiled,
         overlap != "none",
         *_axes(sharing.order),
         -micro_batch,
     )
+
+
+def _loss_rank(loss: ChunkedLoss | None) -> int:
+    """Return how much machinery a way to compute the loss needs."""
+    return 0 if loss is None else 1 + get_args(LossGradients).index(loss.gradients)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from planner.pins import SHORT_NAMES, Allowance, Pins
-from planner.plan import Layout
+from planner.plan import Layout, loss_text
 from planner.profile import Recompute
 from planner.request import Request
 from planner.search.space import Degrees, every_degrees, micro_batches
@@ -79,15 +79,20 @@ def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
         layout = fitting(replace(request, pins=without))
         if layout is not None:
             alone = True
-            yield f"with {name}={_written(layout, field)}"
+            written = written_pin(layout, field)
+            yield f"without {name}" if written is None else f"with {name}={written}"
     free = Pins(allowed=pins.allowed)
     if not alone and pins != free and fitting(replace(request, pins=free)):
         yield "with nothing fixed"
 
 
-def _written(layout: Layout, field: str) -> str:
-    """Return a layout's value as `--fix` takes it."""
+def written_pin(layout: Layout, field: str) -> str | None:
+    """Return a layout's value as `--fix` takes it; None if it has none there."""
     value = getattr(layout, field)
+    if field == "loss":
+        return loss_text(value)
+    if value is None:
+        return None
     if field != "order":
         return str(value)
     names = {"tensor": "tp", "context": "cp", "data_shard": "shard", "pipeline": "pp"}

@@ -1,9 +1,10 @@
 """The fastest options of a stage whose bytes are no sum over its layers.
 
 Sums bound them from below (planner.solver.instance, `used_bytes`), so the fastest options by the
-sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, all
-that take longer are gone through, the fastest first.  That ends after so many, or so much work:
-then a knapsack with fewer bytes finds some that fit, and what is not known the answer says.
+sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, and
+if any may fit, all that take longer are gone through, the fastest first.  That ends after so many,
+or so much work: then a knapsack with fewer bytes finds some that fit, and what is not known the
+answer says.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def fastest_checked(
     used: Used,
     *,
     used_by_many: UsedByMany | None = None,
+    least_used: Callable[[], float] | None = None,
     sync_limit_s: float = math.inf,
     least_s: float = 0.0,
     limit_s: float = math.inf,
@@ -56,6 +58,7 @@ def fastest_checked(
 
     None if none fit that take no longer than `limit_s`, unscaled.  None that fit are known to take
     less than `least_s`.  Choices that hold too much by `used_by_many` are not asked of `used`.
+    `least_used` tells how many bytes any options take at least.
     """
     search = _Stage(knapsacks, stage, kinds, used, used_by_many, sync_limit_s)
     lowest = search.by_sums(0.0)
@@ -64,6 +67,8 @@ def fastest_checked(
     found = search.laid(lowest)
     if search.fits(found):
         return found
+    if least_used is not None and least_used() > search.most_bytes:
+        return None
     at_least_s = max(least_s, lowest.time_s)
     try:
         for tried, (time_s, choice) in enumerate(search.between(at_least_s, limit_s)):
@@ -127,17 +132,21 @@ class _Stage:
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
         return self._used(found.options) <= capacity_bytes + ROUNDING * abs(capacity_bytes)
 
+    @property
+    def most_bytes(self) -> float:
+        """What holds more by a count up to rounding does not fit."""
+        capacity_bytes = self._instance.stages[self._stage].capacity_bytes
+        return capacity_bytes + SLACK * abs(capacity_bytes)
+
     def _may_fit(self, options: Indices) -> Iterator[bool]:
         """Yield for each choice, its options laid out, whether it may fit."""
         if self._used_by_many is None:
             yield from itertools.repeat(True, len(options))
             return
-        capacity_bytes = self._instance.stages[self._stage].capacity_bytes
-        most_bytes = capacity_bytes + SLACK * abs(capacity_bytes)
         first, (count, most) = 0, _TOGETHER
         while first < len(options):
             used = self._used_by_many(options[first : first + count])
-            yield from (used <= most_bytes).tolist()
+            yield from (used <= self.most_bytes).tolist()
             first, count = first + count, min(most, 4 * count)
 
     def some_that_fit(self, lowest: Choice) -> Fastest | None:

@@ -59,6 +59,8 @@ class UsedBytes:
     """Layers of the same kinds hold other bytes elsewhere (what crosses a graph's cuts)."""
     of_many: Callable[[int, Sequence[int], Sequence[int], Indices], Floats] | None = None
     """[way] The same as `of` with options [way, layer], up to rounding."""
+    least: Callable[[int, Sequence[int], Sequence[int]], float] | None = None
+    """No more than the same with any options, up to rounding."""
 
     def along(self, order: Sequence[int]) -> UsedBytes:
         """Return the same for layers that are told by their places in an order."""
@@ -75,7 +77,13 @@ class UsedBytes:
             placed = [order[at] for at in before], [order[at] for at in held]
             return self.of_many(stage, *placed, options)
 
-        return UsedBytes(of, self.by_place, self.of_many and of_many)
+        def least(stage: int, before: Sequence[int], held: Sequence[int]) -> float:
+            assert self.least is not None, "asked for where it is"
+            return self.least(stage, [order[at] for at in before], [order[at] for at in held])
+
+        return UsedBytes(
+            of, self.by_place, self.of_many and of_many, least if self.least is not None else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

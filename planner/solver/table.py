@@ -306,6 +306,7 @@ class Table(ABC):
                 kinds,
                 partial(used_bytes.of, *place),
                 used_by_many=used_bytes.of_many and partial(used_bytes.of_many, *place),
+                least_used=used_bytes.least and partial(used_bytes.least, *place),
                 sync_limit_s=self.sync_limit_s,
                 limit_s=limit_s,
             )

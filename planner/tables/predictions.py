@@ -113,6 +113,12 @@ def backend_prediction(request: Request, layout: Layout) -> Prediction:
     return setup_prediction(setup, layout.text())
 
 
+def backend_plan(request: Request, layout: Layout) -> Plan:
+    """Return the plan that `backend_prediction` prices."""
+    setup = Setup(request=request, layout=layout, recompute=request.pins.recompute or "none")
+    return plan_of(setup)
+
+
 def setup_prediction(setup: Setup, layout: str) -> Prediction:
     """Return what a run of a language model should do; `layout` is how it is written."""
     model, stack = setup.request.model, setup.request.stack

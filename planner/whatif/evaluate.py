@@ -11,7 +11,7 @@ from planner.costs.figure_store import FigureStore
 from planner.costs.uncertainty import link_seconds
 from planner.errors import DocumentError
 from planner.plan import Plan
-from planner.prediction import Prediction
+from planner.prediction import Prediction, compaction
 from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 from planner.whatif import economics
@@ -190,8 +190,8 @@ def binding_of(prediction: Prediction) -> str:
     said = []
     if share > FULL:
         text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
-        if share > 1:
-            text = f"memory: all of {bytes_text(fullest.memory_capacity_bytes)}, compacted"
+        if fullest.compacts:
+            text = f"memory: {compaction(prediction.stages)}"
         if again > 0.02 * step_s:
             text += f", recomputation takes {100 * again / step_s:.0f} %"
         said.append(text)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from benchmarks import rig
+from tests.limits import PATIENCE_S
 
 hosts_only = pytest.mark.skipif(rig.refusal() is not None, reason=str(rig.refusal()))
 
@@ -48,7 +49,7 @@ def test_a_plain_socket_sees_the_rate_of_its_cable() -> None:
     # Others on the machine disturb a try, not a cable: one try at the rate shows that it is there.
     with rig.rig(2, "100mbit") as hosts:
         for _ in range(5):
-            _, said = hosts.run([sys.executable, "-c", SEND], timeout_s=60, quiet=True)
+            _, said = hosts.run([sys.executable, "-c", SEND], timeout_s=PATIENCE_S, quiet=True)
             rate = json.loads(said)
             if rate == expected:
                 break

@@ -13,6 +13,8 @@ import pytest
 from meshwright import cli, commands, launches
 from planner import document
 from planner.plan import Plan
+from runtime.run import Run, Where
+from tests.limits import PATIENCE_S
 
 DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
 
@@ -94,7 +96,11 @@ def test_planning_loads_only_what_it_uses() -> None:
     )
 
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
 
     assert not {"torch", "networkx", "plotly", "jinja2", "highspy", "pulp"} & {*run.stderr.split()}
@@ -248,7 +254,8 @@ def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) 
     options = set(inspect.signature(cli.COMMANDS[command]).parameters) - shown
     function = launches.launch if command == "launch" else getattr(commands, command)
 
-    assert options <= set(inspect.signature(function).parameters)
+    records = {*Run.model_fields, *Where.model_fields} if command == "launch" else set()
+    assert options <= {*inspect.signature(function).parameters, *records}
 
 
 def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:

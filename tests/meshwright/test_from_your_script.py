@@ -17,6 +17,7 @@ import torch.distributed as dist
 import meshwright
 from planner import document
 from planner.errors import MeshwrightError
+from tests.limits import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "from-your-script.md"
@@ -64,7 +65,7 @@ def run(script: str, **environment: str) -> None:
     for one in ranks:
         one.start()
     for one in ranks:
-        one.join(120)
+        one.join(PATIENCE_S)
     assert [one.exitcode for one in ranks] == [0, 0]
 
 

@@ -22,7 +22,8 @@ from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Job, Plan, PlannedModel
 from planner.request import Request
 from planner.search.best_first import search
-from runtime.run import metrics_file, read_records
+from runtime.run import Run, metrics_file, read_records
+from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 STEPS = 40
@@ -66,7 +67,7 @@ def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> N
     room.wait_for_step(3, while_running=launcher)
 
     os.kill(room.ranks()[1], signal.SIGKILL)
-    said, told = launcher.communicate(timeout=120)
+    said, told = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 0, told
     assert "rank 1 was killed by SIGKILL" in told
@@ -120,7 +121,7 @@ def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     plan("tiny.json", "8xa10g", seq_len=512, global_batch=16, output="plan.yaml")
     monkeypatch.chdir(tmp_path)
 
-    fit = Fit.of("sub/plan.yaml", None).again(4, tmp_path / "saved", quiet=True)
+    fit = Fit.of("sub/plan.yaml", None).again(4, Run(checkpoint=tmp_path / "saved"), quiet=True)
 
     fit.plan.check_model(fit.graph)
     assert Path(fit.plan.model.source) == tmp_path / "sub" / "tiny.json"
@@ -146,4 +147,4 @@ def test_a_lost_device_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replanning_needs_checkpoints(room: Room) -> None:
     path = room.plan(two_ranks(room))
     with pytest.raises(DocumentError, match="add --checkpoint FOLDER"):
-        launch(str(path), replan=True)
+        launch(str(path), Run(), replan=True)

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright import cli
 from runtime.preflight import rank_environment
+from tests.limits import PATIENCE_S
 
 PLAN = ["plan", "gpt2", "--cluster", "2x4xa100-sxm-80gb", "--seq-len", "512", "--global-batch", "8"]
 SRUN = """#!/bin/sh
@@ -54,7 +55,7 @@ def test_a_slurm_job_imports_nothing_of_its_folder(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
     assert ran(folder) == "", done.stderr
@@ -71,7 +72,7 @@ def test_what_a_command_starts_imports_nothing_of_the_folder(folder: Path) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
     assert ran(folder) == "", done.stderr

@@ -10,11 +10,19 @@ import pytest
 from planner import local
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
-from planner.errors import DocumentError, LaunchError
-from planner.local import Core, LocalDevice, listed, nvidia_devices, of_cores, of_devices, visible
+from planner.errors import DocumentError
+from planner.local import LocalDevice, listed, nvidia_devices, of_cores, of_devices, visible
+from planner.machine_figures import MachineFigures
 from planner.topology import links
 
-CORE = Core(flops=1e11, bytes_per_s=2e10, link_latency_s=2e-5, link_bytes_per_s=3e9)
+CORE = MachineFigures(
+    measured="2026-11-23T20:45:00+00:00",
+    flops=1e11,
+    bytes_per_s=2e10,
+    link_latency_s=2e-5,
+    link_bytes_per_s=3e9,
+    memory_bytes=8 * 2**30,
+)
 H100 = LocalDevice("NVIDIA H100 80GB HBM3", 85520809984)
 RTX = LocalDevice("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 A40 = LocalDevice("NVIDIA A40", 46068 * 2**20)
@@ -35,17 +43,8 @@ def test_this_machine_has_a_rank_for_each_core_up_to_eight() -> None:
     assert ClusterSpec.parse(cluster.dump()) == cluster
 
 
-def test_what_is_measured_is_in_the_range_of_processors() -> None:
-    core = local.measured_core()
-
-    assert 1e9 < core.flops < 1e13
-    assert 1e8 < core.bytes_per_s < 1e12
-    assert 1e-7 < core.link_latency_s < 1e-2
-    assert 1e7 < core.link_bytes_per_s < 1e12
-
-
 def test_ranks_share_the_memory_and_more_ranks_than_cores_share_the_cores() -> None:
-    two, four = (of_cores(CORE, cores=2, ranks=n, memory_bytes=8 * 2**30) for n in (2, 4))
+    two, four = (of_cores(CORE, cores=2, ranks=n) for n in (2, 4))
 
     assert two.groups[0].accelerator.memory_bytes == 4 * 2**30
     assert four.groups[0].accelerator.memory_bytes == 2 * 2**30
@@ -54,21 +53,14 @@ def test_ranks_share_the_memory_and_more_ranks_than_cores_share_the_cores() -> N
     assert [(tier.name, tier.devices) for tier in four.tiers] == [("memory", 4)]
 
 
+def test_the_figures_of_cores_say_when_they_were_measured() -> None:
+    sources = of_cores(CORE, cores=2, ranks=2).groups[0].accelerator.sources
+
+    assert all("measured 2026-11-23 20:45 UTC" in source for source in sources.values())
+
+
 def test_a_single_rank_has_no_link() -> None:
-    assert of_cores(CORE, cores=2, ranks=1, memory_bytes=2**30).tiers == ()
-
-
-def test_a_machine_that_cannot_be_measured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MEASURE", "raise SystemExit(3)")
-
-    with pytest.raises(LaunchError, match="could not be measured"):
-        local.measured_core.__wrapped__()
-
-
-def test_available_memory_is_no_more_than_the_machine_has() -> None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    assert 0 < local.available_bytes() <= total
+    assert of_cores(CORE, cores=2, ranks=1).tiers == ()
 
 
 def test_the_listing_of_nvidia_smi_is_read() -> None:

@@ -18,6 +18,7 @@ import pytest
 from benchmarks import rig
 from planner.profile import NodePair
 from profiler.findings import slow_links
+from tests.limits import PATIENCE_S
 
 pytestmark = [
     pytest.mark.ranks,
@@ -53,7 +54,7 @@ def measured(hosts: rig.Rig, *, ranks: int) -> list[NodePair]:
     said = hosts.run(
         [sys.executable, "-c", PAIRS, str(ranks)],
         environment={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        timeout_s=120,
+        timeout_s=PATIENCE_S,
         quiet=True,
     )
     every = [json.loads(text) for text in said]

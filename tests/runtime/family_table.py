@@ -56,7 +56,7 @@ writes this page from the list of that test.
 |---|---|---|---|---|---|
 """
 TAIL = """
-All of them train under data parallelism, ZeRO and pipelines.  Dropout is off.  Files may store the
+All of them train under data parallelism, ZeRO and pipelines.  Files may store the
 experts of a layer one by one, as they are published, or merged.
 
 Notes:
@@ -64,6 +64,11 @@ Notes:
   transformers.
 - Files of quantised weights (GPT-OSS in MXFP4, DeepSeek-V3 in fp8) are refused; convert them with
   transformers to bf16 first.
+- What a configuration draws at random (dropout, `router_jitter_noise`) is off, and a launch says
+  so.  Every other field of a configuration is executed as in transformers or refused by its name
+  (`runtime/library_fields.py`): the loss of routers (`output_router_logits`), bidirectional
+  attention, settings of single layers.  Factors that depend on a sequence's length (longrope) are
+  those of each document.
 - Gemma 3: text models (`gemma3_text`) only; models with image inputs are trained with
   `meshwright.Engine`.
 

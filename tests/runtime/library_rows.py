@@ -20,6 +20,7 @@ from planner.plan import Plan, Training
 from runtime import data, run, train
 from runtime import launch as launching
 from runtime.run import Orders, StepRecord
+from tests.limits import PATIENCE_S
 from tests.runtime import cases, combinations, library_runs
 from tests.runtime.combinations import Bound
 from tests.runtime.library_runs import LibraryRun, Settings
@@ -116,7 +117,7 @@ class Row(combinations.Row):
         plan = combinations.Row.plan(self)
         if self.shares:
             plan = cases.shared(plan, self.shares)
-        return plan.model_copy(update={"training": TRAINING, "timeout_s": 60.0})
+        return plan.model_copy(update={"training": TRAINING, "timeout_s": PATIENCE_S})
 
     @property
     def shown(self) -> str:
@@ -186,10 +187,7 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     write(row.document(), plan)
     launching.launch(
         plan,
-        data=TEXT,
-        weights=row.folder,
-        steps=STEPS,
-        output=output / "run",
+        run.Run(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run"),
         device="cpu",
         quiet=True,
         **options,
@@ -217,7 +215,7 @@ def carry_out(file: str) -> None:
     orders = read(Orders, file)
     rank = dist.get_rank()
     record = train.train(orders, rank=rank, local_rank=rank)
-    run.write_json(record, run.record_file(Path(orders.output), rank))
+    run.write_json(record, run.record_file(orders.output, rank))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -20,7 +21,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-WAIT_S = 60.0
+from tests.limits import PATIENCE_S
+
+LOADED = (
+    "torch.distributed.checkpoint",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""Loaded once before the first fork: each rank of a family of transformers would load 500 modules,
+in ten times the seconds of its steps."""
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """What every rank calls, and with what."""
@@ -46,7 +56,7 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def do(self, work: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    def do(self, work: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
         """Run `work(*args)` on all ranks; return results by rank."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -74,6 +84,8 @@ class Crew:
             self._folder = None
 
     def _start(self, first: Job) -> None:
+        for name in LOADED:
+            importlib.import_module(name)
         # What is garbage here must not be collected there: a process group would wait for its
         # threads, which a fork does not have.
         gc.collect()
@@ -92,7 +104,7 @@ class Crew:
 
 
 def on_ranks(
-    world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+    world: int, work: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Run `work(*args)` in `world` forked ranks of one process group; return results by rank.
 
@@ -134,7 +146,7 @@ def _rank(
             store=dist.FileStore(str(store), world),
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=WAIT_S),
+            timeout=datetime.timedelta(seconds=PATIENCE_S),
         )
         for work, args in itertools.chain([first], iter(pipe.recv, None)):
             pipe.send((True, work(*args)))

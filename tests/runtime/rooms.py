@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from planner.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.report import RunReport
-from runtime.run import Orders
+from runtime.run import Orders, Run
 from runtime.supervise import last_lines
+from tests.limits import PATIENCE_S
 
 ROOT = Path(files_of.__file__).resolve().parent.parent
 
@@ -71,7 +71,7 @@ def plan_of(
             "micro_batch": 2,
             "micro_batches": 4 // data,
             "training": (training or Training(learning_rate=0.01, warmup_steps=4)).model_dump(),
-            "timeout_s": 60.0,
+            "timeout_s": PATIENCE_S,
             "stages": [{"layers": [{"layer": name} for name in stage]} for stage in stages],
         }
     )
@@ -96,32 +96,34 @@ class Room:
         return path
 
     def run(self, plan: Plan, **options: object) -> RunReport:
-        settings: dict[str, Any] = {
-            "model": MODEL,
-            "data": self.text,
-            "output": self.folder / "out",
-            "quiet": True,
-            **options,
-        }
-        report = launch(self.plan(plan), **settings)
+        settings = {"model": MODEL, "quiet": True, **options}
+        report = launch(self.plan(plan), self.asked(settings), **settings)
         assert report is not None
         return report
+
+    def asked(self, options: dict[str, Any]) -> Run:
+        """Take what a run is asked for out of options, beside the text and the output here."""
+        fields = {name: options.pop(name) for name in [*options] if name in Run.model_fields}
+        return Run(**{"data": self.text, "output": self.folder / "out", **fields})
 
     def start(self, plan: Plan, *, step: int = 3, **options: object) -> subprocess.Popen[str]:
         """Launch from a process of its own and wait for a step; 0 waits for nothing."""
         write(MODEL, self.folder / "model.yaml")
-        settings = {"data": str(self.text), "output": str(self.folder / "out"), **options}
+        told: dict[str, Any] = {**options}
+        asked = self.asked(told)
+        assert not told
         program = (
-            "import json, signal, sys\n"
+            "import signal, sys\n"
             # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from planner.document import read\n"
             "from planner.errors import MeshwrightError\n"
             "from planner.model import ModelGraph\n"
             "from runtime.launch import launch\n"
+            "from runtime.run import Run\n"
             "try:\n"
             "    model = read(ModelGraph, sys.argv[2])\n"
-            "    launch(sys.argv[1], model=model, **json.loads(sys.argv[3]))\n"
+            "    launch(sys.argv[1], Run.model_validate_json(sys.argv[3]), model=model)\n"
             "except MeshwrightError as error:\n"
             "    sys.exit(str(error))\n"
         )
@@ -132,7 +134,7 @@ class Room:
                 program,
                 str(self.plan(plan)),
                 str(self.folder / "model.yaml"),
-                json.dumps(settings),
+                asked.model_dump_json(),
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(self.python_path)},
             stderr=subprocess.PIPE,
@@ -145,7 +147,8 @@ class Room:
 
     def wait_for_step(self, step: int, *, while_running: subprocess.Popen[str] | None) -> None:
         metrics = files_of.metrics_file(self.folder / "out")
-        for _ in range(1200):
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
             if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
                 return
             if while_running is not None and while_running.poll() is not None:
@@ -155,7 +158,7 @@ class Room:
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each living rank of the newest run here."""
-        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').run}"
+        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').token}"
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -169,9 +172,9 @@ class Room:
                 found[int(rank.removeprefix("RANK="))] = int(process.name)
         return found
 
-    def wait_until_empty(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.ranks() and time.monotonic() < deadline:
+    def wait_until_empty(self) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while self.ranks() and time.monotonic() < end:
             time.sleep(0.05)
         assert self.ranks() == {}
 

@@ -68,9 +68,11 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     with pytest.raises(LaunchError, match="holds text, and training is on conversations"):
         launching.launch(
             tmp_path / "example" / "0" / "plan.yaml",
-            data=tmp_path / "example" / "model" / "chat.jsonl",
-            evaluate=tmp_path / "text.txt",
-            output=tmp_path / "refused",
+            run.Run(
+                data=tmp_path / "example" / "model" / "chat.jsonl",
+                evaluate=tmp_path / "text.txt",
+                output=tmp_path / "refused",
+            ),
             device="cpu",
             quiet=True,
         )
@@ -81,14 +83,16 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     for plan, steps in (("0", 2), ("2", 3)):
         launching.launch(
             home / plan / "plan.yaml",
-            data=model / "chat.jsonl",
-            weights=model,
-            steps=steps,
-            checkpoint=tmp_path / "stopped",
-            output=tmp_path / "out",
+            run.Run(
+                data=model / "chat.jsonl",
+                weights=model,
+                steps=steps,
+                checkpoint=tmp_path / "stopped",
+                output=tmp_path / "out",
+                training=tuple(f"{key}={value}" for key, value in example.SETTINGS.items()),
+                resume=steps == 3,
+            ),
             device="cpu",
-            training=[f"{key}={value}" for key, value in example.SETTINGS.items()],
-            resume=steps == 3,
             quiet=True,
         )
         losses = [one.loss for one in run.read_records(run.metrics_file(tmp_path / "out"))]

@@ -22,6 +22,7 @@ from runtime.checkpoint import Progress, complete, load, newest, problem, progre
 from runtime.data import Corpus  # noqa: E402
 from runtime.engine import TokenEngine  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
+from tests.limits import PATIENCE_S  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
 
@@ -263,7 +264,7 @@ def test_training_does_not_wait_for_the_disk(
 
     def slow(handle: int) -> None:
         at_the_disk.set()
-        assert disk.wait(30)
+        assert disk.wait(PATIENCE_S)
         to_disk(handle)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -272,7 +273,7 @@ def test_training_does_not_wait_for_the_disk(
 
     saver.begin(trained, done(1))
     trained["model.a"].fill_(2.0)
-    assert at_the_disk.wait(30)
+    assert at_the_disk.wait(PATIENCE_S)
     before = newest(tmp_path)
     disk.set()
     saved = saver.finish()

@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from planner.expressions import resolve_cluster
+from planner.cluster import DeviceCurve
+from planner.costs.compute import Device
+from planner.costs.layer_seconds import passes
+from planner.expressions import resolve_cluster, resolve_model
+from planner.layers import ends
+from planner.layers.operator_table import Setting
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.predict import predict
@@ -300,3 +306,39 @@ def test_a_rehearsed_rank_peaks_where_predicted(
         found = apart.submit(rehearse, plan, graph, rank=0).result()
 
     assert predicted == pytest.approx(found.peak_bytes, rel=near)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_a_head_is_priced_for_the_products_that_its_loss_runs(gradients: LossGradients) -> None:
+    """torch counts those of both passes; a device without anything but products takes as long."""
+    model = resolve_model("llama-3.2-1b")
+    architecture = model.architecture
+    assert architecture is not None
+    hidden, outputs, rows = architecture.hidden_size, 400, 96
+    small = architecture.model_copy(update={"vocab_size": outputs})
+    x = torch.randn(rows, hidden, requires_grad=True)
+    weight = torch.randn(outputs, hidden, requires_grad=True)
+
+    def in_place(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]  # torch counts no products that are added in place
+
+    rules = {torch.ops.aten.addmm_: in_place}
+    with FlopCounterMode(display=False, custom_mapping=rules) as counted:
+        total, _ = chunked_loss(x, weight, torch.arange(rows), rows=32, gradients=gradients)
+        total.backward()  # type: ignore[no-untyped-call]
+
+    loss = ChunkedLoss(rows=32, gradients=gradients)
+    head = ends.head(small, Setting(micro_batch=1, seq_len=rows, loss=loss))
+    curve = DeviceCurve(
+        launch_s=0,
+        matmul=1,
+        attention_forward=1,
+        attention_backward=1,
+        memory=1,
+        spread=0,
+        provenance="quoted",
+        source="none",
+    )
+    only_products = Device(peak_flops=1, memory_bytes_per_s=1e30, curve=curve)
+    found = passes(head, "none", only_products)
+    assert found.forward_s + found.backward_s == pytest.approx(counted.get_total_flops(), rel=1e-3)

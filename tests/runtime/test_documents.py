@@ -210,7 +210,6 @@ def test_ranks_keep_documents_and_counts_apart() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.timeout(3600)
 def test_every_family_keeps_documents_apart_under_every_layout() -> None:
     on_two_ranks(
         [

@@ -34,6 +34,7 @@ from runtime import run
 from runtime.engine import TokenEngine
 from runtime.export import to_huggingface
 from runtime.supported import supported
+from tests.limits import PATIENCE_S
 from tests.runtime import cases, families, family_table, library_runs
 from tests.runtime.library_rows import SETTINGS, TEXT, TRAINING, OnCrew, apart, batches
 from tests.runtime.ranks import Crew
@@ -91,7 +92,7 @@ def graph_of(family: str) -> ModelGraph:
 
 def plan_of(family: str, layout: str | None) -> Plan:
     plan = cases.plan(graph_of(family), **(LAYOUTS[layout] if layout else {}))
-    return plan.model_copy(update={"training": TRAINING, "timeout_s": 60.0})
+    return plan.model_copy(update={"training": TRAINING, "timeout_s": PATIENCE_S})
 
 
 @functools.cache
@@ -179,10 +180,7 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     write(plan_of(family, layout), output / "plan.yaml")
     launching.launch(
         output / "plan.yaml",
-        data=TEXT,
-        weights=published(family),
-        steps=STEPS,
-        output=output / "run",
+        run.Run(data=TEXT, weights=published(family), steps=STEPS, output=output / "run"),
         device="cpu",
         quiet=True,
         **options,
@@ -235,7 +233,6 @@ def test_launches_train_and_export_like_the_library(
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.timeout(3600)
 def test_every_family_launches_under_every_layout_that_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

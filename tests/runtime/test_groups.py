@@ -19,6 +19,7 @@ from planner.request import Request
 from planner.search.best_first import search
 from runtime.engine import TokenEngine
 from runtime.launch import launch
+from runtime.run import Run
 from tests.planner.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -139,7 +140,7 @@ def test_each_rank_is_told_the_device_of_its_stages_group(
     plan = planned(1, 2, Pins(pipeline=3))
     document.write(plan, tmp_path / "plan.yaml")
 
-    launch(tmp_path / "plan.yaml", model=MODEL, dry_run=True, device="cpu", output=tmp_path)
+    launch(tmp_path / "plan.yaml", Run(output=tmp_path), model=MODEL, dry_run=True, device="cpu")
 
     lines = capsys.readouterr().out.splitlines()
     devices = [int(re.findall(r"LOCAL_RANK=(\d+)", line)[0]) for line in lines]

@@ -15,6 +15,7 @@ import pytest
 
 from runtime import run as files_of
 from runtime.checkpoint import newest, progress
+from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, Room, plan_of
 
 PLANS = (plan_of(data=2), plan_of(pipeline=2), plan_of(data=2, zero=3))
@@ -60,7 +61,7 @@ def kill_and_resume(room: Room, *, moments: int, seed: int) -> int:
         before = step_of(saved)
         hits += any(saved.glob(".step-*"))
         os.kill(victim, signal.SIGKILL)
-        _, message = launcher.communicate(timeout=60)
+        _, message = launcher.communicate(timeout=PATIENCE_S)
 
         assert launcher.returncode == 1
         assert "was killed by SIGKILL" in message
@@ -99,7 +100,6 @@ def test_a_kill_costs_nothing(room: Room) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.timeout(1200)
 def test_twenty_kills_cost_nothing(room: Room) -> None:
     pytest.importorskip("torch")
 

@@ -20,6 +20,7 @@ from runtime.held import alone_in
 from runtime.launch import launch
 from runtime.preflight import cores
 from runtime.report import RunReport
+from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, MODEL, ROOT, Room, plan_of
 
 # What is refused before anything starts ---------------------------------------------------------
@@ -111,7 +112,7 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(room: Room) -> None:
     )
 
     with pytest.raises(DocumentError, match="vocab_size: is 256, but tokens by bytes reach 256"):
-        launch(room.plan(plan), model=small, data=room.text, output=room.folder / "out", quiet=True)
+        launch(room.plan(plan), room.asked({}), model=small, quiet=True)
 
 
 def test_an_output_that_cannot_be_written_is_refused(room: Room) -> None:
@@ -183,12 +184,8 @@ def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFi
 
     launch(
         room.plan(plan_of()),
+        room.asked({"checkpoint": saved.parent, "resume": True, "steps": 31}),
         model=MODEL,
-        data=room.text,
-        output=room.folder / "out",
-        checkpoint=saved.parent,
-        resume=True,
-        steps=31,
         dry_run=True,
     )
 
@@ -220,9 +217,8 @@ def test_a_dry_run_prints_one_line_per_rank_and_starts_nothing(
 ) -> None:
     result = launch(
         room.plan(plan_of(data=2)),
+        room.asked({}),
         model=MODEL,
-        data=room.text,
-        output=room.folder / "out",
         dry_run=True,
     )
 
@@ -246,7 +242,7 @@ def test_launching_needs_no_torch() -> None:
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
@@ -255,7 +251,6 @@ def test_launching_needs_no_torch() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.timeout(280)
 def test_another_plan_goes_on_from_a_checkpoint_of_two_data_ranks(room: Room) -> None:
     pytest.importorskip("torch")
     whole = room.run(plan_of(data=2), steps=7)
@@ -321,7 +316,7 @@ def test_a_killed_rank_ends_the_launch_and_is_named(room: Room) -> None:
     assert sorted(ranks) == [0, 1]
 
     os.kill(ranks[1], signal.SIGKILL)
-    _, message = launcher.communicate(timeout=120)
+    _, message = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 1
     assert "rank 1 was killed by SIGKILL" in message
@@ -332,7 +327,7 @@ def test_a_killed_rank_ends_the_launch_and_is_named(room: Room) -> None:
 
 def patient_start(room: Room) -> tuple[subprocess.Popen[str], int]:
     """Start with a short timeout; where ranks need longer to find each other, with a long one."""
-    for timeout_s in (5, 60):
+    for timeout_s in (5, 60, 600):
         plan = plan_of(data=2).model_copy(update={"timeout_s": float(timeout_s)})
         with contextlib.suppress(AssertionError):
             return room.start(plan, steps=ENOUGH), timeout_s
@@ -345,7 +340,7 @@ def test_a_rank_that_hangs_ends_the_launch_when_the_time_is_over(room: Room) -> 
     launcher, timeout_s = patient_start(room)
 
     os.kill(room.ranks()[1], signal.SIGSTOP)
-    _, message = launcher.communicate(timeout=120)
+    _, message = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 1
     assert (
@@ -364,7 +359,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
     launcher.kill()
     launcher.communicate()
 
-    room.wait_until_empty(20.0)
+    room.wait_until_empty()
 
 
 @pytest.mark.ranks
@@ -378,7 +373,7 @@ def test_an_interrupted_launch_ends_all_and_says_how_far_it_came(
     launcher = room.start(plan_of(), steps=ENOUGH)
 
     launcher.send_signal(number)
-    _, message = launcher.communicate(timeout=120)
+    _, message = launcher.communicate(timeout=PATIENCE_S)
 
     assert launcher.returncode == 1
     assert "interrupted after step" in message
@@ -427,6 +422,6 @@ def test_a_launch_from_another_thread_runs_too(room: Room) -> None:
 
     thread = threading.Thread(target=lambda: reports.append(room.run(plan_of(), steps=2)))
     thread.start()
-    thread.join(120)
+    thread.join(PATIENCE_S)
 
     assert [report.steps for report in reports] == [2]

@@ -23,6 +23,7 @@ from runtime.launch import launch
 from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
+from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
@@ -39,12 +40,12 @@ def on_nodes(
 
     def node(number: int) -> None:
         node_rank = NodeRank(node=number, nodes=len(devices), host="127.0.0.1", port=port)
-        settings: dict[str, Any] = {"model": MODEL, "data": room.text, "quiet": True}
+        settings: dict[str, Any] = {"model": MODEL, "quiet": True}
         for name, value in options.items():
             settings[name] = value(number) if callable(value) else value
-        settings.setdefault("output", room.folder / "out")
+        asked = room.asked(settings)
         try:
-            ends[number] = launch(path, node_rank=node_rank, nodes=devices, **settings)
+            ends[number] = launch(path, asked, node_rank=node_rank, nodes=devices, **settings)
         except MeshwrightError as error:
             ends[number] = error
 
@@ -52,7 +53,7 @@ def on_nodes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(PATIENCE_S)
     return ends
 
 
@@ -117,7 +118,7 @@ def test_what_one_node_lacks_ends_the_others_too(room: Room) -> None:
 @pytest.mark.matrix
 def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
     def kill_rank_1() -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             metrics = room.folder / "out" / "metrics.jsonl"
             if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
@@ -158,9 +159,11 @@ from planner.document import read
 from planner.model import ModelGraph
 from runtime.launch import launch
 from runtime.nodes import node_rank_of
+from runtime.run import Run
 folder = sys.argv[1]
-report = launch(folder + "/plan.yaml", model=read(ModelGraph, folder + "/model.yaml"),
-    data=folder + "/text.txt", output=folder + "/out", steps=3, quiet=True,
+report = launch(folder + "/plan.yaml", Run(
+    data=folder + "/text.txt", output=folder + "/out", steps=3),
+    model=read(ModelGraph, folder + "/model.yaml"), quiet=True,
     node_rank=node_rank_of(os.environ), nodes=(2, 2))
 print(json.dumps(report.losses if report else None))
 """
@@ -177,7 +180,7 @@ def test_hosts_with_networks_of_their_own_train_as_one_process(room: Room) -> No
         said = hosts.run(
             [sys.executable, "-c", HOST, str(room.folder)],
             environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout_s=120,
+            timeout_s=PATIENCE_S,
             quiet=True,
         )
 

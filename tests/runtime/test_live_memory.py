@@ -14,6 +14,7 @@ from torch import nn
 from runtime.activations import GROUP
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
+from tests.limits import PATIENCE_S
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -234,8 +235,8 @@ def test_gathered_parameters_of_fsdp_come_and_go() -> None:
 
             def falls_below(limit_bytes: int) -> bool:
                 # gloo's thread lets go of a collective's tensors some time after the wait for it
-                begin = time.monotonic()
-                while live.current_bytes >= limit_bytes and time.monotonic() < begin + 30:
+                end = time.monotonic() + PATIENCE_S
+                while live.current_bytes >= limit_bytes and time.monotonic() < end:
                     time.sleep(0.005)
                 return live.current_bytes < limit_bytes
 

@@ -30,6 +30,7 @@ from runtime import addresses, channel, nodes, preflight, rendezvous, run, super
 from runtime.channel import job_secret
 from runtime.nodes import ALONE, NodeRank, node_rank_of
 from runtime.rendezvous import Rendezvous
+from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 
 SECRET = b"only nodes of the test know this"
@@ -50,7 +51,7 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     return results
 
 
@@ -60,7 +61,7 @@ def of_nodes(count: int, work: Callable[[Rendezvous], Any], **settings: Any) -> 
 
     def node(number: int) -> Any:
         node_rank = NodeRank(node=number, nodes=count, host="127.0.0.1", port=port)
-        with Rendezvous(node_rank, meet_s=20, **settings) as met:
+        with Rendezvous(node_rank, meet_s=PATIENCE_S, **settings) as met:
             return work(met)
 
     return in_threads(*(functools.partial(node, number) for number in reversed(range(count))))[::-1]
@@ -95,7 +96,7 @@ def test_while_ranks_work_a_node_looks_whether_others_left() -> None:
         if met.node_rank.node == 1:
             early.set()
             return str(met.all_gather("done early"))
-        early.wait(10)
+        early.wait(PATIENCE_S)
         while not met._early:
             met.check()  # what comes too early is saved
         return str(met.all_gather("done"))
@@ -106,7 +107,7 @@ def test_while_ranks_work_a_node_looks_whether_others_left() -> None:
 class Job:
     """A job whose node 0 waits in a thread; the test is everybody else."""
 
-    def __init__(self, *, count: int = 2, meet_s: float = 30.0, greet_s: float = 1.5) -> None:
+    def __init__(self, *, count: int = 2, meet_s: float = PATIENCE_S, greet_s: float = 1.5) -> None:
         self.port = free_port()
         self.warned: list[str] = []
         self.result: list[Any] = []
@@ -127,10 +128,10 @@ class Job:
         return NodeRank(node=node, nodes=self._count, host="127.0.0.1", port=self.port)
 
     def dial(self, address: str = "127.0.0.1") -> socket.socket:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return socket.create_connection((address, self.port), timeout=10)
+                return socket.create_connection((address, self.port), timeout=PATIENCE_S)
             except ConnectionRefusedError:
                 if time.monotonic() > end or not self._thread.is_alive():
                     raise
@@ -142,13 +143,13 @@ class Job:
             return met.all_gather(f"node {node}")
 
     def wait_for(self, words: str) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while not any(words in text for text in self.warned):
             assert time.monotonic() < end, (words, self.warned)
             time.sleep(0.01)
 
     def end(self) -> Any:
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         return self.result
 
 
@@ -507,7 +508,7 @@ def test_nodes_meet_at_an_address_of_ipv6() -> None:
 
     def node(number: int) -> Any:
         node_rank = node_rank_of({}, nodes=2, node=number, rendezvous=f"[::1]:{port}")
-        with Rendezvous(node_rank, secret=SECRET, meet_s=20) as met:
+        with Rendezvous(node_rank, secret=SECRET, meet_s=PATIENCE_S) as met:
             listening, _ = supervise.free_socket(met.address)
             os.close(listening)
             return met.all_gather(number), met.address, met.interface

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
@@ -22,7 +24,9 @@ PLAN = Plan(
     micro_batches=2,
     stages=(Stage(layers=(PlacedLayer(layer="a"),)), Stage(layers=(PlacedLayer(layer="b"),))),
 )
-ORDERS = Orders(run="r", output="out", corpus="corpus", device="cpu", steps=16, started_unix_s=0.0)
+ORDERS = Orders(
+    token="r", output=Path("out"), corpus=Path("corpus"), device="cpu", steps=16, started_unix_s=0.0
+)
 
 
 def rank(number: int, step_s: list[float], peak: int, untimed: tuple[int, ...] = ()) -> RankRecord:

@@ -24,6 +24,7 @@ from runtime.nodes import NodeRank
 from runtime.script_engine import Engine
 from runtime.script_run import ScriptRun
 from runtime.supervise import BadEnd, Exit
+from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 
 SCRIPT = '''
@@ -186,7 +187,7 @@ def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(PATIENCE_S)
 
     first, second = ends
     assert isinstance(first, ScriptRun), ends

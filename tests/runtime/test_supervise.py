@@ -11,6 +11,7 @@ import pytest
 
 from runtime.run import Failure
 from runtime.supervise import Exit, Ranks, first_cause, free_socket, is_timeout, last_lines
+from tests.limits import PATIENCE_S
 
 
 def failure(rank: int, kind: str, message: str = "", at: float = 0.0) -> Failure:
@@ -115,8 +116,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Say whether a process is dead within twenty seconds; a zombie is dead."""
-    for _ in range(400):
+    """Wait until a process is dead, and say whether it is; a zombie is dead."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True

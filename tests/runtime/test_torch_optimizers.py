@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from planner.errors import OptimizerError
 from runtime.script_engine import Engine
 from runtime.torch_optimizers import is_elementwise
+from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
 
 STEPS, SAMPLES = 3, 8
@@ -135,8 +136,9 @@ class Number:
 
 @pytest.mark.ranks
 def test_every_optimizer_of_torch_is_that_of_one_process_and_goes_on_anywhere(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    muon_without_rounding(monkeypatch)
     expected = {which: plainly(which) for which in (*ELEMENTWISE, *WHOLE)}
 
     ranks = on_ranks(2, in_zero_3, str(tmp_path))

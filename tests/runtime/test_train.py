@@ -24,6 +24,7 @@ from runtime import checkpoint, run  # noqa: E402
 from runtime.data import Corpus, Samples, files, prepare  # noqa: E402
 from runtime.run import Orders  # noqa: E402
 from runtime.train import Loop, step_seed  # noqa: E402
+from tests.limits import PATIENCE_S  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: 
     output.mkdir(exist_ok=True)
     told = Orders.of(
         {
-            "run": "r",
+            "token": "r",
             "output": str(output),
             "corpus": str(corpus.folder),
             "device": "cpu",
@@ -169,7 +170,7 @@ def test_the_next_batch_is_read_beside_the_step(
 
     class Waiting(Averaging):
         def step(self, tokens: torch.Tensor) -> Result:
-            assert second.wait(timeout=10)
+            assert second.wait(PATIENCE_S)
             assert not gc.isenabled()  # all ranks look for cycles between the same steps
             return super().step(tokens)
 

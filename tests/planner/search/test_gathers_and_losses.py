@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,15 @@ from planner.catalog import native
 from planner.costs.layout_costs import CostTables
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import read_pins
+from planner.pins import SHORT_NAMES, read_pins
 from planner.plan import Job, Layout
 from planner.predict import predict
 from planner.profile import ChunkedLoss
 from planner.request import Request
 from planner.search.best_first import search
 from planner.search.savings import Saving
-from planner.search.space import Degrees, gathers, losses
+from planner.search.space import Degrees, complexity, gathers, layouts, losses
+from planner.search.ways_out import written_pin
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
 from planner.training import Lora
@@ -39,7 +41,7 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
 # --- the loss -----------------------------------------------------------------------------------
 
 
-CHUNKS = ChunkedLoss(rows=1024)
+CHUNKS, ANEW = ChunkedLoss(rows=1024), ChunkedLoss(rows=1024, gradients="recomputed")
 
 
 def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
@@ -56,7 +58,7 @@ def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
 @pytest.mark.parametrize(
     ("cluster", "schedule", "ways"),
     [
-        ("8xa100-sxm-40gb", "1f1b", (None, CHUNKS)),
+        ("8xa100-sxm-40gb", "1f1b", (None, CHUNKS, ANEW)),
         ("8xa100-sxm-40gb", "pipedream-2bw", (None,)),
         ("local", "1f1b", (None,)),
     ],
@@ -78,6 +80,47 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
     assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_len", "batch"),
+    [
+        ("qwen2.5-7b", "6xrtx-4090", 2048, 48),
+        ("llama-3.2-3b", "4xrtx-3090", 4096, 32),
+        ("gemma-2-2b", "4xrtx-4090", 4096, 16),
+    ],
+)
+def test_no_loss_that_can_be_fixed_is_faster_than_the_answer(
+    model: str, cluster: str, seq_len: int, batch: int
+) -> None:
+    asked = replace(request(cluster, model=model), job=Job(seq_len=seq_len, global_batch=batch))
+
+    fixed = [
+        search(replace(asked, pins=read_pins([f"loss={loss}"]))).prediction.step_time_s
+        for loss in ("precomputed", "recomputed")
+    ]
+
+    assert search(asked).prediction.step_time_s <= min(fixed) * (1 + 1e-6)
+
+
+def test_no_two_layouts_of_a_space_are_equally_complex() -> None:
+    every = list(layouts(request("2xa100-sxm-40gb", model="llama-3.2-1b")))
+
+    assert len({complexity(layout) for layout in every}) == len(every)
+
+
+def test_what_would_fit_is_written_as_it_is_fixed() -> None:
+    """Of every pin and every layout, and not as Python shows its values."""
+    asked = request("2xa100-sxm-40gb", model="llama-3.2-1b")
+    every = [*layouts(asked), replace(ZERO_3, reshard=8, loss=ChunkedLoss(rows=256))]
+
+    for layout in random.Random(0).sample(every, 40) + every[-1:]:
+        for name, field in SHORT_NAMES.items():
+            if field in ("recompute", "activations"):
+                continue
+            written = written_pin(layout, field)
+            allow = ("offload", "compress", "stale")
+            assert written is None or read_pins([f"{name}={written}"], allow).allow(layout)
+
+
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
     """Every layout's own optimum, on a model small enough to solve all of them."""
@@ -87,7 +130,7 @@ def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
 
     [candidates] = found.candidates
     every = list(candidates.layouts())
-    assert {layout.loss for layout in every} == {None, CHUNKS}
+    assert {layout.loss for layout in every} == {None, CHUNKS, ANEW}
     least_s = math.inf
     for layout in every:
         solution = solve(candidates.instance(layout))

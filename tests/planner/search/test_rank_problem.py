@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from planner.costs.layout_costs import CostTables
 from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.parameters import graph_of
 from planner.model import ModelGraph
+from planner.pins import Pins, read_allowances
 from planner.pipeline_model import held, most_on_first_stage
 from planner.plan import Job, Layout, ScheduleName
 from planner.predict import placement_prediction, placements_of
@@ -326,3 +328,84 @@ def test_zero_bubble_plans_that_fit_are_found(node: ClusterSpec) -> None:
     assert certificate.objective_s <= 3.979736
     assert certificate.optimal
     assert certificate.gap == 0
+
+
+# --- what a rank holds at least -----------------------------------------------------------------
+
+
+def random_layouts(cluster: ClusterSpec, model: ModelGraph, count: int) -> list[Layout]:
+    """Return layouts of every schedule, whose layers may lie on the host."""
+    rng, found = random.Random(5), list[Layout]()
+    while len(found) < count:
+        pipeline = rng.choice((1, 1, 2, 4))
+        data = cluster.devices // pipeline
+        name, virtual = rng.choice([*TIMETABLES, ("1f1b", 1), ("gpipe", 1)])
+        name, virtual = ("1f1b", 1) if pipeline == 1 else (name, virtual)
+        micro_batches = rng.choice((1, 4, 8))
+        shape = {"stages": pipeline * virtual, "micro_batches": micro_batches}
+        if pipeline > 1 and obstacle(name, virtual_stages=virtual, **shape):
+            continue
+        if virtual > 1 and shares_of(model.chain_kinds, name, pipeline, virtual) is None:
+            continue
+        found.append(
+            Layout(
+                pipeline=pipeline,
+                data_shard=data,
+                zero=rng.randrange(1, 4) if data > 1 else 0,
+                schedule=name,
+                virtual_stages=virtual,
+                micro_batch=rng.choice((1, 2)),
+                micro_batches=micro_batches,
+            )
+        )
+    return found
+
+
+def test_no_options_of_a_rank_hold_less_than_the_least() -> None:
+    """Of layers on the device, on the host and in 8 bits, against the bytes of predictions."""
+    rng, model = random.Random(7), resolve_model("llama-3.2-1b")
+    cluster = resolve_cluster("8xa100-sxm-40gb")
+    request = Request(model=model, cluster=cluster, job=Job(seq_len=1024, global_batch=64))
+    tables = CostTables(request, ("keep", "offload", "compress"))
+    least_share = math.inf
+    for layout in random_layouts(cluster, model, 40):
+        instance = instance_of(model, cluster, layout, tables.of(layout))
+        used = instance.used_bytes
+        assert used is not None and used.least is not None
+        cuts = [round(s * len(instance.layers) / layout.pipeline) for s in range(layout.pipeline)]
+        for rank, (first, end) in enumerate(itertools.pairwise([*cuts, len(instance.layers)])):
+            before, own = range(first), range(first, end)
+            least = used.least(rank, before, own)
+            for _ in range(12):
+                options = [rng.randrange(len(instance.options_of(at))) for at in own]
+                if rng.random() < 0.5:  # all layers of a kind alike, near the least
+                    each = {
+                        instance.layers[at]: option for at, option in zip(own, options, strict=True)
+                    }
+                    options = [each[instance.layers[at]] for at in own]
+                holds = used.of(rank, before, own, options)
+                assert least <= holds * (1 + 1e-9)
+                least_share = min(least_share, holds / least)
+    assert least_share < 1.01  # and it is close
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "allow"),
+    [
+        ("gpt-neox-20b", "8xa100-sxm-40gb", "offload"),
+        ("gpt-neox-20b", "8xa100-sxm-40gb", "offload,compress"),
+        pytest.param("gemma-2-9b", "4xrtx-4090", "offload", marks=pytest.mark.matrix),
+    ],
+)
+def test_layouts_that_do_not_fit_are_not_left_open(model: str, cluster: str, allow: str) -> None:
+    request = Request(
+        model=resolve_model(model),
+        cluster=resolve_cluster(cluster),
+        job=Job(seq_len=2048, global_batch=64),
+        pins=Pins(allowed=read_allowances([allow])),
+    )
+
+    certificate = search(request).certificate
+
+    assert certificate.optimal
+    assert "stopped early" not in certificate.counts

@@ -255,7 +255,7 @@ def test_a_split_is_no_slower_under_a_layout_that_covers_its_own() -> None:
 
     for _, own in itertools.groupby(sorted(layouts, key=shape), key=shape):
         alike = list(own)
-        for one, other in itertools.permutations(rng.sample(alike, min(4, len(alike))), 2):
+        for one, other in itertools.permutations(rng.sample(alike, min(5, len(alike))), 2):
             if not covers(candidates.costs(one), candidates.costs(other)):
                 continue
             pairs += 1

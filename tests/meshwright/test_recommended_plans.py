@@ -1,0 +1,180 @@
+"""What a command recommends fits, or is said not to; and its backend runs it, or is said not to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.attack_plans import Drafts
+from meshwright import commands
+from meshwright.cli import app
+from planner import document
+from planner.catalog import stacks
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.formats.configuration import FRAMEWORKS, caveats, configuration
+from planner.plan import Job, Layout, Plan
+from planner.predict import layout_prediction
+from planner.prediction import ALLOCATOR
+from planner.request import Request
+
+SETTING = "=".join(ALLOCATOR)
+FULL = {
+    "deepspeed": "llama-2-13b 8xa100-sxm-80gb 4096 64",
+    "transformers": "qwen3-8b 8xa100-sxm-80gb 4096 64",
+    "megatron": "gpt-neox-20b 8xa100-sxm-80gb 2048 64",
+}
+"""Requests by backend: model, cluster, sequence and batch."""
+
+
+def request(backend: str) -> Request:
+    model, cluster, seq_len, batch = FULL[backend].split()
+    return Request.of(
+        resolve_model(model),
+        resolve_cluster(cluster),
+        seq_len=int(seq_len),
+        global_batch=int(batch),
+        stack=backend,
+        called=cluster,
+    )
+
+
+@pytest.mark.parametrize("backend", FULL)
+def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: str) -> None:
+    """Of any layout, as its devices are made smaller and smaller."""
+    asked = request(backend)
+    layout = Layout(data_shard=8, zero=3, micro_batch=1, micro_batches=8)
+    group = asked.cluster.groups[0]
+    seen = set()
+    for at in range(50):
+        size = round((0.3 + at / 50) * group.accelerator.memory_bytes)
+        device = group.accelerator.model_copy(update={"memory_bytes": size})
+        groups = (group.model_copy(update={"accelerator": device}),)
+        cluster = asked.cluster.model_copy(update={"groups": groups})
+        found = layout_prediction(replace(asked, cluster=cluster), layout)
+
+        [stage] = found.stages
+        above = found.fits and stage.peak_memory_bytes > stage.memory_capacity_bytes
+        said = [note for note in found.notes if SETTING in note]
+        assert bool(said) == above
+        assert all("% likely to fit" in note for note in said)
+        seen.add((found.fits, above))
+    assert seen == {(True, True), (True, False), (False, False)}
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a plan that DeepSpeed's search answers, of 81.6 GiB on 80."""
+    path = tmp_path_factory.mktemp("crowded") / "plan.yaml"
+    model, cluster, seq_len, batch = FULL["deepspeed"].split()
+    commands.plan(
+        model,
+        cluster,
+        seq_len=int(seq_len),
+        global_batch=int(batch),
+        backend="deepspeed",
+        output=str(path),
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan"],
+        ["plan", "--json"],
+        ["predict", "PLAN"],
+        ["show", "PLAN"],
+        ["compare", "PLAN", "PLAN"],
+        ["compare", "PLAN", "PLAN", "--json"],
+        ["compare", "PLAN", "--best"],
+        ["compare", "PLAN", "--best", "--json"],
+        ["export", "PLAN"],
+        ["export", "PLAN", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_says_what_a_full_device_takes(crowded: Path, command: list[str]) -> None:
+    name, *options = [str(crowded) if word == "PLAN" else word for word in command]
+    if name == "plan":
+        model, cluster, seq_len, batch = FULL["deepspeed"].split()
+        asked = ["--seq-len", seq_len, "--global-batch", batch, "--backend", "deepspeed"]
+        options = [model, "--cluster", cluster, *asked, *options]
+
+    ended = CliRunner().invoke(app, [name, *options])
+
+    assert ended.exit_code == 0
+    assert SETTING in ended.output + ended.stderr
+
+
+def test_a_configuration_with_comments_carries_the_setting(tmp_path: Path, crowded: Path) -> None:
+    plan = document.read(Plan, crowded).model_copy(update={"backend": "fsdp"})
+    path = tmp_path / "fsdp.yaml"
+    document.write(plan, path)
+    predicted = commands.of_plan(plan, None, None)
+
+    written = commands.export(str(path))
+
+    assert isinstance(written, commands.Configured)
+    assert (SETTING in written.text.splitlines()[0]) == bool(predicted.environment)
+    assert written.environment == predicted.environment
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+def random_plans(backend: str, count: int) -> list[Plan]:
+    """Return plans of all kinds of layouts, whatever the backend makes of them."""
+    model, cluster = resolve_model("qwen3-0.6b"), resolve_cluster("8xa100-sxm-40gb")
+    rng = random.Random(backend)
+    allowed = frozenset({"offload", "compress"})
+    job = Job(seq_len=1024, global_batch=32)
+    drafts = Drafts(model, cluster, job, allowed=allowed, rng=rng)
+    found: list[Plan] = []
+    while len(found) < count:
+        draft = drafts.some()
+        if draft is None:
+            continue
+        if rng.random() < 0.5:
+            draft = drafts.neighbour(draft) or draft
+        try:
+            plan = Plan.of(drafts.document(draft, name="8xa100-sxm-40gb"))
+        except DocumentError:
+            continue
+        found.append(plan.model_copy(update={"backend": backend}))
+    return found
+
+
+@pytest.mark.parametrize("backend", sorted(FRAMEWORKS.keys() & stacks().keys()))
+def test_what_a_backend_refuses_to_export_its_prediction_says(backend: str) -> None:
+    model, cluster = resolve_model("qwen3-0.6b"), resolve_cluster("8xa100-sxm-40gb")
+    refused = 0
+    for at, plan in enumerate(random_plans(backend, 60)):
+        said = caveats(plan, model, cluster)
+        try:
+            configuration(plan, model, backend, cluster)
+        except DocumentError as error:
+            refused += 1
+            reasons = str(error).partition("cannot run this plan: ")[2]
+            assert said and reasons.split("; ")[0] in said[0]
+        if at < 3:
+            assert set(said) <= set(commands.of_plan(plan, None, None).notes)
+    assert refused > 30
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "zero=3,shard=4", "cp=2", "pp=2"])
+def test_a_layout_that_its_backend_cannot_run_is_priced_with_the_reason(layout: str) -> None:
+    found = commands.predict(
+        "llama-3.2-1b",
+        "8xa100-sxm-40gb",
+        layout=layout,
+        seq_len=1024,
+        global_batch=32,
+        backend="deepspeed",
+    )
+
+    assert any(note.startswith("deepspeed cannot run this plan: ") for note in found.notes)
