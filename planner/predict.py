@@ -327,9 +327,6 @@ def placement_prediction(
         has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
         for of_stage, seat in zip(memory, seats.stages, strict=True)
     )
-    retry_s = tables.request.stack.memory.retry_s
-    if retry_s and not fits:
-        parts["allocator"] = retry_s * layout.micro_batches
     step_s = sum(parts.values())
     low_s, high_s, basis = step_range(
         tables.request,

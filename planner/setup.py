@@ -25,7 +25,11 @@ class Setup:
     layout: Layout
     recompute: Recomputed | None = "none"
     """None where nobody says: nothing if that fits, else everything."""
+    recomputed_blocks: int | None = None
+    """The first blocks of each stage, which alone recompute; None: all."""
     activations: Activations = "keep"
+    offloaded_blocks: int | None = None
+    """The first blocks of each stage, of which alone `activations` speaks; None: all."""
     known: bool = True
     """Whether its stack is the framework's own, and not the closest one."""
     assumed: tuple[str, ...] = ()

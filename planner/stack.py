@@ -36,8 +36,7 @@ Accumulation = Literal["none", "same_type", "into_sum", "cast_then_add", "in_pro
 Sends = Literal["each", "once"]
 SelectiveRecompute = Literal["outputs", "attention", "operators", "blocks", "cheap"]
 Reported = Literal["allocated", "reserved"]
-Provenance = Literal["derived", "measured", "fitted", "assumed", "unexplained"]
-"""`unexplained` is fitted, and no mechanism is known: it speaks of runs of one stack alone."""
+Provenance = Literal["derived", "measured", "fitted", "assumed"]
 
 
 class Types(Part):
@@ -103,8 +102,6 @@ class Sharding(Part):
     """Share of the gradients' reduction that runs beside the last micro-batch's backward."""
     gather_overlap: Amount = Field(default=0.0, le=1)
     """Share of the gather of updated parameters that runs beside the next forward."""
-    network_rate: Fraction = 1.0
-    """Rate of ZeRO-3 collectives between nodes over that of large contiguous ones."""
     copies: Copies = "none"
     """Whether parameters and gradients are copied between their own tensors and the buffers of
     collectives (FSDP2), or are parts of those buffers."""
@@ -245,6 +242,10 @@ class Loss(Part):
     """Bytes per logit at the loss's peak."""
     divided_bytes: Amount = 0.0
     """The same of a rank's own logits where tensor-parallel ranks divide the loss; 0: as many."""
+    fused: Flag = False
+    """Softmax and its gradient are one kernel that writes over stored logits."""
+    fused_bytes: Amount = 0.0
+    """Bytes per logit at the peak of such a kernel; 0: `peak_bytes`."""
     divided: Flag = True
     """With tensor parallelism the loss works on its shard of the vocabulary; else on all of it."""
 
@@ -394,8 +395,6 @@ class Host(Part):
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
     """Once per step: optimizer launches, norms, logging, data."""
-    ring_step_s: Amount = 0.0
-    """Latency of each step of a ring over the network beyond that of its tier."""
 
 
 class OptimizerRule(Part):
@@ -410,6 +409,9 @@ class OptimizerRule(Part):
     """Under ZeRO the step copies the gradients of a rank's shard to a flat tensor in their own
     type, and this to one in fp32 (DeepSpeed, single_partition_of_fp32_groups); not where fresh
     gradients wait beside sums, which lie flat (BF16_Optimizer)."""
+    roots: Flag = False
+    """The step has the square roots of all second moments of a rank's shard at once
+    (torch.optim.adamw._multi_tensor_adamw, exp_avg_sq_sqrt); fused kernels have none."""
     flat_together: Positive | None = None
     """Parameters of a rank's shard whose gradients are copied together under ZeRO-3; None: all."""
 
@@ -437,9 +439,6 @@ class MemoryRule(Part):
     stages that keep their activations (`planner.costs.segments`)."""
     tight: Rate = 1.02
     """Reserved over allocated bytes where memory is short and the allocator compacts."""
-    retry_s: Amount = 0.0
-    """Seconds of each micro-batch in which the allocator, without room, gives back all that it
-    caches and asks the driver again: what runs beyond that room take longer."""
     context_bytes: Amount = 1.0e9
     """CUDA context and library buffers of a process, communicators left out where they are given
     apart."""
@@ -470,6 +469,8 @@ class RunsWith(Part):
     options: tuple[Text, ...]
     when: tuple[ConditionText, ...] = ()
     """All of them hold of such a run's layout."""
+    source: Text | None = None
+    """The table's source whose runs alone tell it; None where a launch script or code does."""
     why: Text
 
 
@@ -495,6 +496,16 @@ class Versions(Part):
     of a framework whose releases since then have it is read as one of those."""
 
 
+class Release(Part):
+    """What runs of a release have by default, or in its authors' recipes, where they do not say."""
+
+    of: Text
+    """What is counted: `transformers`, `nemo`, `mlperf`."""
+    since: Text
+    options: tuple[Text, ...] = ()
+    source: Text
+
+
 class Basis(Part):
     """Where figures come from."""
 
@@ -510,8 +521,8 @@ class Basis(Part):
 
     @model_validator(mode="after")
     def _told(self) -> Self:
-        if self.provenance in ("fitted", "unexplained") and self.runs is None:
-            raise ValueError(f"is {self.provenance} and does not say to how many runs")
+        if self.provenance == "fitted" and self.runs is None:
+            raise ValueError("is fitted and does not say to how many runs")
         return self
 
 
@@ -542,6 +553,8 @@ class Stack(Document):
     space: Space | None = None
     """None where layouts are priced and not searched."""
     accuracy: Accuracy = Accuracy()
+    releases: tuple[Release, ...] = ()
+    """The last of each product that is no later than a run's holds."""
     basis: tuple[Basis, ...] = ()
 
     @model_validator(mode="after")
@@ -599,37 +612,55 @@ def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
     return stack.model_copy(update=parts)
 
 
-def of_one_source(stack: Stack, sources: Collection[str]) -> dict[str, Provenance]:
-    """Return the figures that were fitted to runs of one source, of those named, alone.
+ONE_STUDY = (frozenset({"vtrain_multi", "vtrain_single"}),)
+"""Sources of one paper, machine and program, which support a figure no more than one does."""
+FEWEST_OTHERS = 2
+"""Sources that must support a fitted figure for it to stand without one more."""
 
-    Names stand in a basis's `source`; what is derived from code or measured does not count.
+
+def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset[str]:
+    """Return the fitted figures that would not stand without the runs of one source.
+
+    Those that fewer than two other studies of `sources` support.  Their names stand in a basis's
+    `source`; what is derived from code or measured by itself rests on no run.
     """
-    found: dict[str, Provenance] = {}
+    found: set[str] = set()
     for entry in stack.basis:
-        told = [name for name in sources if re.search(rf"\b{re.escape(name)}\b", entry.source)]
-        if entry.provenance in ("fitted", "unexplained") and len(told) == 1:
-            found |= dict.fromkeys(entry.fields, entry.provenance)
-    return found
+        if entry.provenance != "fitted" or not _names(entry.source, source):
+            continue
+        others = {_study(name) for name in sources if _names(entry.source, name)} - {_study(source)}
+        if len(others) < FEWEST_OTHERS:
+            found.update(entry.fields)
+    return frozenset(found)
 
 
-def without_one_source(stack: Stack, sources: Collection[str], usual: Stack) -> Stack:
-    """Return a stack as it would stand if no figure came from one source alone.
+def _names(text: str, source: str) -> bool:
+    return re.search(rf"\b{re.escape(source)}\b", text) is not None
 
-    Fitted ones are those of `usual`, of which nothing else is known; unexplained ones are gone.
+
+def _study(source: str) -> frozenset[str]:
+    return next((study for study in ONE_STUDY if source in study), frozenset({source}))
+
+
+def without_source(stack: Stack, source: str, sources: Collection[str], usual: Stack) -> Stack:
+    """Return a stack as it would stand had nobody seen the runs of one source.
+
+    Fitted figures that rest on it are those of `usual`, of which nothing else is known; what its
+    runs alone are known to have had is gone.
     """
-    known = of_one_source(stack, sources)
-    if not known:
+    runs_with = tuple(one for one in stack.accuracy.runs_with if one.source != source)
+    known = resting_on(stack, source, sources)
+    if not known and runs_with == stack.accuracy.runs_with:
         return stack
-    neutral = dict(figures(Stack(name="plain", summary="the defaults")))
     instead = dict(figures(usual))
-    values = {
-        path: (neutral if provenance == "unexplained" else instead)[path]
-        for path, provenance in known.items()
-    }
+    values = {path: instead[path] for path in known} | {"accuracy.runs_with": runs_with}
     if "accuracy.spread" in values:
         values["accuracy.seen"] = None
     return with_figures(stack, values)
 
+
+GRAPH_REPLAY_S = 5e-5
+"""One call of `torch.cuda.CUDAGraph.replay` through torch.cuda.make_graphed_callables."""
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {
     "flash": {"kernels.flash_attention": True},
@@ -642,6 +673,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "expert-overlap": {"experts.overlap": 0.8},
     "shared-expert-overlap": {"experts.shared_overlap": 0.9},
     "tp-overlap": {"tensor.overlap": 0.4},
+    "no-tp-overlap": {"tensor.overlap": 0.0, "tensor.async_overlap": 0.0},
     "16-bit-gathers": {"eight_bit.gathered": ("activations",)},
     "fp8-attention": {"kernels.eight_bit_attention": True},
     "auto-filter": {"eight_bit.eligible": "large"},
@@ -655,8 +687,70 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},
     "narrow-gradients": {"types.gradient": 2, "types.wire": 2},
+    "wide-gradients": {"types.gradient": 4, "types.wire": 4},
+    "narrow-states": {
+        "types.gradient": 2,
+        "types.master": 0,
+        "types.moments": 4,
+        "types.wire": 2,
+        "types.full_with_zero": False,
+    },
+    "wide-states": {"types.gradient": 4, "types.master": 4, "types.moments": 8},
+    "narrow-moments": {"types.moments": 4},
+    "shifted-logits": {"loss.peak_bytes": 14.0, "loss.fused_bytes": 10.0},
+    "fused-cross-entropy": {"loss.fused": True},
+    "fused-norms": {"kernels.norm": "fused", "kernels.rotary": "fused"},
+    "fused-gates": {"kernels.gate": "fused"},
+    "fa3": {"kernels.attention": "fa3"},
+    "balanced-experts": {"experts.skew": 1.0},
+    # A graph is launched whole: nothing of a step's Python and launches is left but the optimizer's
+    # and the data's (torch.cuda.CUDAGraph.replay is one call).
+    "graphed-steps": {
+        "host.layer_s": PerPass(),
+        "host.kernel_s": PerPass(),
+        "host.experts_s": 0.0,
+        "host.tensor_s": 0.0,
+        "host.rank_s": 0.0,
+        "host.action_s": 0.0,
+    },
+    # A replay of each layer and pass: a Python call, copies of its inputs, one launch.
+    "graphed-layers": {
+        "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
+        "host.kernel_s": PerPass(),
+        "host.experts_s": 0.0,
+        "host.tensor_s": 0.0,
+        "host.rank_s": 0.0,
+    },
 }
 """What a run may say of its kernels beside its stack, in a plan as `megatron+eager-attention`."""
+
+
+def usual_of_release(stack: Stack, release: str) -> tuple[str, ...]:
+    """Return the options that runs of a release have where they do not say.
+
+    A release is what versions it joins: `torch-2.4.1/transformers-4.45.2`.
+
+    >>> later = Release(of="nemo", since="25.11", options=("deepep",), source="its recipes")
+    >>> stack = Stack(name="plain", summary="the defaults", releases=(later,))
+    >>> usual_of_release(stack, "nemo-26.02.01"), usual_of_release(stack, "nemo-25.09")
+    (('deepep',), ())
+    """
+    versions: dict[str, tuple[int, ...]] = {}
+    for part in release.lower().split("/"):
+        if match := _RELEASE.match(part):
+            versions[match[1]] = _version(match[2])
+    found: dict[str, Release] = {}
+    for one in sorted(stack.releases, key=lambda one: _version(one.since)):
+        if one.of in versions and _version(one.since) <= versions[one.of]:
+            found[one.of] = one
+    return tuple(option for one in found.values() for option in one.options)
+
+
+_RELEASE = re.compile(r"([a-z_]+)-v?(\d{1,5}(?:[.-]\d{1,5})*)")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.split("[.-]", text))
 
 
 def base_of(name: str) -> str:
@@ -729,5 +823,5 @@ def stack_of(data: dict[str, Any], known: dict[str, dict[str, Any]]) -> Stack:
     return Stack.of(merged(whole, data))
 
 
-NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy")
+NOT_INHERITED = ("name", "aliases", "summary", "versions", "space", "accuracy", "releases")
 """Of what a stack extends: its names, what it executes, how far its runs lay from predictions."""

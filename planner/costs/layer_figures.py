@@ -27,7 +27,7 @@ from planner.costs.calibration import (
     one_of,
     stage_factors,
 )
-from planner.costs.collectives import Levels, group_steps, ranks_of
+from planner.costs.collectives import Levels, group_steps
 from planner.costs.figure_store import FigureBasis, FigureStore, KindFigures, Rows
 from planner.costs.layer_seconds import (
     ENDS,
@@ -370,15 +370,9 @@ class LayerFigures:
             if operation == "all_to_all" and axis == "expert":
                 return self._rates.exchange_s(size_bytes, group, routing)
             seconds = self._rates.link_s(operation, size_bytes, group)
-            return either(size_bytes > 0, seconds + self._waits_s(operation, group, axis), 0.0)
+            return either(size_bytes > 0, seconds, 0.0)
 
         return link_s
-
-    def _waits_s(self, operation: Collective, group: Levels, axis: GroupAxis) -> float:
-        """Seconds that rings over the network wait, counted with the half that adds up."""
-        if axis != "tensor" or len(group) < 2 or operation == "all_gather":
-            return 0.0
-        return 2 * (ranks_of(group) - 1) * self._rates.stack.host.ring_step_s
 
     def _links_s(self, places: Sequence[Groups]) -> LinkSeconds:
         """Return the seconds of collectives in many places: arrays [place]."""
@@ -400,8 +394,7 @@ class LayerFigures:
                 if operation == "all_to_all" and axis == "expert":
                     result[indices] = self._rates.exchange_s(sizes[indices], group, routing)
                     continue
-                seconds = self._rates.link_s(operation, sizes[indices], group)
-                result[indices] = seconds + self._waits_s(operation, group, axis)
+                result[indices] = self._rates.link_s(operation, sizes[indices], group)
             return cast(float, np.where(sizes > 0, result, 0.0))
 
         return link_s

@@ -207,8 +207,6 @@ def _collectives_s(
         reduce_s = rates.link_s("reduce_scatter", each, links.shard)
         reduce_s += rates.link_s("all_reduce", each / sharing.shard, links.replicate)
         reduce_s = calls * reduce_s
-        if sharing.gathers_again and len(links.shard) > 1:
-            gather_s, reduce_s = gather_s / rule.network_rate, reduce_s / rule.network_rate
         return gather_s + listed_s, reduce_s + listed_s, 0.0
     if sharing.data == 1:
         return 0.0, 0.0, 0.0

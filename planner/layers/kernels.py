@@ -12,7 +12,7 @@ from functools import cache
 from typing import Literal
 
 from planner.cluster import EIGHT_BITS
-from planner.stack import SelectiveRecompute, Stack
+from planner.stack import Loss, SelectiveRecompute, Stack
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -129,7 +129,7 @@ def kernels_of(
         reorders=stack.tensor.copies,
         narrow=precision in EIGHT_BITS and stack.eight_bit.narrow_states,
         large_only=precision in EIGHT_BITS and stack.eight_bit.eligible == "large",
-        peak_logit_bytes=0.0 if stack.loss.kind == "module" else stack.loss.peak_bytes,
+        peak_logit_bytes=_peak_logit_bytes(stack.loss),
         divided_logit_bytes=stack.loss.divided_bytes,
         divided_loss=stack.loss.divided,
         backward_traffic=rule.backward_traffic,
@@ -151,3 +151,10 @@ def kernels_of(
         restored_bytes=rule.restored_bytes if quantised else 0.0,
     )
     return MODULES if found == MODULES else found
+
+
+def _peak_logit_bytes(loss: Loss) -> float:
+    """Return bytes per logit of a loss that is one operator; 0 of torch's own, written out."""
+    if loss.kind == "module":
+        return 0.0
+    return loss.fused_bytes if loss.fused and loss.fused_bytes else loss.peak_bytes

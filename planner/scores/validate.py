@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner.collector import uncollected
 from planner.errors import DocumentError
@@ -34,6 +34,8 @@ from planner.tables.rows import Measured, Skipped, each, read_rows
 from planner.units import GIB
 
 Told = Callable[[int, int], None]
+Outcome = Literal["ran", "out_of_memory", "refused"]
+OUTCOMES: tuple[Outcome, ...] = ("ran", "out_of_memory", "refused")
 WORST = 10
 ROW_COLUMNS = (
     "id",
@@ -42,6 +44,7 @@ ROW_COLUMNS = (
     "step_time_high_s",
     "peak_memory_gib",
     "fits",
+    "outcome",
     "reason",
 )
 
@@ -57,9 +60,16 @@ class ScoredRow:
     """Why nothing was predicted, or why the run's framework refuses its layout."""
 
     @property
-    def runs(self) -> bool:
-        """Whether it is predicted to run: it fits in memory, and its framework has the layout."""
-        return self.prediction is not None and self.prediction.fits and not self.reason
+    def outcome(self) -> Outcome | None:
+        """What is predicted: it runs, memory does not hold it, or its framework refuses it.
+
+        None where nothing is predicted.
+        """
+        if self.prediction is None:
+            return None
+        if self.reason:
+            return "refused"
+        return "ran" if self.prediction.fits else "out_of_memory"
 
     @property
     def step_time_s(self) -> float | None:
@@ -118,6 +128,9 @@ class Validation:
     """Rows that could not be predicted, by reason."""
     fallbacks: dict[str, int]
     """Rows of frameworks that have no rules of their own, by framework."""
+    outcomes: dict[Outcome, tuple[int, int]]
+    """Of what is predicted to run, not to fit, or to be refused: rows that ran, and that ran out of
+    memory."""
 
     @property
     def worst(self) -> list[ScoredRow]:
@@ -138,19 +151,19 @@ def validate(
     *,
     told: Told | None = None,
     unknown: Collection[str] = (),
-    apart: bool = False,
+    left_out: bool = False,
 ) -> Validation:
     """Predict every row of a table of runs and score the predictions.
 
     `unknown` names stacks that are left out: their runs are those of an unknown framework.
-    `apart`: what a stack has from one of the table's sources alone is left out of it.
+    `left_out`: each row is predicted without the figures that rest on runs of its own source.
     """
     table = read_rows(path)
-    sources = {row.get("source", "") for row in table} - {""} if apart else set()
+    sources = {row.get("source", "") for row in table} - {""} if left_out else set()
     rows: list[ScoredRow] = []
     known: dict[tuple[tuple[str, str], ...], Prediction] = {}
     tables = Tables()
-    for index, (measured, setup) in enumerate(each(table, unknown=unknown, apart=sources)):
+    for index, (measured, setup) in enumerate(each(table, unknown=unknown, left_out=sources)):
         if told is not None and index % 16 == 0:
             told(index, len(table))
         if isinstance(setup, Skipped):
@@ -159,6 +172,8 @@ def validate(
             )
             continue
         key = tuple((k, v) for k, v in table[index].items() if k not in _SEEN)
+        if left_out:
+            key = (*key, ("source", measured.source))
         try:
             if key not in known:
                 known[key] = predicted(setup, tables)
@@ -201,6 +216,7 @@ _SEEN = frozenset(
         "judge_memory",
         "judge_rank",
         "sweep",
+        "basis",
     }
 )
 """Columns that no prediction depends on."""
@@ -223,6 +239,13 @@ def scored(rows: Sequence[ScoredRow]) -> Validation:
         incomplete={name: score(incomplete[name]) for name in sorted(incomplete)},
         skipped=dict(Counter(row.reason for row in rows if row.prediction is None)),
         fallbacks=dict(fallbacks),
+        outcomes={
+            outcome: (
+                sum(row.outcome == outcome and not row.measured.out_of_memory for row in rows),
+                sum(row.outcome == outcome and bool(row.measured.out_of_memory) for row in rows),
+            )
+            for outcome in OUTCOMES
+        },
     )
 
 
@@ -246,7 +269,7 @@ def score(rows: Iterable[ScoredRow]) -> Score:
         ),
         out_of_memory=out_of_memory_score(
             [
-                (row.runs, row.measured.out_of_memory)
+                (row.prediction.fits, row.measured.out_of_memory)
                 for row in rows
                 if row.prediction and row.measured.out_of_memory is not None
             ]
@@ -288,6 +311,10 @@ def validation_json(validation: Validation) -> dict[str, Any]:
         "predicted": sum(row.prediction is not None for row in validation.rows),
         "skipped": validation.skipped,
         "unknown_frameworks": validation.fallbacks,
+        "outcomes": {
+            name: {"ran": ran, "out_of_memory": failed}
+            for name, (ran, failed) in validation.outcomes.items()
+        },
         "worst": [worst_json(row) for row in validation.worst],
     }
 
@@ -318,7 +345,7 @@ def rows_csv(validation: Validation) -> str:
     for row in validation.rows:
         found = row.prediction
         if found is None:
-            writer.writerow([cell(row.measured.id), "", "", "", "", "", cell(row.reason)])
+            writer.writerow([cell(row.measured.id), "", "", "", "", "", "", cell(row.reason)])
             continue
         times = (found.step_time_s, found.step_time_low_s, found.step_time_high_s)
         writer.writerow(
@@ -326,7 +353,8 @@ def rows_csv(validation: Validation) -> str:
                 cell(row.measured.id),
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
-                int(row.runs),
+                int(found.fits),
+                row.outcome or "",
                 cell(row.reason),
             ]
         )

@@ -24,12 +24,13 @@ from planner.plan import Job, Layout
 from planner.request import Request
 from planner.schedules import PLAIN, looped
 from planner.setup import Setup
-from planner.stack import Stack, with_options, without_one_source
+from planner.stack import Stack, usual_of_release, with_options, without_source
 from planner.stack_space import EVERYTHING, Facts, condition_of
 from planner.tables import cells
 from planner.tables.cells import Row, degree, flag, number, optional, seen, word
 from planner.tables.figures import architecture_of_row
 from planner.tables.machines import cluster_of_row
+from planner.tables.options import RunOptions, options_of_row
 from planner.training import Lora
 
 NEEDED = ("id", "source", "layers", "hidden_size", "seq_len", "accelerator", "n_devices")
@@ -110,22 +111,22 @@ def measured_of(row: Row) -> Measured:
 
 
 def setup_of(
-    row: Row, *, unknown: Collection[str] = (), apart: Collection[str] = ()
+    row: Row, *, unknown: Collection[str] = (), left_out: Collection[str] = ()
 ) -> Setup | Skipped:
     """Return what a row ran, or why it cannot be told.
 
     `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
-    `apart` names sources: what stacks have from one of them alone is left out.
+    `left_out` names all sources of its table: what rests on the row's own is left out.
     """
     try:
-        return _setup(row, unknown, apart)
+        return _setup(row, unknown, left_out)
     except DocumentError as error:
         return Skipped(reason=str(error))
     except (ValueError, OverflowError) as error:  # no number, or figures that contradict each other
         return Skipped(reason=f"a cell is not valid: {str(error).splitlines()[-1].strip()[:100]}")
 
 
-def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
+def _setup(row: Row, unknown: Collection[str], left_out: Collection[str]) -> Setup:
     assumed: list[str] = []
     architecture = architecture_of_row(row, assumed)
     tensor, pipeline, context = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
@@ -136,7 +137,13 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
     precision, quantised = _told(row, "precision", cells.precision, ("bf16", False), None)
     if word(row.get("precision", "")) in cells.EMPTY:
         assumed.append("precision bf16")
+    had = options_of_row(row)
     recompute = _told(row, "recompute", cells.recomputed, None, assumed)
+    if recompute in (None, "partial") and had.recompute is not None:
+        recompute = had.recompute
+    assumed += [f"option '{each[:40]}' taken as not known" for each in had.unread]
+    if "options" in row and not had.said:
+        assumed.append("options as usual of its framework and release")
     zero = _told(row, "zero_stage", cells.zero_stage, None, assumed)
     task = _told(row, "task", cells.task, "pretrain", None)
     memory_gb = number(row, "accelerator_memory_gb")
@@ -160,6 +167,8 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
         precision=precision,
         unknown=unknown,
     )
+    if left_out:
+        stack = _without(stack.name, row["source"], frozenset(left_out))
     if not known:
         framework = "" if framework and _own_stack(framework) else framework
         assumed.append(f"framework '{framework}' priced as stack {stack.name}")
@@ -170,26 +179,20 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
         in_node = max(1, cluster.groups[0].devices_per_node // (tensor * pipeline))
         shard = max(1, math.gcd(data * context, in_node) // context)
     virtual = _chunks(row, architecture.layers, pipeline, micro_batches, assumed)
-    on_host = cells.offloaded(row.get("offload", ""))
-    lora = None
-    if task in ("lora", "qlora"):
-        lora = Lora(
-            rank=stack.kernels.adapter_rank,
-            targets=ATTENTION
-            if stack.kernels.adapters == "attention"
-            else stack.kernels.adapter_targets,
-            quantised=quantised or task == "qlora",
-        )
+    on_host = cells.offloaded(row.get("offload", "")) | had.offload
+    if had.offloaded_blocks:
+        on_host |= {"activations"}
     job = Job(
         seq_len=architecture.max_positions,
         global_batch=global_batch,
         precision=precision,
-        lora=lora,
+        lora=_adapters(task, stack, had, quantised=quantised),
     )
     space = stack.space or EVERYTHING
-    scales = stack.eight_bit.scales if precision == "fp8" else "tensorwise"
+    scales = (had.scales or stack.eight_bit.scales) if precision == "fp8" else "tensorwise"
     compiled = bool(flag(row, "compiled"))
     as_graph = compiled and "block" in space.compile
+    asynchronous = "async" in space.tensor_overlaps
     layout = Layout(
         tensor=tensor,
         pipeline=pipeline,
@@ -212,24 +215,60 @@ def _setup(row: Row, unknown: Collection[str], apart: Collection[str]) -> Setup:
         scales=scales,
         weight_wire=space.usual_wire(precision, scales) if zero == 3 else "full",
         compile="block" if as_graph else "none",
+        loss=had.loss,
+        tensor_overlap="async"
+        if "tp-overlap" in had.stack and tensor > 1 and asynchronous
+        else "none",
     )
     facts = Facts(_graph(architecture), cluster, job, layout)
-    further = _runs_with(stack, facts)
+    further = _options_of_run(row, stack, facts, had, assumed)
     return Setup(
         request=Request(
             facts.model,
             cluster,
             job,
-            stack=_with_options(
-                stack.name, fused, compiled and not as_graph, frozenset(apart), further
-            ),
+            stack=_with_options(stack, fused, compiled=compiled and not as_graph, further=further),
         ),
         layout=layout,
         recompute=recompute,
+        recomputed_blocks=had.recomputed_blocks,
+        offloaded_blocks=had.offloaded_blocks,
         activations="offload" if "activations" in on_host else "keep",
         known=known,
         assumed=tuple(assumed),
     )
+
+
+def _adapters(task: str, stack: Stack, had: RunOptions, *, quantised: bool) -> Lora | None:
+    """Return the adapters of a task; rank and matrices are the stack's where a row says none."""
+    if task not in ("lora", "qlora"):
+        return None
+    of_attention = (had.adapters or stack.kernels.adapters) == "attention"
+    return Lora(
+        rank=had.adapter_rank or stack.kernels.adapter_rank,
+        targets=ATTENTION if of_attention else stack.kernels.adapter_targets,
+        quantised=quantised or task == "qlora",
+    )
+
+
+def _options_of_run(
+    row: Row, stack: Stack, facts: Facts, had: RunOptions, assumed: list[str]
+) -> tuple[str, ...]:
+    """Return the options of a run's stack: as known of its runs and its release, and as it says.
+
+    What comes later changes what came before.
+    """
+    options = [
+        *_runs_with(stack, facts),
+        *usual_of_release(stack, row.get("release", "")),
+        *had.stack,
+    ]
+    accelerator = facts.cluster.groups[0].accelerator if facts.cluster else None
+    measured = accelerator.kernels.eight_bit_attention if accelerator else {}
+    if "fp8-attention" in options and facts.job.precision not in measured:
+        options.remove("fp8-attention")
+        assumed.append(f"attention in 16 bits, since no rate in {facts.job.precision} is measured")
+    return tuple(options)
 
 
 def stack_of_framework(
@@ -274,31 +313,37 @@ def _runs_with(stack: Stack, facts: Facts) -> tuple[str, ...]:
 def _own_stack(framework: str) -> Stack | None:
     """Return the stack that a framework's name or alias stands for; None for an unknown one."""
     try:
-        found = stacks()[stack_name(framework)]
+        found = stacks()[stack_name(framework.partition("+")[0])]
     except DocumentError:
         return None
     return None if found.name == "unknown" else found
 
 
 @lru_cache(maxsize=256)
+def _without(name: str, source: str, sources: frozenset[str]) -> Stack:
+    """Return a stack without what rests on one of a table's sources."""
+    return without_source(stacks()[name], source, sources, stacks()["unknown"])
+
+
+_KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Stack, Stack]] = {}
+"""By a stack's id, which is kept so that the id stays its own, and options."""
+
+
 def _with_options(
-    name: str,
-    flash_attention: bool | None,
-    compiled: bool,
-    apart: frozenset[str],
-    further: tuple[str, ...],
+    stack: Stack, flash_attention: bool | None, *, compiled: bool, further: tuple[str, ...]
 ) -> Stack:
     """Return a stack with what a row says of its kernels, and `further` options that its runs had.
 
-    `native` has no kernels to choose.
-
-    What it has from one source alone, of those `apart`, is left out.
+    Rows alike share one.  `native` has no kernels to choose.
     """
-    if name == "native":
-        return stacks()[name]
+    if stack.name == "native":
+        return stack
     options = [] if flash_attention is None else ["flash" if flash_attention else "eager-attention"]
-    stack = without_one_source(stacks()[name], apart, stacks()["unknown"])
-    return with_options(stack, [*options, *(["compiled"] if compiled else []), *further])
+    options += [*(["compiled"] if compiled else []), *further]
+    key = id(stack), tuple(options)
+    if key not in _KNOWN:
+        _KNOWN[key] = stack, with_options(stack, options)
+    return _KNOWN[key][1]
 
 
 @lru_cache(maxsize=1024)
@@ -401,8 +446,8 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
 
 
 def each(
-    rows: list[Row], *, unknown: Collection[str] = (), apart: Collection[str] = ()
+    rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
 ) -> Iterator[tuple[Measured, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""
     for row in rows:
-        yield measured_of(row), setup_of(row, unknown=unknown, apart=apart)
+        yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from planner.catalog import accelerators
 from planner.cluster import ClusterSpec
 from planner.layers.operator_table import RECOMPUTES
-from planner.plan import Layout
+from planner.plan import Activations, Layout
 from planner.predict import Placement
 from planner.profile import Recompute
 from planner.setup import Setup
@@ -37,22 +37,31 @@ def placements(setup: Setup, layout: Layout) -> list[Placement]:
         each, more = divmod(blocks, layout.stages)
         sizes = [each + (stage < more) for stage in range(layout.stages)]
     kinds = model.chain_kinds
-    chosen = [
-        (kind, _recompute(setup, at - before) if before <= at < before + blocks else "none")
-        for at, kind in enumerate(kinds)
-    ]
-    ends = [before]
+    cuts = [before]
     for size in sizes:
-        ends.append(ends[-1] + size)
-    ends[0], ends[-1] = 0, len(kinds)
-    return [
-        tuple(
-            (kind, recompute, setup.activations if before <= at < before + blocks else "keep")
-            for at, (kind, recompute) in enumerate(chosen)
-            if first <= at < end
+        cuts.append(cuts[-1] + size)
+    ends = [0, *cuts[1:-1], len(kinds)]
+
+    def placed(at: int, start: int) -> tuple[str, Recompute, Activations]:
+        """The layer at a place of the chain, on a stage whose blocks start at another."""
+        if not before <= at < before + blocks:
+            return kinds[at], "none", "keep"
+        recomputes = _among_first(setup.recomputed_blocks, at - start)
+        offloads = _among_first(setup.offloaded_blocks, at - start)
+        return (
+            kinds[at],
+            _recompute(setup, at - before) if recomputes else "none",
+            setup.activations if offloads else "keep",
         )
-        for first, end in pairwise(ends)
+
+    return [
+        tuple(placed(at, cut) for at in range(first, end))
+        for cut, (first, end) in zip(cuts, pairwise(ends), strict=False)
     ]
+
+
+def _among_first(count: int | None, at: int) -> bool:
+    return count is None or at < count
 
 
 def recomputes(setup: Setup) -> tuple[Recompute, ...]:

@@ -16,15 +16,18 @@ from planner.predict import predict
 from planner.request import Request
 from planner.search.best_first import search
 from planner.stack import (
+    OPTIONS,
     Stack,
     base_of,
     figures,
     merged,
-    of_one_source,
+    resting_on,
     stack_of,
+    usual_of_release,
     with_figures,
+    with_options,
     without_basis,
-    without_one_source,
+    without_source,
 )
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
@@ -204,42 +207,82 @@ def test_megatron_hides_collectives_of_tensor_parallelism_where_it_is_told_to() 
     assert stack("megatron").tensor.overlap == 0.0 < stack("megatron+tp-overlap").tensor.overlap
 
 
-def test_figures_without_a_mechanism_stay_with_the_stack_whose_runs_they_are() -> None:
-    plain = dict(figures(Stack(name="plain", summary="the defaults")))
-    unexplained = {
-        (name, path)
-        for name, stack in stacks().items()
-        for entry in stack.basis
-        if entry.provenance == "unexplained"
-        for path in entry.fields
+SOURCES = frozenset(
+    {
+        "bigscience_a100",
+        "dgxc",
+        "hagemann2023",
+        "megatron_bridge",
+        "megatron_sc21",
+        "mlperf",
+        "nanotron_usp",
+        "simumax_b200",
+        "vtrain_multi",
+        "vtrain_single",
     }
-
-    assert unexplained == {
-        ("deepspeed@0.3", "sharding.network_rate"),
-        ("nanotron", "host.ring_step_s"),
-    }
-    for owner, path in unexplained:
-        others = {dict(figures(stack))[path] for name, stack in stacks().items() if name != owner}
-        assert others == {plain[path]}
+)
 
 
-def test_figures_of_one_source_are_left_out_and_others_stay() -> None:
-    found = stacks()["nanotron"]
-    sources = {"nanotron_usp", "hagemann2023"}
+def left_out(name: str, source: str) -> Stack:
+    return without_source(stacks()[name], source, SOURCES, stacks()["unknown"])
 
-    without = without_one_source(found, sources, stacks()["unknown"])
 
-    # Fitted to it, unexplained, derived from its code.
-    assert without.host.tensor_s == stacks()["unknown"].host.tensor_s != found.host.tensor_s
-    assert without.host.ring_step_s == 0.0 != found.host.ring_step_s
+def test_what_rests_on_one_source_is_left_out_and_what_code_says_stays() -> None:
+    found, unknown = stacks()["nanotron"], stacks()["unknown"]
+
+    without = left_out("nanotron", "nanotron_usp")
+
+    assert without.host.tensor_s == unknown.host.tensor_s != found.host.tensor_s
     assert without.loss.peak_bytes == found.loss.peak_bytes
     assert without.accuracy.seen is None
-    megatron = stacks()["megatron"]
-    assert without_one_source(megatron, {"mlperf", "dgxc"}, stacks()["unknown"]) == megatron
+    assert left_out("nanotron", "mlperf") == found
 
 
-def test_nothing_unexplained_reaches_native_or_an_unknown_framework() -> None:
-    for name in ("native", "unknown", "megatron", "fsdp", "torchtitan"):
-        known = of_one_source(stacks()[name], {"nanotron_usp", "hagemann2023", "internevo"})
-        assert not known
-        assert not [one for one in stacks()[name].basis if one.provenance == "unexplained"]
+def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> None:
+    megatron, deepspeed = stacks()["megatron"], stacks()["megatron-deepspeed"]
+
+    # Five sources are behind megatron's host; of the others two are tables of one paper.
+    assert left_out("megatron", "mlperf") == megatron
+    assert resting_on(deepspeed, "vtrain_multi", SOURCES) >= {"host.layer_s"}
+    assert resting_on(deepspeed, "bigscience_a100", SOURCES) >= {"host.layer_s"}
+    assert not resting_on(deepspeed, "mlperf", SOURCES)
+
+
+def test_what_only_the_runs_of_a_source_are_known_to_have_had_goes_with_it() -> None:
+    options = {
+        option
+        for one in left_out("nanotron", "nanotron_usp").accuracy.runs_with
+        for option in one.options
+    }
+
+    # The launch script tells of the checks; of polled transfers only the runs' own times do.
+    assert options == {"checked-collectives"}
+
+
+@pytest.mark.parametrize(
+    ("release", "peak_bytes"),
+    [
+        ("transformers-4.45.2", 12.0),
+        ("torch-2.4.1/transformers-4.48.1", 14.0),
+        ("transformers-4.57", 12.0),
+        ("torch-2.4.1", 12.0),
+        ("", 12.0),
+        ("no version at all", 12.0),
+    ],
+)
+def test_a_release_has_the_loss_of_its_code(release: str, peak_bytes: float) -> None:
+    stack = stacks()["transformers"]
+
+    assert with_options(stack, usual_of_release(stack, release)).loss.peak_bytes == peak_bytes
+
+
+def test_every_release_names_options_that_there_are() -> None:
+    for one in stacks().values():
+        for release in one.releases:
+            assert OPTIONS.keys() >= set(release.options)
+
+
+def test_what_native_and_common_stacks_have_rests_on_no_single_source() -> None:
+    for name in ("native", "unknown", "megatron"):
+        for source in SOURCES:
+            assert not resting_on(stacks()[name], source, SOURCES)

@@ -121,17 +121,37 @@ def test_every_row_has_its_line(validation: Validation) -> None:
     assert float(first["step_time_s"]) < float(first["step_time_high_s"])
 
 
-def test_a_run_that_its_framework_refuses_is_predicted_not_to_run(tmp_path: Path) -> None:
+def test_a_run_that_its_framework_refuses_is_a_class_beside_those_that_do_not_fit(
+    tmp_path: Path,
+) -> None:
     layout = {"framework": "nanotron", "pp": "8", "micro_batch_size": "16"}
-    rows = [layout | {"out_of_memory": "1"}, layout | {"micro_batch_size": "8"}]
+    rows = [
+        layout | {"out_of_memory": "1"},
+        layout | {"micro_batch_size": "8"},
+        {"micro_batch_size": "512", "global_batch_size": "4096", "out_of_memory": "1"},
+    ]
 
-    few, enough = csv.DictReader(
-        io.StringIO(rows_csv(validate(written(tmp_path / "table.csv", rows))))
-    )
+    found = validate(written(tmp_path / "table.csv", rows))
+    few, enough, large = csv.DictReader(io.StringIO(rows_csv(found)))
 
-    assert (few["fits"], enough["fits"], enough["reason"]) == ("0", "1", "")
+    assert (few["outcome"], few["fits"]) == ("refused", "1")
     assert few["reason"].startswith("nanotron refuses it: its 1F1B asserts")
     assert float(few["step_time_s"]) > 0
+    assert (enough["outcome"], enough["fits"], enough["reason"]) == ("ran", "1", "")
+    assert (large["outcome"], large["fits"]) == ("out_of_memory", "0")
+    assert found.outcomes == {"ran": (1, 0), "out_of_memory": (0, 1), "refused": (0, 1)}
+
+
+def test_a_row_is_predicted_without_what_rests_on_its_own_source(tmp_path: Path) -> None:
+    row = {"framework": "nanotron", "tp": "4", "step_time_s": "1.0"}
+    table = written(
+        tmp_path / "table.csv", [row | {"source": "nanotron_usp"}, row | {"source": "other"}]
+    )
+
+    known = [row.step_time_s for row in validate(table).rows]
+    own, others = [row.step_time_s for row in validate(table, left_out=True).rows]
+
+    assert known[0] == known[1] == others != own
 
 
 def test_json_holds_fractions_that_json_can_carry(validation: Validation) -> None:

@@ -159,13 +159,15 @@ def test_runs_have_the_options_that_those_of_their_stack_are_known_to_have_had()
     one_node = setup(framework="nanotron", n_devices="8")
     whole = setup(framework="nanotron", pp="1")
     two, many = setup(framework="nanotron"), setup(framework="nanotron", **large)
-    apart = setup_of(ROW | {"framework": "nanotron"}, apart={"nanotron_usp"})
+    own = ROW | {"framework": "nanotron", "source": "nanotron_usp"}
+    left_out = setup_of(own | large, left_out={"nanotron_usp"})
 
     assert (one_node.request.stack.name, whole.request.stack.name) == (plain, plain)
     assert two.request.stack.name == "nanotron+checked-collectives"
     assert many.request.stack.name == both
-    assert isinstance(apart, Setup)
-    assert apart.request.stack.host.checked_s == two.request.stack.host.checked_s > 0
+    assert isinstance(left_out, Setup)
+    assert left_out.request.stack.name == two.request.stack.name
+    assert left_out.request.stack.host.checked_s == two.request.stack.host.checked_s > 0
 
 
 def test_a_network_figure_is_gigabytes_per_second_of_one_device() -> None:

@@ -48,10 +48,10 @@ def test_host_memory_holds_what_devices_cannot() -> None:
         tuned(Request(model, small, JOB), quantised=False)
     found = tuned(Request(model, large, JOB), quantised=False)
     # Half of a host can be pinned.  141 GB of weights in 16 bits, a quarter or so crossing each
-    # link twice every micro-batch.
+    # link twice every micro-batch, and 3.3 GB of adapters with all their states in fp32.
     assert found.plan.offload == "parameters"
     assert found.certificate.optimal
-    assert 4 * found.prediction.stages[0].host_bytes == pytest.approx(141e9, rel=0.02)
+    assert 4 * found.prediction.stages[0].host_bytes == pytest.approx(144.3e9, rel=0.01)
     parts = found.prediction.step_parts
     assert sum(parts.values()) == pytest.approx(found.prediction.step_time_s)
 
