@@ -42,10 +42,14 @@ from meshwright import cli
 from meshwright.commands import plan
 from planner import document
 from planner.search.answer import Answer
+from tests.meshwright import hostile_configurations as configurations
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20
 LIMIT_BYTES = 12 * 2**30
+"""Address space, of which what libraries reserve is most."""
+MOST_BYTES = 2**30
+"""Memory in use."""
 CANARY = "code-was-run"
 EVIL = f"open({CANARY!r}, 'w').close()\n"
 """A file of code that nobody asked for."""
@@ -156,6 +160,18 @@ KINDS: dict[str, Make] = {
 }
 
 
+TRAPS: dict[str, Make] = {
+    "a link": lambda path: path.symlink_to(PRECIOUS),
+    "a hard link": lambda path: path.hardlink_to(PRECIOUS),
+    "a linked folder": lambda path: path.symlink_to(PRECIOUS.parent),
+    "a link to nothing": lambda path: path.symlink_to(PRECIOUS.with_name("made")),
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/full"),
+}
+PRECIOUS = Path("../elsewhere/thesis.txt")
+"""A file of the user outside of the case's folder, seen from there."""
+
+
 def _base(path: str) -> Any:
     return yaml.safe_load((ROOT / path).read_text())
 
@@ -232,6 +248,8 @@ def _report() -> Any:
     }  # fmt: skip
 
 
+CONFIGURATION = "configuration"
+"""A configuration of the framework that `import` is asked to read."""
 BASES: dict[str, Callable[[], Any]] = {
     "plan.yaml": lambda: _base("plans/demo-4m-on-local/plan.yaml"),
     "large.yaml": lambda: _base("plans/llama-3.1-8b-on-8xh100/plan.yaml"),
@@ -270,8 +288,11 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("folder", "--to", "peft", "-o", "out"),
     ),
     "import": (
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework", "--json"),
         ("config.json", "--from", "deepspeed", "--cluster", "@cluster", "--model", "@model"),
-        ("study.yaml", "--from", "accelerate", "--cluster", "@cluster", "--model", "@model"),
         ("runs.csv", "--from", "megatron", "--cluster", "@cluster", "--model", "@model"),
     ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
@@ -355,6 +376,14 @@ def _of(name: str, hint: Any) -> Option:
     return Option(name=name, flag=flag, kind=kind)
 
 
+@cache
+def _with_json() -> set[str]:
+    """Return the commands whose answer can be JSON; options behind `run SCRIPT` are its own."""
+    return {
+        name for name, every in commands().items() if any(one.flag == "--json" for one in every)
+    } - {"run"}
+
+
 def case(seed: int, number: int) -> Case:
     """Return one case; the same numbers give the same."""
     rng = random.Random(f"{seed}/{number}")
@@ -365,7 +394,12 @@ def case(seed: int, number: int) -> Case:
     for word in shape:
         made.arguments.append(_drawn(rng, word))
     ways = rng.choice([(1, 0), (1, 0), (0, 1), (0, 1), (0, 2), (1, 1), (0, 3)])
+    if CONFIGURATION in shape:
+        _configuration(rng, made, hostile=bool(ways[0]))
     _files(rng, made, hostile=ways[0])
+    _traps(rng, made)
+    if name in _with_json() and "--json" not in made.arguments and rng.random() < 0.3:
+        made.arguments.append("--json")
     for _ in range(ways[1]):
         option = rng.choice(every[name])
         words = _option(rng, option)
@@ -373,6 +407,30 @@ def case(seed: int, number: int) -> Case:
         made.arguments += words
         made.what.append(" ".join(ascii(word)[:40] for word in words))
     return made
+
+
+def _configuration(rng: random.Random, made: Case, *, hostile: bool) -> None:
+    """Give a case a framework's configuration, the framework, its cluster and model."""
+    of, text, row, what = configurations.drawn(rng, mutated, hostile=hostile)
+    made.arguments[made.arguments.index("@framework")] = of
+    made.arguments += ["--cluster", row.cluster]
+    if row.model is not None:
+        made.arguments += ["--model", "published.json" if row.model[:1] == "{" else row.model]
+        made.files["published.json"] = _text(row.model.encode())
+    made.files[CONFIGURATION] = _text(text.encode(errors="surrogatepass"))
+    made.what += [f"{of}: {what}"] if what else []
+
+
+def _traps(rng: random.Random, made: Case) -> None:
+    """Put links and pipes where a command writes: an output, a run's folder, a checkpoint's."""
+    if rng.random() > 0.2:
+        return
+    names = ("out.yaml", "out.csv", "run/.lock", "run/plan.yaml", "run/metrics.jsonl", "run/logs",
+             "run/ranks", "launch.sbatch", "out/config.json")  # fmt: skip
+    for name in rng.sample(names, k=2):
+        kind = rng.choice(list(TRAPS))
+        made.files[name] = TRAPS[kind]
+        made.what.append(f"{name} is {kind}")
 
 
 def _drawn(rng: random.Random, word: str) -> str:
@@ -486,7 +544,7 @@ def _document(rng: random.Random, name: str, *, hostile: bool) -> tuple[bytes, s
     if rng.random() < 0.3:
         return _damaged(rng, _right(name))
     data = copy.deepcopy(_loaded(name))
-    said = [_mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
+    said = [mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
     return _dumped(data, name), "; ".join(said)
 
 
@@ -520,7 +578,7 @@ def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from _places(value, (*path, key))
 
 
-def _mutated(rng: random.Random, data: Any) -> str:
+def mutated(rng: random.Random, data: Any) -> str:
     """Change one place of a document and say how."""
     every = list(_places(data))
     if not every:
@@ -633,14 +691,38 @@ def run(made: Case, parent: Path) -> str | None:
     work = folder / "work"
     (work / "folder").mkdir(parents=True)
     os.chdir(work)
+    (folder / "elsewhere").mkdir()
+    PRECIOUS.write_text("what a user has elsewhere")
     for path, make in made.files.items():
+        if not Path(path).parent.exists():
+            Path(path).parent.mkdir(parents=True)
+        # A trap's name may be that of a file of the case, which it replaces.
+        if make in TRAPS.values() and Path(path).is_file():
+            Path(path).unlink()
         make(Path(path))
-    return watched(lambda: cli.main(made.arguments), work, outputs=made.outputs)
+    before = _state(folder / "elsewhere")
+    found = watched(
+        lambda: cli.main(made.arguments),
+        work,
+        outputs=made.outputs,
+        json_asked="--json" in made.arguments and made.arguments[0] != "run",
+    )
+    if found is None and _state(folder / "elsewhere") != before:
+        return "a file of the user outside of the case's folder was touched"
+    return found
 
 
-def watched(command: Callable[[], int], work: Path, *, outputs: int = 1) -> str | None:
+def _state(folder: Path) -> list[tuple[str, int, int, str]]:
+    return [(str(path), path.stat().st_mtime_ns, path.stat().st_mode, path.read_text())
+            for path in sorted(folder.iterdir())]  # fmt: skip
+
+
+def watched(
+    command: Callable[[], int], work: Path, *, outputs: int = 1, json_asked: bool = False
+) -> str | None:
     """Run a command where we stand, under audit; return what was wrong."""
     before = _listing(work)
+    _forget_peak()
     written: list[str] = []
     out, err = io.StringIO(), io.StringIO()
     _AUDITED.append((work, written))
@@ -660,8 +742,37 @@ def watched(command: Callable[[], int], work: Path, *, outputs: int = 1) -> str 
         f"said nothing but {said[-500:]!r}": code == 1 and "meshwright: " not in said,
         f"ended with {code} and left {new[:5]}": code and new and outputs < 2,
         f"left {half[:5]} half-written": half,
+        f"took {_peak_bytes() >> 20} MiB": _peak_bytes() > MOST_BYTES,
+        f"printed no JSON alone: {out.getvalue()[:80]!r}": json_asked
+        and not (_is_json(out.getvalue()) or (code and not out.getvalue())),
     }
     return next((text for text, seen in wrong.items() if seen), None)
+
+
+def _is_json(text: str) -> bool:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except ValueError:
+        return False
+    return True
+
+
+def _forget_peak() -> None:
+    """Count the most memory of this process from now on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    """Return the most memory of this process since; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _listing(work: Path) -> set[str]:
