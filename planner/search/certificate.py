@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
+from planner.profile import CHUNK_ROWS
 from planner.schedules import SCHEDULES
+from planner.search.space import LARGEST_MICRO_BATCH
 from planner.stack import Stack
 from planner.tolerances import EQUAL
 
@@ -52,6 +54,14 @@ EXACT = (
     "first, its c-th stage holds floor((n + c) / V), and on a rank with the last stage alone that "
     "one holds what is left of stages as large as other ranks'"
 )
+
+
+LEFT_OUT = (
+    f"idle devices, losses in chunks of other than {CHUNK_ROWS:,} rows, micro-batches of more than "
+    f"{LARGEST_MICRO_BATCH} samples, stages of a rank that share like layers unevenly, prefetch by "
+    "more than one unit, and what --allow would add"
+)
+"""What `meshwright predict` prices and no search of the native backend looks at unasked."""
 
 
 @dataclass(slots=True)
