@@ -42,7 +42,9 @@ from meshwright import cli
 from meshwright.commands import plan
 from planner import document
 from planner.search.answer import Answer
+from runtime import checksums
 from tests.meshwright import hostile_configurations as configurations
+from tests.meshwright import hostile_documents as documents
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20
@@ -248,6 +250,8 @@ def _report() -> Any:
     }  # fmt: skip
 
 
+READ = "read"
+"""Stands for a command where a case reads a document that no argument names."""
 CONFIGURATION = "configuration"
 """A configuration of the framework that `import` is asked to read."""
 BASES: dict[str, Callable[[], Any]] = {
@@ -388,8 +392,10 @@ def case(seed: int, number: int) -> Case:
     """Return one case; the same numbers give the same."""
     rng = random.Random(f"{seed}/{number}")
     every = commands()
-    name = sorted(every)[number % len(every)]
+    name = sorted((*every, READ))[number % (len(every) + 1)]
     made = Case(number=number, arguments=[name])
+    if name == READ:
+        return _read(rng, made)
     shape = rng.choice(ARGUMENTS[name])
     for word in shape:
         made.arguments.append(_drawn(rng, word))
@@ -406,6 +412,26 @@ def case(seed: int, number: int) -> Case:
         made.outputs += option.name in OUTPUTS
         made.arguments += words
         made.what.append(" ".join(ascii(word)[:40] for word in words))
+    return made
+
+
+def _read(rng: random.Random, made: Case) -> Case:
+    """Give a case a document that no command's argument names, and what the document speaks of."""
+    name = rng.choice(list(documents.BASES))
+    made.arguments.append(name)
+    made.files = {path: _text(content) for path, content in documents.DATA.items()}
+    if rng.random() < 0.2:
+        path, kind = rng.choice((name, *documents.DATA)), rng.choice(list(KINDS))
+        made.what = [f"{path} is {kind}"]
+        made.files[name] = _text(_right(name))
+        made.files[path] = KINDS[kind]
+        return made
+    content, what = _document(rng, name, hostile=True)
+    # Whoever changes a sealed document can seal it again.
+    if name in documents.SEALED and rng.random() < 0.8:
+        content = checksums.sealed(content.decode(errors="replace")).encode()
+    made.files[name] = _text(content)
+    made.what = [what]
     return made
 
 
@@ -550,13 +576,14 @@ def _document(rng: random.Random, name: str, *, hostile: bool) -> tuple[bytes, s
 
 @cache
 def _loaded(name: str) -> Any:
-    return BASES[name]()
+    return (BASES | documents.BASES)[name]()
 
 
 @cache
 def _right(name: str) -> bytes:
     """Return a document as it should be."""
-    return _dumped(_loaded(name), name)
+    content = _dumped(_loaded(name), name)
+    return checksums.sealed(content.decode()).encode() if name in documents.SEALED else content
 
 
 def _dumped(data: object, name: str) -> bytes:
@@ -701,8 +728,9 @@ def run(made: Case, parent: Path) -> str | None:
             Path(path).unlink()
         make(Path(path))
     before = _state(folder / "elsewhere")
+    command, *arguments = made.arguments
     found = watched(
-        lambda: cli.main(made.arguments),
+        lambda: documents.read(*arguments) if command == READ else cli.main(made.arguments),
         work,
         outputs=made.outputs,
         json_asked="--json" in made.arguments and made.arguments[0] != "run",
@@ -804,7 +832,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not isinstance(path, str | bytes | os.PathLike):
         return
     place = os.path.realpath(os.fsdecode(path))
-    if not place.startswith((str(work), "/dev", "/proc")):
+    if not place.startswith((str(work), os.environ["MESHWRIGHT_CACHE"], "/dev", "/proc")):
         written.append(f"{event} {place}")
 
 
@@ -837,6 +865,8 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
     found: dict[int, str] = {}
     seconds: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as parent:
+        # The user's own cache, where what a machine measured is kept.
+        os.environ["MESHWRIGHT_CACHE"] = os.path.realpath(Path(parent, "cache"))
         while waiting:
             now, reading = waiting[:batch], os.pipe()
             child = os.fork()
