@@ -1,6 +1,6 @@
 """Hostile inputs to every command, made from a seed, and the watch that is kept over each.
 
-    python -m tests.meshwright.hostile --seed 0 --first 0 --count 2000
+    python -m tests.meshwright.hostile --seed 0 --first 0 --count 3000
 
 A case is a folder of files and the arguments of one command: documents and tables mutated, flags at
 the ends of their ranges and beyond, names that no file has, files that are no files.  Options are
@@ -855,7 +855,7 @@ def _batch(seed: int, numbers: list[int], parent: Path, told: int) -> None:
         found = run(made, parent)
         took_s = os.times().user - began_s
         signal.setitimer(signal.ITIMER_PROF, 0)
-        line = ["end", number, found and f"{made}\n{found}", round(took_s, 2)]
+        line = ["end", number, found and f"{made}\n{found}", round(took_s, 2), _peak_bytes() >> 20]
         os.write(told, json.dumps(line).encode() + b"\n")
 
 
@@ -864,6 +864,7 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
     waiting = list(range(first, first + count))
     found: dict[int, str] = {}
     seconds: dict[int, float] = {}
+    mebibytes: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as parent:
         # The user's own cache, where what a machine measured is kept.
         os.environ["MESHWRIGHT_CACHE"] = os.path.realpath(Path(parent, "cache"))
@@ -882,6 +883,7 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
             found |= {line[1]: line[2] for line in ended if line[2]}
             print("\n".join(line[2] for line in ended if line[2]), file=sys.stderr)
             seconds |= {line[1]: line[3] for line in ended}
+            mebibytes |= {line[1]: line[4] for line in ended}
             if len(ended) < len(now):
                 bad = now[len(ended)]
                 signalled = (
@@ -891,7 +893,13 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
                 ended.append([])
             waiting = waiting[len(ended) :]
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:5]
-    return {"cases": count, "findings": found, "slowest": slowest, "cpu_s": sum(seconds.values())}
+    return {
+        "cases": count,
+        "findings": found,
+        "slowest": slowest,
+        "largest": sorted(mebibytes.items(), key=lambda item: -item[1])[:5],
+        "cpu_s": sum(seconds.values()),
+    }
 
 
 def main() -> None:
@@ -902,8 +910,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     asked = parser.parse_args()
     os.environ |= {"COLUMNS": "140", "TERM": "dumb"}
-    # What commands load where they use it, loaded once for all cases.
-
     json.dump(findings(asked.seed, asked.first, asked.count), sys.stdout, indent=1)
 
 
