@@ -28,7 +28,7 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     up to one, and the last stage may have fewer
     expert parallelism keeps the usual order of axes, and tokens go all to all
     the loss is of all logits or in chunks of 1,024 rows, whose gradients wait for
-    backward; with LoRA they are made in backward
+    backward or are made there; with LoRA they are made there
     ZeRO-3 without pipeline or experts may gather one unit ahead, or keep parameters in a node
     4 % of an accelerator's memory is kept free, nothing of a CPU's
     activations are kept, states are on the device and gradients travel as they are, unless the
@@ -270,7 +270,8 @@ class Attack:
 
     @property
     def _losses(self) -> tuple[ChunkedLoss | None, ...]:
-        return None, ChunkedLoss(gradients="recomputed" if self.job.lora else "precomputed")
+        anew = ChunkedLoss(gradients="recomputed")
+        return (None, anew) if self.job.lora else (None, ChunkedLoss(), anew)
 
     def _gathered(self, layout: Layout) -> bool:
         """Whether ZeRO-3 gathers in a way that no plan of the space does."""

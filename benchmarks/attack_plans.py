@@ -32,7 +32,7 @@ from planner.plan import (
     WeightWire,
 )
 from planner.predict import balanced_cuts
-from planner.profile import ChunkedLoss
+from planner.profile import ChunkedLoss, LossGradients
 from planner.schedule import obstacle, rank_of_stage
 from planner.schedules import PLAIN, SCHEDULES, Schedule
 
@@ -42,7 +42,11 @@ SCALES = ("tensorwise", "rowwise")
 """By which the runtime rounds; others are of other frameworks."""
 MOST_STAGES = 8
 """On a rank."""
-LOSSES = ChunkedLoss(), ChunkedLoss(gradients="recomputed"), ChunkedLoss(rows=256)
+LOSSES = tuple(
+    ChunkedLoss(rows=rows, gradients=gradients)
+    for gradients in get_args(LossGradients)
+    for rows in (64, 256, 512, 1024, 2048, 8192)
+)
 """In chunks, as a space has them or not."""
 DRAINED = tuple(schedule for schedule in SCHEDULES.values() if not schedule.stale)
 Choice = tuple[str, str]

@@ -164,5 +164,41 @@ REQUESTS = {
             seq_len=2048,
             global_batch=96,
         ),
+        Target(
+            name="qwen-4090",
+            model="qwen2.5-7b",
+            cluster="6xrtx-4090",
+            seq_len=2048,
+            global_batch=48,
+        ),
+        Target(
+            name="8b-3090",
+            model="llama-3.1-8b",
+            cluster="2x8xrtx-3090",
+            seq_len=2048,
+            global_batch=64,
+        ),
+        Target(
+            name="gemma2-4090",
+            model="gemma-2-2b",
+            cluster="4xrtx-4090",
+            seq_len=4096,
+            global_batch=32,
+        ),
+        Target(
+            name="neox-a100",
+            model="gpt-neox-20b",
+            cluster="3x8xa100-sxm-40gb",
+            seq_len=2048,
+            global_batch=96,
+        ),
+        Target(
+            name="neox-offload",
+            model="gpt-neox-20b",
+            cluster="8xa100-sxm-40gb",
+            seq_len=2048,
+            global_batch=64,
+            allow="offload",
+        ),
     )
 }

@@ -127,7 +127,7 @@ def train(plan: Mapping[str, Any] | None = None) -> Trained:
     losses = []
     for step in range(STEPS):
         noise, real = makes.slice(batch_of(step))
-        made, _ = makes.outputs((noise, real))
+        made, _ = makes.outputs((noise, real), training=True)
         critic = judges.step(mixed(made, real))
         makes.load_state_dict({f"judge.{n}": v for n, v in judges.state_dict().items()})
         result = makes.step((noise, real))

@@ -118,12 +118,13 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
         Fact(label="best", text=told.best.plan.layout.text()),
     ]
     if told.changes:
-        text = f"the best is {100 * gain:.1f} % faster: {both} a step; memory {memory}"
+        text = f"{100 * gain:.1f} % faster: {both} a step; memory {memory}"
     else:
         text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
     facts.append(Fact(label="gain", text=text))
     if not explain:
-        worth = sorted(told.changes, key=lambda change: -change.saved_s)[:FEW]
+        shown = max(1, FEW - len(told.warnings))
+        worth = sorted(told.changes, key=lambda change: -change.saved_s)[:shown]
         facts += [
             Fact(
                 label="change" if change is worth[0] else "",

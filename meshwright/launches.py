@@ -21,8 +21,14 @@ from planner.predict import predict as predict_plan
 from planner.prediction import Prediction
 from planner.profile import Profiles
 from planner.shown import lines
-from planner.units import file_name
+from planner.units import file_name, seconds_text
+from planner.whatif.economics import SECONDS_PER_HOUR
+from planner.whatif.goodput import steps_between_checkpoints
+from planner.whatif.study import Failures
 from runtime.run import HERE, Run, Where
+
+LONG_RUN_HOURS = 1.0
+"""A run that is predicted to take longer is saved on its way, if it is saved at all."""
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -192,6 +198,14 @@ def _launched(
             "launch it where the devices are, or plan again for --cluster local"
         )
     prediction = predict_plan(wanted, graph, machine, fit.measured)
+    if run.checkpoint is not None and run.checkpoint_every is None:
+        run = with_interval(
+            run,
+            step_s=prediction.step_time_s,
+            parameters=graph.parameters,
+            devices=wanted.mesh.devices,
+            quiet=quiet,
+        )
     report = start(
         fit.path,
         run,
@@ -207,6 +221,30 @@ def _launched(
     return Launched(
         plan=wanted, report=report, prediction=prediction, rows=comparison(report, prediction)
     )
+
+
+def with_interval(
+    run: Run, *, step_s: float, parameters: int, devices: int, quiet: bool = False
+) -> Run:
+    """Return a run of over an hour with the interval of checkpoints at which the least is lost."""
+    hours = run.steps * step_s / SECONDS_PER_HOUR
+    if hours <= LONG_RUN_HOURS:
+        return run
+    failures = Failures()
+    every = steps_between_checkpoints(
+        failures, parameters=parameters, devices=devices, step_s=step_s
+    )
+    if not quiet:
+        took = seconds_text(every * step_s)
+        rate = failures.per_device_hour.value
+        where = f"every {every} steps" if every < run.steps else "after the last step alone"
+        print(
+            f"meshwright: checkpoints are saved {where}: the least is lost at one every {took}, "
+            f"with {rate:g} failures a device and hour, in {hours:.3g} hours; "
+            "--checkpoint-every sets another interval",
+            file=sys.stderr,
+        )
+    return run.model_copy(update={"checkpoint_every": every})
 
 
 def _submitted(

@@ -165,18 +165,21 @@ def search(
     need_torch("building a module")
     from runtime.batches import samples_in  # noqa: PLC0415 - needs torch
     from runtime.script_model import DEGREES, batch_leaves, script_model  # noqa: PLC0415
+    from runtime.script_start import built  # noqa: PLC0415
+    from runtime.trial import untouched  # noqa: PLC0415
 
-    graph: ModelGraph = script_model(
-        model(),
-        batch,
-        inputs,
-        loss=loss,
-        units=units,
-        name=_name(model),
-        optimizer=optimizer,
-        groups=groups,
-        degrees=DEGREES,
-    )
+    with untouched(model):
+        graph: ModelGraph = script_model(
+            built(model, {}),
+            batch,
+            inputs,
+            loss=loss,
+            units=units,
+            name=_name(model),
+            optimizer=optimizer,
+            groups=groups,
+            degrees=DEGREES,
+        )
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     names = [name for name, _ in graph.chain]
@@ -227,10 +230,13 @@ def tensor_styles(
     from runtime.derived_styles import DerivedStyles, TensorStyles  # noqa: PLC0415 - needs torch
     from runtime.recorder import Recorder  # noqa: PLC0415
     from runtime.script_model import SAMPLES, few_samples  # noqa: PLC0415
+    from runtime.script_start import built  # noqa: PLC0415
+    from runtime.trial import untouched  # noqa: PLC0415
 
-    module, few = build(), few_samples(batch, SAMPLES)
-    recorder = Recorder.of(module, few, inputs, units=units)
-    return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
+    with untouched(build):
+        module, few = built(build, {}), few_samples(batch, SAMPLES)
+        recorder = Recorder.of(module, few, inputs, units=units)
+        return TensorStyles.of(DerivedStyles(module, recorder, few).of(ranks), ranks)
 
 
 def predict(

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.errors import DocumentError
+from planner.guarded_files import replaced
 from planner.shown import one_line
 from planner.units import bytes_text
 
@@ -204,30 +204,7 @@ def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False
 
     Only its owner reads a file that is `private`.
     """
-    file = Path(path)
-    temporary = ""
-    try:
-        if file.exists() and not file.is_file() and not file.is_dir():
-            file.write_text(text, encoding="utf-8")
-            return
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        if not private:
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(file)
-        temporary = ""
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DocumentError("", f"cannot be written: {reason}", file=str(path)) from error
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+    replaced(text, Path(path), private=private)
 
 
 def plain(text: str) -> object:

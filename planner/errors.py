@@ -4,7 +4,8 @@
     ├── DocumentError     a document or argument does not say what it must; carries file and path
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
     ├── LaunchError       the plan is fine, this machine or this run is not
-    │   └── PlanError     the plan is of another module or batch, or of other ranks
+    │   ├── PlanError     the plan is of another module or batch, or of other ranks
+    │   └── EngineAttributeError    a name that torch's wrappers have and an Engine has not
     ├── RecordError       a module's forward cannot be recorded; carries the line of its code
     ├── BatchError        a batch, or what a loss made of it, is not what a step takes
     └── OptimizerError    an optimizer cannot be used under this plan
@@ -47,6 +48,10 @@ class LaunchError(MeshwrightError):
 
 class PlanError(LaunchError):
     """A plan was made for another module, another batch or other ranks than are here."""
+
+
+class EngineAttributeError(LaunchError, AttributeError):
+    """An Engine has no such attribute; names what to write instead."""
 
 
 class RecordError(MeshwrightError):

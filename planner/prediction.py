@@ -270,6 +270,6 @@ def compaction(stages: Sequence[StagePrediction], probability: float) -> str | N
         return None
     return (
         f"reserves {bytes_text(fullest.peak_memory_bytes)} of "
-        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * probability:.0f} % likely to fit with "
-        f"{'='.join(ALLOCATOR)}"
+        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * probability:.0f} % likely to fit "
+        f"with {'='.join(ALLOCATOR)}"
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.document import write_text
+from planner.errors import DocumentError
 from planner.machine_figures import cache_folder
 from profiler.ranks import versions
 
@@ -57,7 +58,7 @@ def save(data: Any, file: Path) -> bool:
     """Write a file, whole or not at all; a cache that cannot be written is no error."""
     try:
         write_text(json.dumps(data), file)
-    except OSError:
+    except DocumentError:
         return False
     return True
 

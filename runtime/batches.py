@@ -66,6 +66,16 @@ def micro_batches(batch: Any, *, size: int, count: int) -> list[Any]:
     return [part_of(batch, range(at, at + size)) for at in range(0, found, size)]
 
 
+def cut_by(batch: Any, size: int) -> list[Any]:
+    """Cut a batch into parts of `size` samples, the last one with what is left.
+
+    >>> [len(part) for part in cut_by(torch.zeros(5), 2)]
+    [2, 2, 1]
+    """
+    found = samples_in(batch)
+    return [part_of(batch, range(at, min(at + size, found))) for at in range(0, found, size)]
+
+
 def joined(parts: Sequence[Any]) -> Any:
     """Put micro-batches of equal structure together along their samples.
 

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from planner.guarded_files import opened
+
 CHUNK_BYTES = 1 << 16
 LAST_WORDS_S = 5.0
 """How long to wait for what a process that has ended left in its pipe."""
@@ -33,7 +35,7 @@ class Console:
 
     def _copy(self, pipe: IO[bytes], name: str) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        with pipe, self._log.open("ab", buffering=0) as log:
+        with pipe, opened(self._log, within=self._log.parents[1], append=True) as log:
             while part := pipe.read1(CHUNK_BYTES):  # type: ignore[attr-defined]
                 log.write(part)
                 # A console that is gone costs nobody the log.

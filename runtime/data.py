@@ -21,7 +21,7 @@ import shutil
 import sysconfig
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 
 from planner.document import is_file, is_folder, is_there
 from planner.errors import DocumentError, LaunchError
+from planner.guarded_files import folder_within
 from planner.machine_figures import cache_folder
-from runtime import records
+from runtime import checksums, records
 from runtime.conversations import Conversations
 
 END_OF_BYTES = 256
@@ -59,7 +60,8 @@ FIRST_BYTES = {
     b"\x28\xb5\x2f\xfd": "compressed (zstd)",
     b"PK\x03\x04": "compressed (zip)",
 }
-_FORMAT = 2
+TOKENS = "tokens.bin"
+_FORMAT = 3
 
 
 class Tokenizer(Protocol):
@@ -240,17 +242,28 @@ class Corpus:
     dtype: str
     digest: str
     """Of the tokens and of where documents start."""
+    checksums: Mapping[str, str]
+    """Of its files, by name (runtime.checksums)."""
     kind: records.Kind = "text"
     counted: int = 0
     """Tokens of conversations that the loss counts."""
 
     @classmethod
-    def open(cls, folder: Path) -> Corpus:
-        """Read what `prepare` wrote."""
+    def open(cls, folder: Path, *, verify: bool = False) -> Corpus:
+        """Read what `prepare` wrote: its description as it was written, and files of their sizes.
+
+        With `verify` every byte of the files is compared with what was written.
+        """
         try:
-            about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+            text = (folder / "corpus.json").read_text(encoding="utf-8")
+            if not checksums.seal_holds(text):
+                raise ValueError("corpus.json has another checksum than was written")
+            about = json.loads(text)
+            del about["checksum"]
             corpus = cls(folder=folder, **about)
-            have = (folder / "tokens.bin").stat().st_size
+            if verify:
+                corpus.verify()
+            have = (folder / TOKENS).stat().st_size
             want = corpus.tokens * np.dtype(corpus.dtype).itemsize
             if have != want or len(corpus.starts) != corpus.documents + 1:
                 raise ValueError(f"tokens.bin has {have} bytes, not {want}")
@@ -260,10 +273,32 @@ class Corpus:
             ) from None
         return corpus
 
+    def verify(self) -> None:
+        """Refuse files with other bytes than were written.
+
+        Every byte is read once, on one thread: 1 to 2 GB/s where the processor has instructions
+        for SHA-256.  A launcher does it once for all ranks of its node.
+        """
+        wrong = checksums.differing(self.folder, self.checksums, list(self.checksums))
+        if wrong is not None:
+            raise LaunchError(f"{wrong}; delete the folder {self.folder} to prepare the text again")
+
+    def read(self, begin: int, count: int) -> NDArray[Any]:
+        """Return tokens of `stream`, all of them in the vocabulary."""
+        found = self.stream[begin : begin + count]
+        if len(found) and int(found.max()) >= self.vocabulary:
+            place = int(np.argmax(found >= self.vocabulary))
+            raise LaunchError(
+                f"{self.folder / TOKENS}: token {begin + place} is {int(found[place])}, and the "
+                f"tokens that were written end at {self.vocabulary - 1}; the file is damaged: "
+                f"delete the folder {self.folder} to prepare the text again"
+            )
+        return found
+
     @cached_property
     def stream(self) -> NDArray[Any]:
         """All tokens of one epoch in the order of the files, mapped from disk  [token]."""
-        return np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
+        return np.memmap(self.folder / TOKENS, dtype=self.dtype, mode="r")
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -301,10 +336,11 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     parent = (cache_folder() if cache is None else cache) / "corpora"
     folder = parent / _key(corpus, chosen.name)
     if folder.is_dir():
-        return Corpus.open(folder)
+        return Corpus.open(folder, verify=True)
     temporary = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        folder_within(parent.parent, parent.name)
         temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".new."))
         if isinstance(chosen, Conversations):
             _tokenise_conversations(corpus, chosen, temporary)
@@ -324,7 +360,7 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Corpus.open(folder)
+    return Corpus.open(folder, verify=True)
 
 
 def _key(corpus: Files, tokenizer: str) -> str:
@@ -341,7 +377,7 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
     starts = array("q", [0])
     largest, skipped = tokenizer.end, 0
     digest = hashlib.sha256()
-    with (folder / "tokens.bin").open("wb") as out:
+    with (folder / TOKENS).open("wb") as out:
         for path in corpus.paths:
             begin, lengths = out.tell(), array("q")
             file_digest = hashlib.sha256()
@@ -378,7 +414,14 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
         "dtype": tokenizer.dtype.name,
         "digest": "sha256:" + digest.hexdigest()[:16],
     }
-    (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+    _describe(folder, about)
+
+
+def _describe(folder: Path, about: dict[str, Any]) -> None:
+    """Write what a prepared corpus is, with the checksums of its files."""
+    files = {path.name: checksums.of_file(path) for path in sorted(folder.iterdir())}
+    text = checksums.sealed(json.dumps({**about, "checksums": files}))
+    (folder / "corpus.json").write_text(text, encoding="utf-8")
 
 
 def _kind(corpus: Files) -> records.Kind:
@@ -414,7 +457,7 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
     largest, skipped, counted = chosen.end, 0, 0
     dtype = np.dtype(np.uint16 if chosen.size <= 2**16 else np.uint32)
     digest = hashlib.sha256()
-    with (folder / "tokens.bin").open("wb") as out, (folder / "counts.bin").open("wb") as marks:
+    with (folder / TOKENS).open("wb") as out, (folder / "counts.bin").open("wb") as marks:
         for path in corpus.paths:
             for place, row in records.rows(path):
                 if records.kind_of(row, place, path) != "conversations":
@@ -452,7 +495,7 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
         "kind": "conversations",
         "counted": counted,
     }
-    (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+    _describe(folder, about)
 
 
 def pieces(path: Path) -> Iterator[bytes]:
@@ -532,7 +575,7 @@ class Samples:
             left = int(ends[place]) - offset
             begin = int(self.corpus.starts[order[place] + 1]) - left
             count = min(len(out) - done, left)
-            out[done : done + count] = self.corpus.stream[begin : begin + count]
+            out[done : done + count] = self.corpus.read(begin, count)
             done += count
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -21,6 +21,7 @@ from runtime.divided import PRODUCTS, Region
 from runtime.divided_trial import DividedUnit, Study, with_data
 from runtime.recorder import Recorder
 from runtime.recording import Device, Held, Leaf, Node, Recording, Value, values_of
+from runtime.trial import copied, untouched
 
 
 class DerivedStyles:
@@ -44,6 +45,10 @@ class DerivedStyles:
 
     def of(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over so many ranks, by path; those that are not too."""
+        with untouched(self._module):
+            return self._of(degree)
+
+    def _of(self, degree: int) -> dict[str, DividedUnit]:
         result = {}
         for name, node in self._units():
             study = self._study(name, node)
@@ -195,7 +200,8 @@ class _Arguments:
         return node.arguments(self._value)
 
     def _derive(self, node: Node) -> None:
-        called = node.call if node.unit is None else self._module.get_submodule(node.unit)
+        # A unit without parameters, which may keep what it made.
+        called = node.call if node.unit is None else copied(self._module.get_submodule(node.unit))
         assert called is not None
         args, kwargs = node.arguments(self._value)
         made = tree_leaves(called(*args, **kwargs))

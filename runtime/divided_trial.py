@@ -9,7 +9,6 @@ along which dim dropout draws, and which parameters get a part of their gradient
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -27,6 +26,7 @@ from runtime.divided_code import Across, Rules
 from runtime.divided_learning import Learning, Log, Logging
 from runtime.product_flow import Flow, Refused, flow_of, own_leaf
 from runtime.recorder import has_data
+from runtime.trial import copied, untouched
 
 MOST_CHECKED_FLOPS = 1e11
 """Of a unit's forward, in products; the check takes some twenty times as many."""
@@ -185,7 +185,7 @@ class Study:
 
     def divided(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over so many ranks."""
-        with torch.random.fork_rng(devices=()), torch.enable_grad(), _one_thread():
+        with untouched(self._user_unit), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
             try:
                 candidates = self._candidates()
@@ -358,7 +358,7 @@ class Study:
     ) -> _Run:
         assert self._ready is not None
         unit, given, _ = self._ready
-        twin = copy.deepcopy(unit)
+        twin = copied(unit)
         for region in regions:
             log = logs[region.paths]
             _note_outputs(twin, {path: path for path in region.columns}, log.columns)
@@ -444,7 +444,7 @@ class Study:
 
 def part_unit(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> nn.Module:
     """Return a copy of a unit with a rank's parts of what is divided."""
-    twin = copy.deepcopy(unit)
+    twin = copied(unit)
     take_parts(twin, regions, rank, degree)
     return twin
 
@@ -507,12 +507,12 @@ def _with_random_numbers(unit: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(made)
     for buffer in unit.buffers():
         memo[id(buffer)] = with_data(buffer).clone()
-    return copy.deepcopy(unit, memo)
+    return copied(unit, memo)
 
 
 def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     """Run a unit, and backward from random gradients that every run has alike."""
-    unit = unit.train(training) if across is not None else copy.deepcopy(unit).train(training)
+    unit = unit.train(training) if across is not None else copied(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
     try:

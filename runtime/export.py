@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.document import read
 from planner.errors import LaunchError
+from planner.guarded_files import folder_beside
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint, companions, tensor_index
@@ -228,10 +229,8 @@ def _new(output: Path) -> Path:
     """Return a hidden folder beside a new one, which may not hold anything yet."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise LaunchError(f"{output}: is there already; name a new folder")
-    temporary = output.with_name(f".{output.name}.new")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return folder_beside(output)
     except OSError as error:
         raise LaunchError(f"{output}: cannot be written: {error.strerror}") from error
-    return temporary

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.errors import LaunchError
+from planner.guarded_files import opened
 
 
 @contextlib.contextmanager
@@ -17,10 +18,9 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Make and hold a folder for this launch; the lock ends with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
     except OSError as error:
         raise LaunchError(f"{folder}: cannot be written: {error.strerror}") from error
-    with lock as file:
+    with opened(folder / ".lock", within=folder, append=True) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.progress import Progress as Bar
 
 from planner.document import read, write
 from planner.errors import DocumentError, LaunchError
+from planner.guarded_files import folder_within, opened
 from planner.model import ModelGraph
 from planner.report.terminal import Terminal
 from planner.shown import lines
@@ -96,12 +96,18 @@ def launch(
         try:
             orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
             _supervise(ready, rendezvous, orders, shown)
+            return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
-            after = f"after step {shown.step}" if shown.step else "before the first step"
-            raise LaunchError(f"interrupted {after}{_way_on(ready)}") from None
+            raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise LaunchError(
+                f"{error.filename}: {error.strerror} {shown.after}{_way_on(ready)}. The folder of "
+                f"a run, {ready.output}, must stay as it is until the run has ended"
+            ) from error
         finally:
             shown.close()
-        return _report(ready, rendezvous, orders, started_unix_s)
 
 
 def _warn(ready: Preflight, say: Terminal) -> None:
@@ -118,6 +124,7 @@ def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
             "text": corpus,
             "resumed checkpoint": str(ready.resumed),
             "folder of checkpoints": str(ready.run.checkpoint),
+            "steps between checkpoints": str(ready.run.checkpoint_every),
         }
     )
     token = str(rendezvous.all_gather(secrets.token_hex(8))[0])
@@ -131,7 +138,7 @@ def _check_shared(folder: Path, rendezvous: Rendezvous, *, token: str) -> None:
     mark = folder / f".seen-{token}"
     if rendezvous.node_rank.node == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        opened(mark, within=folder).close()
     rendezvous.all_gather("marked")
     # A network file system may show a listing that is seconds old.
     with contextlib.suppress(OSError):
@@ -208,8 +215,7 @@ def _write_orders(
         peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):
-        shutil.rmtree(ready.output / left_behind, ignore_errors=True)
-        (ready.output / left_behind).mkdir()
+        folder_within(ready.output, left_behind, emptied_of="rank-*")
     run.forget_steps_after(
         checkpoint.progress(ready.resumed).step if ready.resumed else 0,
         run.metrics_file(ready.output),
@@ -365,6 +371,11 @@ class _Shown:
         self._next_line = 0
         self._metrics: Path | None = None
         self._offset = 0
+
+    @property
+    def after(self) -> str:
+        """How far training has come, in words."""
+        return f"after step {self.step}" if self.step else "before the first step"
 
     def follow(self, metrics: Path) -> None:
         """Show what is added to a metrics file from now on."""

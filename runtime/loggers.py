@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from planner.document import read_text, write_text
+from planner.guarded_files import folder_within
+
 
 class Logger(Protocol):
     """What is told the figures of every step."""
@@ -29,6 +32,7 @@ class TensorBoard:
     def __init__(self, folder: Path, *, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - only where wanted
 
+        folder_within(folder.parent, folder.name)
         self._events: Any = SummaryWriter(folder, purge_step=first)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -47,6 +51,8 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, *, output: Path, config: Mapping[str, Any]) -> None:
         import wandb  # noqa: PLC0415 - only where wanted
+
+        folder_within(output, "wandb")
 
         self._run: Any = wandb.init(
             project=project,
@@ -69,5 +75,5 @@ class WeightsAndBiases:
 def _kept_id(file: Path) -> str:
     """Return the id of the run in a folder: a new one is written there."""
     if not file.exists():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()
+        write_text(secrets.token_hex(8), file)
+    return read_text(file).strip()

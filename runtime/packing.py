@@ -81,7 +81,7 @@ class PackedSamples:
             filled = 0
             for begin, length in self.places(first + at):
                 place = slice(filled, filled + length)
-                tokens[at, place] = self.corpus.stream[begin : begin + length]
+                tokens[at, place] = self.corpus.read(begin, length)
                 counts[at, place] = self.corpus.counts[begin : begin + length]
                 counts[at, filled] = False  # nothing in its document comes before the first
                 starts[at, place] = filled

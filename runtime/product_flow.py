@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.divided import PRODUCTS
+from runtime.trial import copied
 
 
 class Refused(Exception):  # noqa: N818 - told to the user as a reason, not raised to them
@@ -44,7 +44,7 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
 
     Raises Refused where it cannot be run.
     """
-    twin = copy.deepcopy(unit).train()
+    twin = copied(unit).train()
     calls: dict[str, int] = {}
     looked_up: dict[str, int] = {}
     outputs: dict[Any, str] = {}

@@ -11,7 +11,6 @@ them runs once on the real ones.  What is noted of it: runtime/forward_notes.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from runtime.recording import (
     Held,
     Recording,
 )
+from runtime.trial import copied, untouched
 
 MOST_RECORDINGS = 64
 """Shapes of batches whose recordings are kept; of others the oldest are made again."""
@@ -76,7 +76,7 @@ class Recorder:
             # A kernel without fake tensors, or sizes that depend on values inside a unit.
             if not has_data(tree_leaves(batch)) or not has_data(module.parameters()):
                 raise _failed(module, fake_error) from fake_error
-            self._real = copy.deepcopy(module)
+            self._real = copied(module)
             try:
                 self.first = self.recording(batch)
             except RecordError:
@@ -144,18 +144,19 @@ class Recorder:
     def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
         """Give the module in training mode and a batch, both without data if they can be.
 
-        What runs while this is open changes nothing of the user's module.
+        They are copies, as the module was built: what runs while this is open changes nothing.
         """
-        module = self._module if self._real is None else self._real
-        for name, part in module.named_modules():
-            part.training = self._modes[name]
+        built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
+            stack.enter_context(untouched(built, self.inputs))
+            module = copied(built)
+            for name, part in module.named_modules():
+                part.training = self._modes[name]
             if self._real is None:
                 stack.enter_context(self._fake)
                 batch = tree_map(self._leaf, batch)
             else:
-                stack.enter_context(unchanged(module))
-            stack.enter_context(torch.random.fork_rng(devices=()))
+                batch = own_tensors(batch)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(running(None))  # a step that records has losses of its own
             yield module, batch
@@ -166,17 +167,13 @@ class Recorder:
         with self._fake:
             for tensor in (*module.parameters(), *module.buffers()):
                 memo[id(tensor)] = self._without_data(tensor)
-        try:
-            return copy.deepcopy(module, memo)
-        except Exception as error:
-            raise RecordError(
-                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); "
-                "keep what cannot be copied outside the module"
-            ) from error
+        return copied(module, memo)
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         floating = tensor.is_floating_point()
-        dtype = self._dtype if floating and isinstance(tensor, nn.Parameter) else tensor.dtype
+        # In fp32 nothing is cast: parameters of other types are computed with as they are.
+        cast = floating and isinstance(tensor, nn.Parameter) and self._dtype != torch.float32
+        dtype = self._dtype if cast else tensor.dtype
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -289,14 +286,6 @@ def _failed(module: nn.Module, error: Exception) -> RecordError:
     )
 
 
-@contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put buffers back as they were."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in before:
-                    buffer.copy_(before[name])
+def own_tensors(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)

@@ -21,15 +21,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import Document, Part, read_text, write_text
-from planner.errors import DocumentError
+from planner.document import Document, Part, read_text, unreadable, write_text
+from planner.errors import DocumentError, LaunchError
+from planner.guarded_files import opened
 from planner.training import check_lengths
 from planner.units import Amount, Count, Positive, Rate, Text
+from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 
 Device = Literal["cuda", "cpu"]
@@ -52,7 +55,8 @@ class Run(Part):
     steps: int = Field(default=20, description="Total steps, counted from the start of training")
     checkpoint: Path | None = Field(default=None, description="Save here")
     checkpoint_every: int | None = Field(
-        default=None, description="Steps; default: after the last only"
+        default=None,
+        description="Steps; default: after the last, and by failure rates in a run of over an hour",
     )
     keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint")
@@ -253,32 +257,41 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
 def append_record(record: StepRecord, path: Path) -> None:
     """Add a step's line, in one write so that a reader never sees half of it."""
     line = json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+        with opened(path, within=path.parent, append=True) as file:
+            file.write(line.encode())
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+_LONGEST_RECORD_BYTES = 1 << 16
+
+
+def _records(path: Path) -> BufferedReader:
+    """Open a metrics file; DocumentError if a link or a pipe stands there."""
+    try:
+        return checksums.opened(path)
+    except OSError as error:
+        raise unreadable(error, path) from error
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
     """Yield the steps of a metrics file; a line that was cut off ends it."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield StepRecord.model_validate_json(line)
-        except ValueError:
-            return
-
-
-_LONGEST_RECORD_BYTES = 1 << 16
+    with _records(path) as lines:
+        while line := lines.readline(_LONGEST_RECORD_BYTES):
+            try:
+                yield StepRecord.model_validate_json(line)
+            except ValueError:
+                return
 
 
 def newest_record(path: Path) -> StepRecord | None:
     """Return the last whole line of a metrics file, of which only the end is read."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with _records(path) as file:
         file.seek(max(0, path.stat().st_size - _LONGEST_RECORD_BYTES))
         *whole, _ = file.read().split(b"\n")
     try:

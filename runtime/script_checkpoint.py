@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from planner.errors import LaunchError
+from planner.guarded_files import opened
 from planner.plan import Plan
 from runtime import checkpoint, tensor_index
 from runtime.checkpoint import Progress
@@ -66,7 +67,8 @@ def save(
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         if own is not None:
-            torch.save(own, temporary / _own_file(slice_rank))
+            with opened(temporary / _own_file(slice_rank), within=temporary) as file:
+                torch.save(own, file)
         with warnings.catch_warnings():
             # A process without a group writes alone, as it should.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

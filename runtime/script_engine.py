@@ -10,6 +10,7 @@ losses and weights are those of one process with the same micro-batches, to roun
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,40 +25,52 @@ from torch.distributed.tensor import DTensor
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, inner_loss, script_checkpoint
+from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
+from runtime.coupled_loss import check_loss
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place, place_of
 from runtime.parallelize import activation_type
+from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
 from runtime.script_checkpoint import Stateful
 from runtime.script_loader import Loader
-from runtime.script_model import SAMPLES, check_module, check_replay, few_samples
+from runtime.script_model import (
+    SAMPLES,
+    check_module,
+    check_replay,
+    few_samples,
+    refuse_changing,
+)
 from runtime.script_passes import Passes
 from runtime.script_plan import script_plan
 from runtime.script_records import ScriptRecords
 from runtime.script_stage import (
     ScriptStage,
     check_layers,
+    frozen_and_buffers,
     holders_of,
     modules_of,
     refuse_hooks,
     refuse_plan,
     script_stage,
 )
-from runtime.script_start import built, device_of, join_ranks, plan_or_layout
+from runtime.script_start import built, check_functions, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState
 from runtime.script_tensor import Styles, styles_by_name
+from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.whole_batch import whole_batch
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step or a part of it says, equal on every rank."""
 
-    loss: float
+    loss: LossValue
     """Mean over all that counts in the global batch, before the update."""
     count: float
     grad_norm: float = float("nan")
@@ -66,6 +79,12 @@ class StepResult:
     """What the loss returned beside, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With `track_unused`: parameters that took no part, and on which ranks."""
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Refuse: the backward pass was part of the step."""
+        self.loss.backward()
 
 
 class Engine:
@@ -86,6 +105,8 @@ class Engine:
         gather: bool = True,
         batch_norm: Kind = "per_micro_batch",
         tensor: Styles | None = None,
+        compare_every: int = COMPARED_EVERY,
+        track_unused: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -107,10 +128,15 @@ class Engine:
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
 
+        Parameters and buffers that several ranks hold are compared in the first steps, every
+        `compare_every` steps (0: not at all) and before each save.  With `track_unused` the result
+        of a step names the parameters that took no part in it, and on which ranks.
+
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
         self.device = device_of(device)
+        check_functions(loss, optimizer)
         wanted = plan_or_layout(plan)
         join_ranks(self.device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         self.clip_norm = clip_norm
@@ -119,7 +145,7 @@ class Engine:
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
-        check_replay(module, recorder, few)
+        changing = check_replay(module, recorder, few)
         sums = inner_loss.times_asked() > asked
         if isinstance(wanted, Plan):
             check_module(wanted, recorder)
@@ -139,11 +165,14 @@ class Engine:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_plan(plan, module, loss)
+        refuse_changing(plan, changing, twice=sums or isinstance(loss, whole_batch))
+        check_loss(plan, module, recorder, batch, loss)
         styles = styles_by_name(plan, module, recorder, tensor)
         self._place = place_of(plan, self.device)
         holders = holders_of(plan, recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
+        participation = Participation()
         parts = tuple(
             script_stage(
                 plan,
@@ -153,6 +182,7 @@ class Engine:
                 stage=stage,
                 device=self.device,
                 styles=styles,
+                participation=participation,
             )
             for stage, own in zip(
                 self.stages,
@@ -171,6 +201,8 @@ class Engine:
             gather=gather,
             streamed=plan.offload == "optimizer",
         )
+        for one in self.optimizers:
+            one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
         self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
         """Gradients that were asked for, made whole and scaled."""
         self._passes = Passes(
@@ -185,6 +217,9 @@ class Engine:
             sums=sums,
             device=self.device,
         )
+        self._optimizers.participation = participation
+        self._optimizers.tracks_unused = track_unused
+        self._optimizers.agree(lambda: frozen_and_buffers(modules), every=compare_every)
         self._state = ScriptState(
             plan,
             self._place,
@@ -230,18 +265,24 @@ class Engine:
         """Optimizer steps done so far, those that were skipped included."""
         return int(self._optimizers.steps)
 
-    def slice(self, batch: Any) -> Any:
+    def slice(self, batch: Any, *, ragged: bool = False) -> Any:
         """Return this rank's samples of a global batch.
 
-        Raises BatchError where it has not as many samples as the plan's global batch.
+        A `ragged` one has any number of samples, for `evaluate` and `outputs`; its slices have
+        as equal shares as there are.  Raises BatchError where another one has not as many samples
+        as the plan's global batch.
         """
-        found = batches.samples_in(batch)
-        if found != self.plan.global_batch:
+        found, wanted = batches.samples_in(batch), self.plan.global_batch
+        own = self.plan.samples_of(self.slice_rank)
+        if ragged:
+            own = range(own.start * found // wanted, own.stop * found // wanted)
+        elif found != wanted:
             raise BatchError(
-                f"batch: has {found} samples, and the plan's global batch {self.plan.global_batch}"
-                "; drop the last batch of an epoch if it is smaller (drop_last=True)"
+                f"batch: has {found} samples, and the plan's global batch {wanted}; to train, drop "
+                "the last batch of an epoch if it is smaller (drop_last=True); for evaluate and "
+                "outputs give engine.slice(batch, ragged=True)"
             )
-        return batches.part_of(batch, self.plan.samples_of(self.slice_rank))
+        return batches.part_of(batch, own)
 
     def loader(
         self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
@@ -275,8 +316,9 @@ class Engine:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
         before = self._passes.totals.values.clone()
         self._forward_backward(batch)
+        self._optimizers.hide()
         own = self._passes.of_all(self._passes.totals.values - before).tolist()
-        return StepResult(loss=own[0] / own[1] if own[1] else float("nan"), count=own[1])
+        return StepResult(_mean(*own), own[1])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's parts of the gradients of the mean loss by name, to look at or change.
@@ -285,6 +327,7 @@ class Engine:
         """
         if self._whole is None:
             self._whole = self._made_whole(0.0)
+            self._optimizers.hide()
         return {slot.name: grad for slot, grad in self._whole[0].items()}
 
     def optimizer_step(self, clip_norm: float | None = None) -> StepResult:
@@ -308,28 +351,30 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> StepResult:
-        """Return loss and metrics of a slice of a global batch in eval mode, and learn nothing."""
+        """Return loss and metrics of a slice in eval mode, and learn nothing.
+
+        A slice has any number of samples, none included; the mean is that over all samples of all
+        slices.  All ranks call it together.
+        """
         passes = self._passes
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
-            passes.evaluate(passes.cut(batch, step=self.steps, drawing=False))
+            passes.evaluate(passes.cut_any(batch, step=self.steps))
             total, count = passes.of_all(passes.totals.values).tolist()
-            return StepResult(
-                loss=total / count if count else float("nan"),
-                count=count,
-                metrics=passes.metrics(),
-            )
+            return StepResult(_mean(total, count), count, metrics=passes.metrics())
         finally:
             passes.totals = kept
 
     @torch.no_grad()
-    def outputs(self, batch: Any) -> Any:
-        """Return what the module makes of a slice, without gradients, in train mode.
+    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+        """Return what the module makes of a slice of any size, without gradients, in eval mode.
 
-        Its leaves have the samples of the slice.  Through a pipeline the ranks of the last stage
-        send them to the others.
+        With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
+        the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
+        others.  All ranks call it together.
         """
-        return self._passes.outputs(self._passes.cut(batch, step=self.steps))
+        micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
+        return self._passes.outputs(micros, training=training)
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
@@ -351,7 +396,8 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written, or ranks have buffers of different values.
+        Raises LaunchError where it cannot be written, or ranks have different values of one
+        parameter or buffer.
         """
         return self._state.save(Path(folder), extra or {}, keep=keep)
 
@@ -395,11 +441,14 @@ class Engine:
             )
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
+        self._optimizers.show()
         self._passes.train(self._passes.cut(batch, step=self.steps))
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
+        self._optimizers.show()
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
+        self._optimizers.settle(grads, measured)
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
@@ -410,13 +459,35 @@ class Engine:
             average.update()
         self._whole = None
         self._passes.totals.clear()
-        loss, norm, count = measured.report.tolist()
+        loss, norm, count, _ = measured.report.tolist()
         if self._records is not None and self._begun_s is not None:
             seconds = time.perf_counter() - self._begun_s
             if moved:
                 self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
         self._begun_s = None
-        return StepResult(loss, count, norm, metrics, skipped=not moved)
+        return StepResult(
+            LossValue(loss), count, norm, metrics, skipped=not moved, unused=self._optimizers.unused
+        )
+
+    def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if self._optimizers.pending and len(self.optimizers) > 1:
+            refuse_zero_grad(optimizer)
+        if self._optimizers.pending:
+            self.zero_grad()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a part of a module cannot be called; the message says what can."""
+        raise missing("__call__", ())
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what torch's modules and wrappers have and an Engine has not."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise missing(name, [one for one in dir(type(self)) if not one.startswith("_")])
+
+
+def _mean(total: float, count: float) -> LossValue:
+    return LossValue(total / count if count else float("nan"))
 
 
 def _slots(

@@ -6,9 +6,10 @@ A forward that cannot be recorded is one layer, which a plan may train without a
 
 from __future__ import annotations
 
-import copy
+import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,11 @@ from runtime.derived_styles import DerivedStyles
 from runtime.divided_trial import take_parts
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
-from runtime.recorder import Inputs, Recorder, arguments, has_data, unchanged
+from runtime.recorder import Inputs, Recorder, arguments, has_data, own_tensors
 from runtime.recording import Recording, called_name
 from runtime.torch_optimizers import Factory, GroupOf, gathered_names, grouped, state_bytes
 from runtime.trace import traced_call
+from runtime.trial import Changes, RandomNumbers, copied, untouched
 
 MOST_CHECKED = 200_000_000
 """Parameters of a module whose forward on the host costs seconds at most."""
@@ -60,9 +62,31 @@ def script_model(
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
     """
-    source = f"script:{name}"
-    few = few_samples(batch, SAMPLES)
-    recorder = Recorder.of(module, few, inputs, units=units)
+    with untouched(module, inputs, loss, optimizer, groups):
+        few = few_samples(batch, SAMPLES)
+        return _graph_of(
+            module,
+            few,
+            Recorder.of(module, few, inputs, units=units),
+            loss=loss,
+            name=name,
+            optimizer=optimizer,
+            groups=groups,
+            degrees=degrees,
+        )
+
+
+def _graph_of(
+    module: nn.Module,
+    few: Any,
+    recorder: Recorder,
+    *,
+    loss: Loss | None,
+    name: str,
+    optimizer: Factory | None,
+    groups: GroupOf | None,
+    degrees: Sequence[int],
+) -> ModelGraph:
     recording = recorder.first
     figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
     gathered = (
@@ -95,7 +119,7 @@ def script_model(
     ]
     return ModelGraph(
         name=name_of(name),
-        source=source,
+        source=f"script:{name}",
         recording=recording.digest,
         optimizer_bytes=_optimizer_bytes(module, optimizer, groups) if optimizer else None,
         layers=tuple(layers),
@@ -135,42 +159,101 @@ def check_module(plan: Plan, recorder: Recorder) -> None:
         )
 
 
-def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> None:
-    """Refuse a module whose replayed forward makes something else than the module, on real data.
+def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[str]:
+    """Refuse a module whose replayed forward does something else than the module, on real data.
 
-    What a recording cannot see is Python's own state: a counter, a list, a random number of Python.
-    `few` is the batch that `recorder` recorded.  A module of more than MOST_CHECKED parameters, and
-    one without data, is not tried.
+    What a recording cannot see is Python's own state between units: a counter, a list, a random
+    number of Python.  Both run on copies: outputs, attributes that change and random numbers that
+    are drawn must be the same.  `few` is the batch that `recorder` recorded.  Returns the names of
+    attributes and parameters that every forward changes anew.  A module of more than MOST_CHECKED
+    parameters, and one without data, is not tried.
     """
     count = sum(parameter.numel() for parameter in module.parameters())
     if count > MOST_CHECKED or not has_data((*tree_leaves(few), *module.parameters())):
-        return
-    stage = RecordedStage(module, recorder, 0, len(recorder.first.layers)).train()
-    args, kwargs = arguments(recorder.inputs(few))
-    # Twice: what counts its calls makes another thing each time.
-    runs: list[Callable[[], Any]] = [
-        lambda: module(*args, **kwargs),
-        lambda: stage(micro=MicroBatch(few)),
-        lambda: module(*args, **kwargs),
-    ]
-    made = []
-    for run in runs:
-        with torch.no_grad(), unchanged(module), torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            made.append(tree_leaves(run()))
-    for one, replayed, again in zip(*made, strict=True):
-        if not (_same(one, replayed) and _same(replayed, again)):
-            raise RecordError(
-                f"{type(module).__name__} makes something else than its replayed forward: what it "
-                "does depends on Python's own state, between units; keep state in buffers, or name "
-                "a unit around it with units="
+        return frozenset()
+    with untouched(module, recorder.inputs), torch.no_grad():
+        twin = copied(module)
+        once = _Tried.of(twin, lambda: _called(twin, recorder, few))
+        changed = {
+            recorder.aliases.get(name, name)
+            for (name, then), (_, now) in zip(
+                module.named_parameters(), twin.named_parameters(), strict=True
             )
+            if not _same(then, now)
+        }
+        again = _Tried.of(twin, lambda: _called(twin, recorder, few))
+    with untouched(module, recorder.inputs), torch.no_grad():
+        other = copied(module)
+        stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
+        replayed = _Tried.of(other, lambda: stage(micro=MicroBatch(own_tensors(few))))
+    apart = sorted(once.changes ^ replayed.changes)
+    unnamed = not (again.changes or once.makes_as(again))
+    if apart or unnamed or not once.makes_as(replayed):
+        what = f" ('{apart[0]}' changes in one of them only)" if apart else ""
+        raise RecordError(
+            f"{type(module).__name__} makes something else than its replayed forward{what}: "
+            "what it does depends on Python's own state, between units; keep state in buffers, or "
+            "name a unit around it with units="
+        )
+    return again.changes | changed
+
+
+def refuse_changing(plan: Plan, changing: Collection[str], *, twice: bool) -> None:
+    """Refuse a module that every forward changes, under a plan that has several in a step.
+
+    `changing` are the names of `check_replay`; `twice` says that losses need another forward.
+    """
+    forwards = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
+    recomputed = any(item.recompute != "none" for one in plan.stages for item in one.layers)
+    if changing and (forwards > 1 or recomputed or twice):
+        reason = f"{forwards} micro-batches" if forwards > 1 else "more than one forward"
+        raise RecordError(
+            f"{min(changing)}: is changed by every forward, and a step of this plan has "
+            f"{reason}, so that training would depend on the plan; change it in the training "
+            "loop, or plan with one rank for the data, micro_batches 1 and recompute none"
+        )
+
+
+def _called(module: nn.Module, recorder: Recorder, few: Any) -> Any:
+    args, kwargs = arguments(recorder.inputs(own_tensors(few)))
+    return module(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What a forward made and left behind."""
+
+    leaves: list[Any]
+    changes: frozenset[str]
+    """Names of what it changed outside of parameters and buffers."""
+    numbers: RandomNumbers
+
+    @classmethod
+    def of(cls, module: nn.Module, run: Callable[[], Any]) -> _Tried:
+        """Run a forward of a module from the same random numbers as any other."""
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        before = Changes((module,))
+        leaves = tree_leaves(run())
+        return cls(leaves, before.changes(), RandomNumbers())
+
+    def makes_as(self, other: _Tried) -> bool:
+        """Tell whether both made the same, and drew as many random numbers of Python's own."""
+        return (
+            len(self.leaves) == len(other.leaves)
+            and all(map(_same, self.leaves, other.leaves))
+            and self.numbers.drew_as(other.numbers)
+        )
 
 
 def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor):
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return one.shape == other.shape and torch.allclose(
+        one, other, rtol=1e-4, atol=1e-6, equal_nan=True
+    )
 
 
 def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:
@@ -200,8 +283,10 @@ def few_samples(batch: Any, samples: int) -> Any:
         raise BatchError("batch: has no samples")
 
     def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
+        if not isinstance(leaf, Tensor):
             return leaf
+        if not leaf.ndim:
+            return leaf.clone()
         return leaf[[at % found for at in range(samples)]]
 
     return tree_map(cut, batch)
@@ -298,7 +383,7 @@ def _divided(
         if not units:
             continue
         with recorder.without_data(batch) as (whole, given):
-            twin = _copied(whole)
+            twin = copied(whole)
             across = _Counting(degree)
             for name, unit in units.items():
                 part = twin.get_submodule(name)
@@ -326,16 +411,6 @@ def _divided(
                     )
                 )
     return [tuple(layers) or None for layers in found]
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """Copy a module whose tensors may have no data."""
-    memo: dict[int, Any] = {
-        id(one): nn.Parameter(one.detach().clone(), one.requires_grad)
-        for one in module.parameters()
-    }
-    memo |= {id(one): one.detach().clone() for one in module.buffers()}
-    return copy.deepcopy(module, memo)
 
 
 @dataclass(slots=True)

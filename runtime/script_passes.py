@@ -10,14 +10,16 @@ boundaries of its own, and all ranks that see a batch are asked whether they see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from planner import schedule
 from planner.errors import BatchError, LaunchError
@@ -81,6 +83,11 @@ class Passes:
         self._metric_names: tuple[str, ...] | None = None
         self._replicas = self._new_replicas()
         self._checked = False
+        self._counts: list[int] | None = None
+        """[slice] Samples of a batch of any size, while one is evaluated."""
+        self._filler: Any = None
+        """A micro-batch of one sample, for forwards that other slices need."""
+        self._filling = False
         self._pipelines = Recent[RecordedPipeline](MOST_RECORDINGS)
 
     # --- batches ----------------------------------------------------------------------------
@@ -92,9 +99,39 @@ class Passes:
         example, or ranks that feed one slice have different samples.
         """
         size, count = self._plan.micro_batch, self._plan.micro_batches_of(self._place.data_rank)
+        self._counts = None
         cut = batches.micro_batches(batch, size=size, count=count)
         batches.check_lengths(batch, self._most)
         self._agree(batch)
+        return self._micros(cut, step=step, drawing=drawing)
+
+    def cut_any(self, batch: Any, *, step: int, drawing: bool = False) -> list[MicroBatch]:
+        """Cut a slice of any number of samples, none included; all ranks call it together.
+
+        The last micro-batch may be smaller, and a rank that has fewer than others runs forwards of
+        a sample that counts for nothing, so that all ranks run as many.
+        """
+        batches.check_lengths(batch, self._most)
+        self._agree(batch, any_size=True)
+        found = batches.samples_in(batch)
+        counts = torch.zeros(self._place.data_degree, device=self._device)
+        counts[self._place.data_rank] = found
+        if self._place.mesh is not None:
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        self._counts = [int(count) for count in counts.tolist()]
+        if isinstance(self._loss, whole_batch) and not all(self._counts):
+            raise BatchError(
+                f"batch: slices have {self._counts} samples, and whole_batch(loss) gathers some of "
+                "each; give every slice at least one"
+            )
+        some = batches.part_of(batch, range(1)) if found else _zeros(batch)
+        self._filler = batches.on_device(some, self._device)
+        return self._micros(
+            batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
+        )
+
+    def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
+        size = self._plan.micro_batch
         first = self._plan.samples_of(self._place.data_rank).start
         return [
             MicroBatch(
@@ -104,13 +141,14 @@ class Passes:
             for at, one in enumerate(cut)
         ]
 
-    def _agree(self, batch: Any) -> None:
+    def _agree(self, batch: Any, *, any_size: bool = False) -> None:
         """Refuse what ranks that must have equal batches do not have; all ranks raise it.
 
         Values are compared once, shapes each time: messages between stages have that of the batch,
         and a loss over the whole batch gathers it.
         """
         gathers = isinstance(self._loss, whole_batch) and self._place.data_degree > 1
+        gathers = gathers and not any_size
         if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
             return
         own = [self._place.data_rank, batches.shape_print(batch)]
@@ -152,25 +190,34 @@ class Passes:
         self._statistics.apply()
 
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
-        """Note the losses of all micro-batches in eval mode, and learn nothing."""
-        modules = [part.module for part in self._parts]
-        try:
-            for module in modules:
-                module.eval()
-            with running(InnerLosses(self._note_inner, None, self._summed(micros))):
+        """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
+        with self._mode(training=False):
+            inner = InnerLosses(self._note_inner, None, self._summed(micros))
+            with running(inner):
                 if isinstance(self._loss, whole_batch):
                     self._whole_gradients(self._loss, micros)
                 else:
                     self._forward(micros)
             self._let_go()
+
+    @contextlib.contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        """Run stages in one mode, and put them back into train mode."""
+        modules = [part.module for part in self._parts]
+        try:
+            for module in modules:
+                module.train(training)
+            yield
         finally:
             for module in modules:
                 module.train()
 
-    def outputs(self, micros: Sequence[MicroBatch]) -> Any:
-        """Return what the module makes of this slice, on every rank, without gradients."""
-        with running(InnerLosses(_forget, None, self._summed(micros))):
-            made = self._outputs(micros)
+    def outputs(self, micros: Sequence[MicroBatch], *, training: bool) -> Any:
+        """Return what the module makes of `cut_any`, on every rank, without gradients."""
+        with self._mode(training=training):
+            inner = InnerLosses(_forget, None, self._summed(micros))
+            with running(inner):
+                made = self._outputs(micros)
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             last = self._plan.rank_of_stage(len(self._plan.stages) - 1)
@@ -186,7 +233,8 @@ class Passes:
                 tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
                 for at in range(0, len(sent), each)
             ]
-        return batches.joined(made)
+        whole = batches.joined(made)
+        return whole if micros else batches.part_of(whole, range(0))
 
     @torch.no_grad()
     def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
@@ -215,11 +263,28 @@ class Passes:
         return values
 
     def _forward(self, micros: Sequence[MicroBatch]) -> None:
-        if self._plan.mesh.pipeline > 1:
-            self._pipeline_of(micros).evaluate_all(micros)
+        self._run_forward(micros)
+        size = self._plan.micro_batch
+        count = max((-(-count // size) for count in self._counts or ()), default=0) - len(micros)
+        if count > 0:
+            self._filling = bool(micros)
+            try:
+                with running(InnerLosses(_forget, None, BatchSums() if self._sums else None)):
+                    self._run_forward([MicroBatch(self._filler)] * count)
+            finally:
+                self._filling = False
+
+    def _run_forward(self, micros: Sequence[MicroBatch]) -> None:
+        if self._plan.mesh.pipeline == 1:
+            for micro in micros:
+                self._micro_loss(self._parts[0].module(micro=micro), micro)
             return
-        for micro in micros:
-            self._micro_loss(self._parts[0].module(micro=micro), micro)
+        # As many at once as a step has, all of one shape.
+        for _, alike in itertools.groupby(micros, lambda micro: key_of(micro.batch)):
+            own = list(alike)
+            for at in range(0, len(own), self._plan.micro_batches):
+                some = own[at : at + self._plan.micro_batches]
+                self._pipeline_of(some).evaluate_all(some)
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
@@ -231,7 +296,7 @@ class Passes:
                 module.set_is_last_backward(last)
                 module.set_requires_gradient_sync(last or reduces_at_once(self._plan, self._place))
                 module.set_reshard_after_backward(last or gathers_anew(self._plan, self._place))
-            self._micro_loss(part.module(micro=micro), micro).backward()
+            part.module.closed(self._micro_loss(part.module(micro=micro), micro)).backward()
 
     @torch.no_grad()
     def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:
@@ -252,12 +317,14 @@ class Passes:
         made = self._outputs(micros)
         if not made:
             return
-        outputs = of_all_slices(batches.joined(made), place)
-        batch = of_all_slices(batches.joined([micro.batch for micro in micros]), place)
+        outputs = of_all_slices(batches.joined(made), place, self._counts)
+        own = batches.joined([micro.batch for micro in micros])
+        batch = of_all_slices(own, place, self._counts)
         notes = place.data_rank == 0 and place.along("tensor") == 0  # all have the same
         if not torch.is_grad_enabled():
             if notes:
-                self.totals.add(counted(loss(outputs, batch), plan.global_batch))
+                samples = sum(self._counts) if self._counts else plan.global_batch
+                self.totals.add(counted(loss(outputs, batch), samples))
             return
         one, grads = gradients_by_output(
             loss,
@@ -279,6 +346,8 @@ class Passes:
 
     def _micro_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Note what a micro-batch adds to the loss; return where its backward begins."""
+        if self._filling:
+            return torch.zeros((), device=self._device)
         if self._taken is not None:
             self._taken.append(outputs)
             return torch.zeros((), device=self._device)
@@ -286,7 +355,10 @@ class Passes:
             return torch.zeros((), device=self._device)
         if isinstance(self._loss, whole_batch):
             return self._backward_of(surrogate(outputs, self._by_output[id(micro)]))
-        one = counted(self._loss(outputs, micro.batch), self._plan.micro_batch)
+        if micro.batch is self._filler:
+            return torch.zeros((), device=self._device)
+        samples = batches.samples_in(micro.batch)
+        one = counted(self._loss(outputs, micro.batch), samples)
         if self._place.along("tensor") == 0:  # the others of a slice have the same
             (self.totals if self._surveyed is None else self._surveyed).add(one)
         return self._backward_of(one.total)
@@ -309,10 +381,12 @@ class Passes:
 
     def _pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
         """Return the stages with the boundaries of these micro-batches."""
-        example = micros[0].batch
-        return self._pipelines.get(key_of(example), lambda: self._new_pipeline(example))
+        example, training = micros[0].batch, self._parts[0].module.training
+        return self._pipelines.get(
+            (key_of(example), training), lambda: self._new_pipeline(example, training=training)
+        )
 
-    def _new_pipeline(self, example: Any) -> RecordedPipeline:
+    def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
         plan = self._plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
         return RecordedPipeline(
@@ -323,7 +397,7 @@ class Passes:
                 micro_batches=plan.micro_batches,
                 virtual_stages=plan.virtual_stages,
             ),
-            recording=self._recorder.recording(example),
+            recording=self._recorder.recording(example, training=training),
             micro_batches=plan.micro_batches,
             groups=self._place.pipeline_groups(),
             device=self._device,
@@ -365,6 +439,16 @@ class Passes:
         if self._place.mesh is not None:
             names = all_gather_json(list(self.totals.metrics))
         return tuple(dict.fromkeys(name for one in names for name in one))
+
+
+def _zeros(batch: Any) -> Any:
+    """Return a batch of one sample like one that has none."""
+    return tree_map(
+        lambda leaf: (
+            leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        ),
+        batch,
+    )
 
 
 def _forget(value: Tensor) -> None:

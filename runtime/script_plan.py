@@ -79,6 +79,14 @@ def script_plan(
         count = layout.get("micro_batches", min(2 * stages, own) if pipeline > 1 else 1)
         size = own // count
     layers = [layer.name for layer in recorder.first.layers]
+    if stages > len(layers):
+        way_out = f" ({recorder.refused})" if recorder.refused else ""
+        raise DocumentError(
+            "plan.pipeline",
+            f"asks for {stages} stages, and {name} has {len(layers)} layers: "
+            f"{', '.join(layers[:4])}{way_out}; ask for fewer, or name modules that a stage may "
+            'hold: Engine(units=["net.0", "net.1", ...])',
+        )
     least, more = divmod(len(layers), stages)
     cuts = layout.get("cuts") or [least + (stage < more) for stage in range(stages)]
     ends = list(itertools.accumulate(cuts))

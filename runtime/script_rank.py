@@ -61,6 +61,7 @@ def _tell(kind: str, message: str) -> run.Failure:
 
 def _say(error: BaseException, script: str) -> None:
     """Print where the script failed, and tell the launcher."""
+    from planner.guarded_files import opened  # noqa: PLC0415
     from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind the script
     from runtime.supervise import blames_a_peer  # noqa: PLC0415
 
@@ -71,8 +72,9 @@ def _say(error: BaseException, script: str) -> None:
     failure = _tell(type(error).__name__, str(error))
     if failure.rank == 0 and blames_a_peer(failure):
         # The console has what rank 0 prints, and shall have the cause: the other rank's end.
-        with run.log_file(Path(os.environ[OUTPUT_VARIABLE]), 0).open("a") as log:
-            log.write(text)
+        output = Path(os.environ[OUTPUT_VARIABLE])
+        with opened(run.log_file(output, 0), within=output, append=True) as log:
+            log.write(text.encode(errors="replace"))
     else:
         print(text, end="", file=sys.stderr)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from planner.document import read, write
 from planner.errors import LaunchError
+from planner.guarded_files import folder_within
 from planner.plan import Plan
 from planner.prediction import Prediction
 from planner.units import count_text, seconds_text
@@ -142,8 +142,9 @@ def run_script(
     for warning in check_devices(plan, device, local_ranks):
         say(f"warning: {warning}")
     ranks = LocalRanks(plan.mesh.devices, device, local_ranks)
-    leads = ranks.leads
-    folder = output.absolute() if leads else output.absolute() / f"node-{node_rank.node:05}"
+    leads, folder = ranks.leads, output.absolute()
+    if not leads:
+        folder = folder_within(folder, f"node-{node_rank.node:05}")
     started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _Progress(run.metrics_file(folder), say)
     with alone_in(folder), signals_interrupt():
@@ -200,8 +201,7 @@ def _attempt(
             }
         )
         for name in ("logs", "ranks"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / name).mkdir()
+            folder_within(folder, name, emptied_of="rank-*")
         try:
             bad = supervised(
                 [

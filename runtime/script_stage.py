@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime.batches import fingerprint
-from runtime.exchange import all_gather_json
 from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
+from runtime.participation import BackwardOrder, Participation
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import DividedStage, ScriptStyles, divide
@@ -201,6 +202,7 @@ def script_stage(
     stage: int,
     device: torch.device,
     styles: ScriptStyles,
+    participation: Participation,
 ) -> ScriptStage:
     """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
     sizes = [len(one.layers) for one in plan.stages]
@@ -234,6 +236,11 @@ def script_stage(
             over_data(unit, plan, place.data, device, root=False, besides=besides)
         made.register_forward_hook(no_view)
         over_data(made, plan, place.data, device, root=True, besides=besides)
+        root = cast(FSDPModule, made)
+        units = [cast(FSDPModule, unit) for unit in made.units.values()]
+        for one in (*units, root):
+            participation.watch(one)
+        made.order = BackwardOrder(root, units)
     return ScriptStage(
         module=made,
         wrapped=wraps,
@@ -271,36 +278,3 @@ def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
                 if buffer is not None and attribute not in part._non_persistent_buffers_set:
                     result[f"{prefix}.{attribute}" if prefix else attribute] = buffer
     return result
-
-
-def refuse_unequal_buffers(stages: Sequence[nn.Module]) -> None:
-    """Refuse to save buffers of which ranks have different values; all ranks call it together.
-
-    Those of BatchNorm are equal by construction (runtime/batch_norm.py).  Others are what each
-    rank's forward makes of its own samples, and a checkpoint has one of each.
-    """
-    if not dist.is_initialized():
-        return
-    norms = [
-        f"{name}."
-        for stage in stages
-        for name, part in stage.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm)
-    ]
-    own = {
-        name: fingerprint(value)
-        for name, value in frozen_and_buffers(stages).items()
-        if name in {at for stage in stages for at, _ in stage.named_buffers()}
-        and not name.startswith(tuple(norms))
-    }
-    first: dict[str, tuple[int, int]] = {}
-    for rank, prints in enumerate(all_gather_json(own)):
-        for name, print_ in prints.items():
-            other, wanted = first.setdefault(name, (rank, print_))
-            if print_ != wanted:
-                raise LaunchError(
-                    f"{name}: ranks {other} and {rank} have different values of this buffer, and a "
-                    "checkpoint has one; make it of what all ranks have (sum over ranks in its "
-                    "forward), leave it out with register_buffer(persistent=False), or save it as "
-                    "state of your own with save(extra=...)"
-                )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.document import read
+from planner.errors import BatchError, LaunchError, OptimizerError
 from planner.plan import Plan
 from runtime.script_rank import PLAN_VARIABLE
 
@@ -28,10 +29,67 @@ def plan_or_layout(
 
 
 def built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.Module:
-    """Build the module under the plan's seed, and leave the caller's random numbers alone."""
+    """Build the module under the plan's seed, and leave the caller's random numbers alone.
+
+    Raises LaunchError where `build` is no function that returns a module without complex numbers.
+    """
+    if isinstance(build, nn.Module):
+        name = type(build).__name__
+        raise LaunchError(
+            f"build: is a {name}, a module that was built already; give a function that builds it "
+            f"on every rank under the plan's seed: build={name} or build=lambda: {name}(...)"
+        )
+    if not callable(build):
+        raise LaunchError(
+            f"build: is a {type(build).__name__}; give a function that returns the module, such as "
+            "build=lambda: Net(width=64)"
+        )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(plan.training.seed if isinstance(plan, Plan) else plan.get("seed", 0))
-        return build()
+        module = build()
+    if not isinstance(module, nn.Module):
+        raise LaunchError(
+            f"build: returned a {type(module).__name__}; it returns an nn.Module (end it with "
+            "`return module`)"
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise LaunchError(
+                f"{name}: is a complex parameter, which gradients and optimizers of a plan do not "
+                "take; keep it as real numbers and write torch.view_as_complex(self.weight) in "
+                "forward, with weight of shape [..., 2]"
+            )
+    return module
+
+
+def check_functions(loss: object, optimizer: object) -> None:
+    """Refuse a loss or an optimizer that is not called as an Engine calls it.
+
+    Raises BatchError or OptimizerError, with the line to write.
+    """
+    if isinstance(loss, nn.modules.loss._Loss):
+        name = type(loss).__name__
+        raise BatchError(
+            f"loss: is nn.{name}(), which takes outputs and targets; an Engine calls loss(outputs, "
+            f'batch) and adds sums: loss=lambda out, batch: (nn.{name}(reduction="sum")(out, '
+            "batch[1]), len(out))"
+        )
+    if not callable(loss):
+        raise BatchError(
+            f"loss: is a {type(loss).__name__}; give a function such as loss=lambda out, batch: "
+            '(F.cross_entropy(out, batch[1], reduction="sum"), len(out))'
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"optimizer: is an {name} over parameters that exist already; the engine gives it this "
+            f"rank's parts: optimizer=lambda groups: torch.optim.{name}(groups, lr=...)"
+        )
+    if not callable(optimizer):
+        raise OptimizerError(
+            f"optimizer: is a {type(optimizer).__name__}; give a function of parameter groups such "
+            "as optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-4)"
+        )
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

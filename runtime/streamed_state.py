@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from planner.errors import OptimizerError
 from runtime import host
 from runtime.quantized_state import is_quantized
+from runtime.trial import untouched
 
 BUCKET_BYTES = 64 * 2**20
 """Of parameters, whose state is of the same order."""
@@ -34,8 +35,8 @@ def steps_apart(new: Callable[[list[nn.Parameter]], Optimizer]) -> bool:
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 2, 3, 3, generator=generator)
     together, apart = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
-    whole, streamed = new(together), new(apart)
-    with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):
+    with untouched(new), torch.compiler.set_stance("force_eager"):
+        whole, streamed = new(together), new(apart)
         for both in grads:
             for parameter, grad in zip(together, both, strict=True):
                 parameter.grad = grad.clone()

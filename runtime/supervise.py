@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from planner.guarded_files import opened
 from runtime import run
 from runtime.addresses import listening_socket
 from runtime.channel import without_secret
@@ -80,7 +81,7 @@ class Ranks:
         try:
             for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
                 shown = rank == 0 and rank_0_shown
-                with log.open("wb") as out:
+                with opened(log, within=log.parents[1]) as out:
                     process = subprocess.Popen(
                         command,
                         env=dict(environment),

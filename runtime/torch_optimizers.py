@@ -36,6 +36,8 @@ from runtime.loss_scale import LossScale
 from runtime.mesh import Place
 from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
 from runtime.streamed_state import StreamedState, steps_apart
+from runtime.torch_habits import PendingGradient, refuse_step
+from runtime.trial import untouched
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -138,7 +140,7 @@ def _probed(
     rows: slice,
 ) -> tuple[Tensor, bool]:
     """Return some rows after a few steps, and whether the state has their shape or is numbers."""
-    with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):
+    with untouched(factory), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         parameter = nn.Parameter(first[rows].clone())
         optimizer = made(factory, [{"params": [parameter], **settings}])
@@ -167,8 +169,8 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
     def of(shape: torch.Size) -> int:
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
-        optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
-        with torch.compiler.set_stance("force_eager"):
+        with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+            optimizer = made(group.factory, [{"params": [parameter], **group.settings}])
             optimizer.step()
         kept = optimizer.state[parameter].values()
         return sum(bytes_of(value) for value in kept if isinstance(value, Tensor) and value.ndim)
@@ -228,7 +230,6 @@ class TorchOptimizers(Gradients):
         together is refused.
         """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
-        self.steps = torch.zeros((), dtype=torch.int64)
         self._groups = list(groups)
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}
@@ -260,12 +261,48 @@ class TorchOptimizers(Gradients):
             )
         self.optimizers = tuple(made(factory, listed) for factory, listed in own.values())
         """Of each factory one, over the groups in the order in which the model has them."""
+        self.pending = False
+        """Gradients wait for an update: parameters show that in `p.grad`, and none may step."""
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
         self._users = {
             parameter: optimizer
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.pending:
+            refuse_step(optimizer)
+
+    def hide(self) -> None:
+        """Let gradients wait for the update, out of the reach of whoever has the parameters."""
+        self.pending = True
+        for part in self._parts.values():
+            part.plain.grad = PendingGradient(part.plain)
+        for slot in self.slots:
+            for parameter in (slot.parameter, *(one for one, _ in slot.copies_here)):
+                if parameter.grad is not None and not isinstance(parameter, DTensor):
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = PendingGradient(parameter)
+
+    def show(self) -> None:
+        """Take up gradients that were hidden."""
+        if not self.pending:
+            return
+        self.pending = False
+        for part in self._parts.values():
+            part.plain.grad = None
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+    def dropped(self) -> None:
+        """Forget the gradients, hidden ones too."""
+        self.show()
+        super().dropped()
 
     def _parts_of(self, held: Sequence[Slot], *, gathered: bool) -> list[_Part]:
         parts = []
@@ -292,6 +329,7 @@ class TorchOptimizers(Gradients):
 
         They do not where nothing counted, nor, in fp16, where gradients overflowed.
         """
+        self.show()
         spoilt = self.scale.spoilt(measured.norm)
         self.scale.update(spoilt)
         self.steps += 1
@@ -389,8 +427,9 @@ class TorchOptimizers(Gradients):
                     continue
                 copy = nn.Parameter(torch.zeros_like(part.plain))
                 copy.grad = torch.zeros_like(copy)
-                thrown = made(group.factory, [{"params": [copy], **group.settings}])
-                thrown.step()
+                with untouched(group.factory):
+                    thrown = made(group.factory, [{"params": [copy], **group.settings}])
+                    thrown.step()
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ their gradients.  That has the gradient of the whole, by the chain rule, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,31 @@ class whole_batch:  # noqa: N801 - it reads as the function that a script sees
         return self.loss(outputs, batch)
 
 
-def of_all_slices(tree: Any, place: Place) -> Any:
-    """Return the samples of all data ranks, in the order of their slices."""
+def of_all_slices(tree: Any, place: Place, counts: Sequence[int] | None = None) -> Any:
+    """Return the samples of all data ranks, in the order of their slices.
+
+    `counts` are the samples of each slice, where they differ.
+    """
     if place.mesh is None:
         return tree
+    if counts is None or len(set(counts)) == 1:
+        return _gathered(tree, place)
+    most = max(counts)
 
+    def padded(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        return torch.cat((leaf, leaf.new_zeros((most - len(leaf), *leaf.shape[1:]))))
+
+    own = [torch.arange(at * most, at * most + count) for at, count in enumerate(counts)]
+    rows = torch.cat(own)
+    return tree_map(
+        lambda leaf: leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.ndim else leaf,
+        _gathered(tree_map(padded, tree), place),
+    )
+
+
+def _gathered(tree: Any, place: Place) -> Any:
     def gathered(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf

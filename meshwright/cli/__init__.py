@@ -6,6 +6,7 @@ else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ import typer
 from meshwright.cli import figures, plans, runs
 from meshwright.cli.console import say
 from meshwright.examples import epilog
+from planner.descriptors import results_apart
 from planner.errors import MeshwrightError
 from planner.shown import lines
 
@@ -89,8 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
     # No process that it starts imports modules that lie in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
+    words = sys.argv[1:] if arguments is None else arguments
+    apart = results_apart() if "--json" in words else contextlib.nullcontext()
     try:
-        app(args=arguments, standalone_mode=True, prog_name="meshwright")
+        with apart:
+            app(args=arguments, standalone_mode=True, prog_name="meshwright")
     except MeshwrightError as error:
         say(str(error))
         return 1

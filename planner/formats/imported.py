@@ -339,6 +339,8 @@ def _blocks(told: Told, graph: ModelGraph, blocks: int) -> list[int]:
     if each:
         told.virtual_stages = max(1, -(-(blocks + first + last) // each) // told.pipeline)
     stages = told.pipeline * told.virtual_stages
+    if stages > blocks + len(told.ends):
+        raise DocumentError("stages", f"are {stages}; {graph.name} has {blocks} blocks")
     if told.ends != (None, None):
         return _with_ends(told, blocks, stages)
     fewest, more = divmod(blocks + first + last, stages)

@@ -16,6 +16,7 @@ from planner.prediction import Certificate, Prediction
 from planner.report.facts import Fact, Summary, plain_table
 from planner.report.ties import tie_text, ties
 from planner.search.answer import Alternative
+from planner.search.certificate import LEFT_OUT
 from planner.units import GIB, bytes_text, seconds_text
 
 MOST_STAGES = 16
@@ -186,6 +187,7 @@ def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fa
     elif whole:
         yield Fact(label="proof", text=proof.closed_form)
         yield Fact(label="", text=proof.simulated)
+        yield Fact(label="left out", text=LEFT_OUT)
     else:
         simulated = proof.simulated_bound_s is not None and proof.simulated_gap is not None
         bound_s = proof.simulated_bound_s if simulated else proof.closed_form_bound_s

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
+from planner.profile import CHUNK_ROWS
 from planner.schedules import SCHEDULES
+from planner.search.space import LARGEST_MICRO_BATCH
 from planner.stack import Stack
 from planner.tolerances import EQUAL
 
@@ -54,6 +56,14 @@ EXACT = (
 )
 
 
+LEFT_OUT = (
+    f"idle devices, losses in chunks of other than {CHUNK_ROWS:,} rows, micro-batches of more than "
+    f"{LARGEST_MICRO_BATCH} samples, stages of a rank that share like layers unevenly, prefetch by "
+    "more than one unit, and what --allow would add"
+)
+"""What `meshwright predict` prices and no search of the native backend looks at unasked."""
+
+
 @dataclass(slots=True)
 class Account:
     """Counts by outcome, and the layouts that came close."""
@@ -64,8 +74,6 @@ class Account:
     backend: str = "native"
     space: str = ""
     """What plans of the backend have in common, where that is not everything."""
-    bytes_of: str = EXACT
-    """How the bytes of ranks are counted, and of which splits."""
 
     def refused(self, reason: str, count: int = 1) -> None:
         """Count what the backend does not run; what the data of its space say, by reason."""
@@ -120,7 +128,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=closed_form_text(self.bytes_of) + self.space,
+            model=closed_form_text() + self.space,
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -147,12 +155,12 @@ def space_text(stack: Stack) -> str:
     return f"; of {stack.name}, {' and '.join(said)}" if said else ""
 
 
-def closed_form_text(bytes_of: str) -> str:
+def closed_form_text() -> str:
     """Return what is minimised, with the coefficients of every schedule."""
     coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
     return (
         "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {bytes_of}; "
+        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {EXACT}; "
         "memory less the process's own, over the stack's memory.tight, is for tensors"
     )
 

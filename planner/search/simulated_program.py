@@ -45,6 +45,7 @@ from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, least_s
 from planner.solver.graphs.ideals import Ideals
+from planner.solver.highs import highspy, silent_highs
 from planner.solver.instance import Instance, Option, Solution, priced
 from planner.stage_rules import Rows
 from planner.tolerances import ROUNDING
@@ -635,8 +636,6 @@ class Program:
         step_s: float,
         transfer_s: float,
     ) -> None:
-        import highspy  # noqa: PLC0415 - loaded where it is used
-
         self._layout, self._columns, self._read = layout, columns, read
         self._step_s = step_s
         self._transfer_s = np.full(layout.stages - 1, transfer_s)
@@ -659,8 +658,7 @@ class Program:
         self._rank, self._seconds = placed.rank, placed.seconds
         self._sync_s, self._update_s = placed.sync_s, placed.update_s
         self._unit_s = layout.micro_batches * float(self._seconds[:, :2].sum(axis=(1, 2)).max())
-        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        self._highs.setOptionValue("output_flag", False)
+        self._highs = silent_highs()
         self._highs.setOptionValue("threads", 1)
         self._highs.setOptionValue("mip_rel_gap", CLOSE / 4)
         infinite = highspy.kHighsInf

@@ -1,6 +1,7 @@
 """HiGHS, run on a linear program of PuLP: what it found, what it proved.
 
 PuLP calls a run that met its time limit "Optimal": here `sol_status` and the dual bound count.
+HiGHS is constructed here alone, so that its banner appears nowhere.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from planner.descriptors import silence
 from planner.on_use import OnUse
 from planner.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
 
@@ -19,7 +21,7 @@ else:
     highspy = OnUse("highspy", "solving an integer program")
     pulp = OnUse("pulp", "solving an integer program")
 
-__all__ = ["Outcome", "power_of_ten", "pulp", "run"]
+__all__ = ["Outcome", "highspy", "power_of_ten", "pulp", "run", "silent_highs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,14 @@ class Outcome:
     proven: bool
     bound_s: float
     impossible: bool = False
+
+
+def silent_highs() -> Any:
+    """Return a HiGHS model that prints nothing, not even the banner of a process's first one."""
+    with silence():
+        model = highspy.Highs()  # type: ignore[no-untyped-call]  # as its binding has it
+    model.setOptionValue("output_flag", False)
+    return model
 
 
 def run(program: Any, unit_s: float, time_limit_s: float | None, gap: float = HIGHS_GAP) -> Outcome:
@@ -44,6 +54,13 @@ def run(program: Any, unit_s: float, time_limit_s: float | None, gap: float = HI
         mip_feasibility_tolerance=HIGHS_FEASIBILITY,
         primal_feasibility_tolerance=HIGHS_FEASIBILITY,
     )
+    configured = solver.createAndConfigureSolver
+
+    def configure(program: Any) -> None:
+        with silence():  # PuLP constructs HiGHS there
+            configured(program)
+
+    solver.createAndConfigureSolver = configure
     try:
         program.solve(solver)
         status = program.sol_status

@@ -17,8 +17,8 @@ from planner.search.formulation import instance_of
 from planner.solver.instance import priced
 
 PLANS = 200
-LONG = ("unequal", "unequal-l40s")
-"""Requests whose answer takes 8 and 20 CPU seconds."""
+LONG = ("unequal", "unequal-l40s", "8b-3090", "neox-a100", "gemma2-4090")
+"""Requests whose answer takes 3 to 20 CPU seconds."""
 
 
 @cache

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import faulthandler
+import inspect
 import io
 import json
 import os
@@ -327,8 +328,11 @@ def commands() -> dict[str, list[Option]]:
     every = {}
     for command in cli.app.registered_commands:
         assert command.callback is not None
-        hints = get_type_hints(command.callback, include_extras=True)
-        hints.pop("return")
+        named = get_type_hints(command.callback, include_extras=True)
+        hints = {
+            name: named[name] if isinstance(of.annotation, str) else of.annotation
+            for name, of in inspect.signature(command.callback).parameters.items()
+        }
         every[command.name or command.callback.__name__] = [
             _of(name, hint) for name, hint in hints.items()
         ]

@@ -56,8 +56,18 @@ def equals_one_process(plan: Plan, name: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *((name, "1f1b") for name in NETWORKS),
+        ("vit", "gpipe"),
+        *(
+            pytest.param(name, "gpipe", marks=pytest.mark.matrix)
+            for name in NETWORKS
+            if name != "vit"
+        ),
+    ],
+)
 def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
     equals_one_process(cases.plan(graph(name), pipeline=2, schedule=schedule), name)
 
@@ -66,10 +76,12 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("unet", {"pipeline": 3}),
+        pytest.param("unet", {"pipeline": 3}, marks=pytest.mark.matrix),
         ("unet", {"pipeline": 2, "recompute": "full"}),
         ("encoder_decoder", {"pipeline": 4}),
-        ("encoder_decoder", {"pipeline": 2, "recompute": "selective"}),
+        pytest.param(
+            "encoder_decoder", {"pipeline": 2, "recompute": "selective"}, marks=pytest.mark.matrix
+        ),
         ("two_towers", {"pipeline": 2, "data_shard": 2, "zero": 3}),
         ("resnet", {"pipeline": 2, "data_replicate": 2}),
         ("unet", {"pipeline": 2, "data_shard": 2, "zero": 1, "offload": "optimizer"}),
@@ -77,7 +89,11 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
         ("two_towers", {"pipeline": 2, "schedule": "zb-h1"}),
         ("encoder_decoder", {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}),
         ("unet", {"data_shard": 2, "zero": 3}),
-        ("unet", {"pipeline": 2, "schedule": "zb-h1", "activations": "offload"}),
+        pytest.param(
+            "unet",
+            {"pipeline": 2, "schedule": "zb-h1", "activations": "offload"},
+            marks=pytest.mark.matrix,
+        ),
         ("two_towers", {"pipeline": 2, "recompute": "full", "activations": "offload"}),
     ],
     ids=str,
@@ -87,7 +103,7 @@ def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["two_towers", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("two_towers", marks=pytest.mark.matrix), "unet"])
 def test_branches_on_two_kinds_of_devices_train_like_one_process(name: str) -> None:
     plain = cases.plan(graph(name))
     pins = Pins(pipeline=3, data=1, tensor=1, micro_batch=1, schedule="1f1b")
@@ -208,7 +224,7 @@ def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
         ("encoder_decoder", "1f1b"),
         ("two_towers", "zb-h1"),
         ("unet", "interleaved"),
-        ("unet", "zbv"),
+        pytest.param("unet", "zbv", marks=pytest.mark.matrix),
     ],
 )
 def test_what_the_search_plans_trains_like_one_process(name: str, schedule: ScheduleName) -> None:

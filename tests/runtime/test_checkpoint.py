@@ -51,6 +51,7 @@ CORPUS = Corpus(
     skipped=0,
     dtype="uint16",
     digest="sha256:texts",
+    checksums={},
 )
 
 

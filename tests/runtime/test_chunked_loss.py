@@ -283,9 +283,16 @@ def test_bytes_are_those_of_the_formula(dtype: torch.dtype, rows: int) -> None:
         assert found[one] == pytest.approx(expected, rel=0.01, abs=10_000)
 
 
-@pytest.mark.parametrize("gradients", GRADIENTS)
 @pytest.mark.parametrize(
-    ("layout", "near"), [({}, 0.01), ({"data_shard": 2, "zero": 3, "precision": "bf16"}, 0.05)]
+    ("gradients", "layout", "near"),
+    [
+        pytest.param(
+            *(gradients, layout, near),
+            marks=[pytest.mark.matrix] if gradients == "recomputed" and layout else [],
+        )
+        for gradients in GRADIENTS
+        for layout, near in (({}, 0.01), ({"data_shard": 2, "zero": 3, "precision": "bf16"}, 0.05))
+    ],
 )
 def test_a_rehearsed_rank_peaks_where_predicted(
     gradients: LossGradients, layout: dict[str, Any], near: float

@@ -82,7 +82,7 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("llama", {"data_replicate": 2, "activations": "compress"}, 3e-2),
 )
 """More of them are rows of tests/runtime/test_matrix.py."""
-PARTS = 5
+PARTS = 9
 """Of which `make test` has the first."""
 
 
@@ -124,7 +124,7 @@ def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part:
 @pytest.mark.parametrize(
     ("family", "precision", "choice"),
     [
-        ("llama", "bf16", "none"),
+        pytest.param("llama", "bf16", "none", marks=pytest.mark.matrix),
         ("llama", "fp8", "none"),
         ("gpt2", "fp32", "none"),
         ("gemma2", "bf16", "none"),

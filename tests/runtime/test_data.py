@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -348,10 +349,44 @@ def test_a_cache_that_cannot_be_written_is_named(poems: Path, tmp_path: Path) ->
         prepare(files(poems), cache=tmp_path / "file")
 
 
+def flip(file: Path, place: int) -> None:
+    """Change one bit; size and times of change stay."""
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("place", [0, 0.37, 0.999])
+@pytest.mark.parametrize("file", ["corpus.json", "tokens.bin", "starts.npy"])
+def test_a_flipped_bit_anywhere_in_the_cache_is_refused(
+    poems: Path, cache: Path, file: str, place: float
+) -> None:
+    corpus = prepare(files(poems), cache=cache)
+    path = corpus.folder / file
+    flip(path, int(place * path.stat().st_size))
+
+    with pytest.raises(LaunchError, match=f"{corpus.folder}.*; delete the folder"):
+        prepare(files(poems), cache=cache)
+    shutil.rmtree(corpus.folder)
+    assert prepare(files(poems), cache=cache).digest == corpus.digest
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(poems: Path, cache: Path) -> None:
+    corpus = prepare(files(poems), cache=cache)
+    tokens = np.memmap(corpus.folder / "tokens.bin", dtype=corpus.dtype, mode="r+")
+    tokens[7] = 60_000
+    tokens.flush()
+    samples = Samples(Corpus.open(corpus.folder), seq_len=4, seed=0)
+
+    with pytest.raises(LaunchError, match=r"tokens.bin: token 7 is 60000, .* end at 256"):
+        samples.batch(0, corpus.tokens // 4)
+
+
 @pytest.mark.parametrize("file", ["corpus.json", "tokens.bin", "starts.npy"])
 def test_a_damaged_cache_is_named(poems: Path, cache: Path, file: str) -> None:
     corpus = prepare(files(poems), cache=cache)
     (corpus.folder / file).write_text("{}")
 
-    with pytest.raises(LaunchError, match=f"{corpus.folder}: is no prepared corpus .*; delete"):
+    with pytest.raises(LaunchError, match=f"{corpus.folder}.*; delete the folder"):
         prepare(files(poems), cache=cache)

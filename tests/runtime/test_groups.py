@@ -62,10 +62,13 @@ def planned(fast: int, slow: int, pins: Pins, model: ModelGraph = MODEL) -> Plan
 @pytest.mark.parametrize(
     ("fast", "slow", "pins"),
     [
-        (1, 2, Pins(pipeline=3, schedule="1f1b")),
+        pytest.param(1, 2, Pins(pipeline=3, schedule="1f1b"), marks=pytest.mark.matrix),
         (2, 2, Pins(pipeline=2, data=2, micro_batch=1, schedule="gpipe")),
         (1, 2, Pins(pipeline=3, schedule="zb-h1")),
-        (1, 1, Pins(pipeline=2, schedule="interleaved", virtual_stages=2)),
+        pytest.param(
+            *(1, 1, Pins(pipeline=2, schedule="interleaved", virtual_stages=2)),
+            marks=pytest.mark.matrix,
+        ),
         (1, 1, Pins(pipeline=2, schedule="interleaved-zb", activations="offload")),
         (1, 1, Pins(pipeline=2, schedule="zbv")),
         (1, 1, Pins(pipeline=2, schedule="dualpipe-v")),
@@ -107,7 +110,7 @@ def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:
     ("mesh", "shares", "recompute"),
     [
         ({"data_replicate": 2}, (3, 1), "none"),
-        ({"data_shard": 2, "zero": 1}, (5, 3), "none"),
+        pytest.param({"data_shard": 2, "zero": 1}, (5, 3), "none", marks=pytest.mark.matrix),
         ({"data_shard": 2, "zero": 1}, (2, 6), "selective"),
         ({"data_replicate": 3}, (1, 2, 1), "full"),
     ],

@@ -363,6 +363,22 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
 
 
 @pytest.mark.ranks
+def test_a_folder_that_disappears_ends_the_launch_in_words(room: Room) -> None:
+    pytest.importorskip("torch")
+    launcher = room.start(plan_of(), steps=ENOUGH)
+    (metrics,) = room.folder.rglob("metrics.jsonl")
+    ranks = room.ranks()
+
+    metrics.parent.rename(room.folder / "elsewhere")
+    _, message = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 1
+    assert f"{metrics.parent}, must stay as it is until the run has ended" in message
+    assert "Traceback" not in message
+    assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)]
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner import document
 from planner.errors import DocumentError
-from planner.formats.readers import deepspeed
+from planner.formats.readers import deepspeed, limits
 from planner.formats.readers.told import Settings, Told, under
 
 _PREFIXED = ("fsdp", "parallelism_config")
@@ -31,23 +30,20 @@ _OF_LAUNCH = (
 
 def read(text: str) -> Told:
     """Return what the configuration says."""
-    data = document.plain(text)
-    if not isinstance(data, dict):
-        raise DocumentError("accelerate", "is no document of settings")
-    return of_settings(data)
+    return of_settings(limits.settings(text, "accelerate"))
 
 
 def of_settings(data: dict[str, Any]) -> Told:
     """Return what settings say."""
     known = Settings(data)
-    kind = str(known.take("distributed_type") or "MULTI_GPU")
+    kind = known.word("distributed_type") or "MULTI_GPU"
     nested = known.part("deepspeed_config")
     told = Told(framework="accelerate")
     if kind == "DEEPSPEED":
         told = _of_deepspeed(nested)
-    told.devices = known.number("num_processes")
+    told.devices = known.count("num_processes")
     known.number("num_machines")
-    precision = str(known.take("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no"))
+    precision = known.word("mixed_precision") or ("auto" if kind == "DEEPSPEED" else "no")
     if precision != "auto":
         known_precisions = {"no": "fp32", "False": "fp32", "bf16": "bf16", "fp16": "fp16"}
         told.precision = known_precisions.get(precision, precision)
@@ -58,7 +54,7 @@ def of_settings(data: dict[str, Any]) -> Told:
     elif kind not in ("MULTI_GPU", "DEEPSPEED", "NO"):
         raise DocumentError("distributed_type", f"is '{kind:.40}', which is not read")
     compiled = known.part("dynamo_config")
-    if str(compiled.take("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
+    if (compiled.word("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
         told.compile = "block"
         told.assumed.append("dynamo_config: each block is compiled")
     told.unknown += under("dynamo_config", compiled)
@@ -79,13 +75,13 @@ def _of_deepspeed(nested: Settings) -> Told:
     told = deepspeed.of_settings(values)
     told.framework = "deepspeed"
     told.zero = nested.number("zero_stage") or 0
-    told.micro_batches = nested.number("gradient_accumulation_steps")
+    told.micro_batches = nested.count("gradient_accumulation_steps")
     told.trains(clip_norm=nested.amount("gradient_clipping"))
     for key, offload in (
         ("offload_optimizer_device", "optimizer"),
         ("offload_param_device", "parameters"),
     ):
-        if str(nested.take(key) or "none") in ("cpu", "nvme"):
+        if (nested.word(key) or "none") in ("cpu", "nvme"):
             told.offload = offload
     for key in ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher"):
         nested.take(key)
@@ -96,8 +92,8 @@ def _of_deepspeed(nested: Settings) -> Told:
 
 def _of_fsdp(known: Settings, told: Told) -> None:
     fsdp, axes = known.part("fsdp_config"), known.part("parallelism_config")
-    again = fsdp.take("fsdp_reshard_after_forward")
-    strategy = fsdp.take("fsdp_sharding_strategy")
+    again = fsdp.word("fsdp_reshard_after_forward")
+    strategy = fsdp.word("fsdp_sharding_strategy")
     if again is not None and str(again).upper() in _STRATEGIES:
         strategy, again = again, None
     if strategy is not None:
@@ -118,7 +114,7 @@ def _of_fsdp(known: Settings, told: Told) -> None:
         fsdp.take(key)
     fsdp.take("fsdp_sync_module_states")
     prefix = "parallelism_config_"
-    told.data_replicate = axes.number(f"{prefix}dp_replicate_size")
+    told.data_replicate = axes.count(f"{prefix}dp_replicate_size")
     shard = axes.number(f"{prefix}dp_shard_size")
     told.data_shard = shard if shard is not None else told.data_shard
     told.tensor = axes.degree(f"{prefix}tp_size")
@@ -133,7 +129,7 @@ def _of_megatron(nested: Settings, told: Told) -> None:
     prefix = "megatron_lm_"
     told.tensor = nested.degree(f"{prefix}tp_degree")
     told.pipeline = nested.degree(f"{prefix}pp_degree")
-    told.micro_batches = nested.number(f"{prefix}num_micro_batches")
+    told.micro_batches = nested.count(f"{prefix}num_micro_batches")
     told.sequence_parallel = bool(nested.flag(f"{prefix}sequence_parallelism")) or told.tensor == 1
     told.zero = int(bool(nested.flag(f"{prefix}use_distributed_optimizer")))
     if nested.flag(f"{prefix}recompute_activations"):

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from planner.errors import DocumentError
+from planner.formats.readers import limits
 from planner.formats.readers.told import Settings, Told, under
 
 
 def read(text: str) -> Told:
     """Return what the configuration says."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError("deepspeed", f"is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise DocumentError("deepspeed", "is no object of settings")
-    return of_settings(data)
+    return of_settings(limits.json_settings(text, "deepspeed"))
 
 
 def of_settings(data: dict[str, Any]) -> Told:
     """Return what settings say; `auto` says nothing."""
     known = Settings(data)
     told = Told(framework="deepspeed")
-    told.global_batch = known.number("train_batch_size")
-    told.micro_batch = known.number("train_micro_batch_size_per_gpu")
-    told.micro_batches = known.number("gradient_accumulation_steps")
+    told.global_batch = known.count("train_batch_size")
+    told.micro_batch = known.count("train_micro_batch_size_per_gpu")
+    told.micro_batches = known.count("gradient_accumulation_steps")
     alone = told.global_batch is None or told.micro_batch is None
     if (
         alone
@@ -42,7 +36,7 @@ def of_settings(data: dict[str, Any]) -> Told:
         raise DocumentError("zero_optimization.stage", f"is {told.zero}; it is 0, 1, 2 or 3")
     for key, offload in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
         part = zero.part(key)
-        device = part.take("device")
+        device = part.word("device")
         part.take("pin_memory")
         if device in ("cpu", "nvme") or (key == "offload_optimizer" and zero.flag("cpu_offload")):
             told.offload = offload
@@ -83,12 +77,11 @@ def _batches(data: dict[str, Any]) -> list[Any]:
 
 
 def _optimizer(optimizer: Settings, told: Told) -> None:
-    kind = optimizer.take("type")
+    kind = optimizer.word("type")
     if kind not in (None, "Adam", "AdamW"):
         told.assumed.append(f"optimizer.type {kind!r:.40}: AdamW instead")
     values = optimizer.part("params")
-    betas = values.take("betas")
-    first, second = betas if isinstance(betas, list) and len(betas) == 2 else (None, None)
+    first, second = values.pair("betas")
     told.trains(
         learning_rate=values.amount("lr"),
         beta1=first,
@@ -100,7 +93,7 @@ def _optimizer(optimizer: Settings, told: Told) -> None:
 
 
 def _rates(scheduler: Settings, told: Told) -> None:
-    kind = scheduler.take("type")
+    kind = scheduler.word("type")
     values = scheduler.part("params")
     total = values.number("total_num_steps")
     told.trains(warmup_steps=values.number("warmup_num_steps"))

@@ -6,16 +6,18 @@ import re
 
 from planner.errors import DocumentError
 from planner.formats.megatron import RECIPES
-from planner.formats.readers import shell
+from planner.formats.readers import limits, shell
 from planner.formats.readers.told import Settings, Told, scheduled
 from planner.schedules import PLAIN
 
+_MOST_LAYOUT = 100_000
+"""Characters of a layout whose groups are written out."""
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def read(text: str) -> Told:
     """Return what the arguments say."""
-    words = shell.words(text)
+    words = shell.words(limits.sized(text, "megatron"))
     flags = shell.flags(words)
     for name, value in list(flags.items()):  # a script behind `torchrun --nproc_per_node 8 x.py`
         if isinstance(value, list) and any(word.endswith(".py") for word in value):
@@ -69,8 +71,8 @@ def _degrees(known: Settings, told: Told) -> None:
         int(bool(known.flag("account-for-loss-in-pipeline-split"))),
     )
     layers = known.number("num-layers")
-    per_stage = known.number("num-layers-per-virtual-pipeline-stage")
-    virtual = known.number(
+    per_stage = known.count("num-layers-per-virtual-pipeline-stage")
+    virtual = known.count(
         "num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size"
     )
     if per_stage:
@@ -88,7 +90,7 @@ def _degrees(known: Settings, told: Told) -> None:
     for also in ("overlap-grad-reduce", "overlap-param-gather", "ckpt-format"):
         known.take(also)
     known.take("no-gradient-accumulation-fusion")
-    strategy = known.take("data-parallel-sharding-strategy")
+    strategy = known.word("data-parallel-sharding-strategy")
     if known.flag("use-distributed-optimizer"):
         told.zero = 1
     if known.flag("use-megatron-fsdp", "use-custom-fsdp"):
@@ -110,7 +112,13 @@ def _schedule(virtual_stages: int) -> str:
 
 def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     """Return blocks of each stage of `Et*3|t*4|t*3L`, and stages of a rank."""
-    plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
+    budget = limits.Budget("--pipeline-model-parallel-layout", _MOST_LAYOUT)
+
+    def repeated(group: re.Match[str]) -> str:
+        budget.spend(len(group[1]) * int(group[2]))
+        return group[1] * int(group[2])
+
+    plain = re.sub(r"\(([^()]*)\)\*(\d{1,4})", repeated, text)
     stages = [
         sum(int(count or 1) for count in re.findall(r"t(?:\*(\d{1,4}))?", stage))
         for stage in plain.split("|")
@@ -124,8 +132,8 @@ def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
 
 
 def _batches(known: Settings, told: Told) -> None:
-    told.micro_batch = known.number("micro-batch-size")
-    told.global_batch = known.number("global-batch-size")
+    told.micro_batch = known.count("micro-batch-size")
+    told.global_batch = known.count("global-batch-size")
     told.seq_len = known.number("seq-length")
     told.precision = "fp32"
     for name in ("fp16", "bf16"):
@@ -133,7 +141,7 @@ def _batches(known: Settings, told: Told) -> None:
             told.precision = name
     if known.take("fp8-format", "fp8"):
         told.precision = "fp8"
-        told.scales = str(known.take("fp8-recipe") or "delayed")
+        told.scales = known.word("fp8-recipe") or "delayed"
         if told.scales == "mxfp8":
             told.precision, told.scales = "mxfp8", "tensorwise"
             known.take("reuse-grad-buf-for-mxfp8-param-ag")
@@ -146,8 +154,8 @@ def _batches(known: Settings, told: Told) -> None:
 
 
 def _recompute(known: Settings, told: Told) -> None:
-    kind = known.take("recompute-granularity")
-    method, count = known.take("recompute-method"), known.number("recompute-num-layers")
+    kind = known.word("recompute-granularity")
+    method, count = known.word("recompute-method"), known.number("recompute-num-layers")
     if known.flag("recompute-activations"):
         kind = "selective"
     if kind == "full":
@@ -166,7 +174,7 @@ def _recompute(known: Settings, told: Told) -> None:
 
 
 def _kernels(known: Settings, told: Told) -> None:
-    kind = known.take("moe-token-dispatcher-type")
+    kind = known.word("moe-token-dispatcher-type")
     if kind == "flex" and known.take("moe-flex-dispatcher-backend") in (None, "deepep", True):
         told.options.append("deepep")
     if known.flag("moe-enable-deepep") and "deepep" not in told.options:
@@ -179,7 +187,7 @@ def _kernels(known: Settings, told: Told) -> None:
         if known.flag(flag):
             told.options.append(option)
     exchanged = {"a2a": "ulysses", "all_gather": "gathered-context"}
-    kind = str(known.take("cp-comm-type"))
+    kind = known.word("cp-comm-type")
     if kind in exchanged:
         told.options.append(exchanged[kind])
     if known.flag("cpu-offloading", "optimizer-cpu-offload"):
@@ -187,8 +195,8 @@ def _kernels(known: Settings, told: Told) -> None:
 
 
 def _optimizer(known: Settings, told: Told) -> None:
-    optimizer = known.take("optimizer")
-    if optimizer not in (None, "adam", True):
+    optimizer = known.word("optimizer")
+    if optimizer not in (None, "adam"):
         told.assumed.append(f"--optimizer {optimizer:.40}: AdamW instead")
     rate = known.amount("lr")
     told.trains(
@@ -205,7 +213,7 @@ def _optimizer(known: Settings, told: Told) -> None:
     batch = told.global_batch
     samples, of_warmup = known.number("train-samples"), known.number("lr-warmup-samples")
     of_decay = known.number("lr-decay-samples")
-    fraction = known.amount("lr-warmup-fraction")
+    fraction = known.share("lr-warmup-fraction")
     end = known.number("lr-decay-iters")
     if batch:
         steps = steps or (samples // batch if samples else None)
@@ -215,9 +223,9 @@ def _optimizer(known: Settings, told: Told) -> None:
     if fraction is not None and end:
         warmup = round(fraction * end)
     told.trains(warmup_steps=warmup)
-    style = known.take("lr-decay-style")
+    style = known.word("lr-decay-style")
     fall, least = known.number("lr-wsd-decay-iters"), known.amount("min-lr")
-    kind_of_fall = known.take("lr-wsd-decay-style")
+    kind_of_fall = known.word("lr-wsd-decay-style")
     kind = {"cosine": "cosine", "linear": "linear", "WSD": "wsd"}.get(str(style))
     if kind is None:
         if style not in (None, "constant"):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner import document
 from planner.errors import DocumentError
-from planner.formats.readers import megatron
+from planner.formats.readers import limits, megatron
 from planner.formats.readers.told import Told
 
 _OTHER_NAMES = {
@@ -21,9 +20,7 @@ _RECIPES = (("mxfp8", "mxfp8"), ("current", "tensorwise"), ("subchannel", "block
 
 def read(text: str) -> Told:
     """Return what the overrides say."""
-    data = document.plain(text)
-    if not isinstance(data, dict):
-        raise DocumentError("megatron-bridge", "is no document of overrides")
+    data = limits.settings(text, "megatron-bridge")
     flags: dict[str, Any] = {}
     places: dict[str, str] = {}
     for section in _SECTIONS:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner import document
 from planner.errors import DocumentError
+from planner.formats.readers import limits
 from planner.formats.readers.told import Settings, Told, under
 from planner.schedules import PLAIN, schedule_of
 from planner.schedules.single import GPIPE
@@ -14,32 +14,29 @@ _ENGINES = {_PLAIN: PLAIN, "afab": GPIPE.name}
 
 def read(text: str) -> Told:
     """Return what the configuration says."""
-    data = document.plain(text)
-    if not isinstance(data, dict):
-        raise DocumentError("nanotron", "is no document of settings")
-    known = Settings(data)
+    known = Settings(limits.settings(text, "nanotron"))
     told = Told(framework="nanotron")
     axes, tokens, model = (known.part(name) for name in ("parallelism", "tokens", "model"))
     optimizer = known.part("optimizer")
-    data_ranks = axes.number("dp")
+    data_ranks = axes.count("dp")
     told.tensor, told.pipeline = axes.degree("tp"), axes.degree("pp")
     told.context = axes.degree("context_parallel_size")
     told.expert = axes.degree("expert_parallel_size")
     told.sequence_parallel = (
-        str(axes.take("tp_mode") or "ALL_REDUCE").upper() == "REDUCE_SCATTER" or told.tensor == 1
-    )
-    engine = str(axes.take("pp_engine") or _PLAIN)
+        axes.word("tp_mode") or "ALL_REDUCE"
+    ).upper() == "REDUCE_SCATTER" or told.tensor == 1
+    engine = axes.word("pp_engine") or _PLAIN
     if engine not in _ENGINES:
         raise DocumentError("parallelism.pp_engine", f"is '{engine:.40}'; it is 1f1b or afab")
     told.schedule = _ENGINES[engine]
     if axes.flag("recompute_layer"):
         told.recompute = "full"
     axes.take("tp_linear_async_communication")
-    told.micro_batch = tokens.number("micro_batch_size")
-    told.micro_batches = tokens.number("batch_accumulation_per_replica")
+    told.micro_batch = tokens.count("micro_batch_size")
+    told.micro_batches = tokens.count("batch_accumulation_per_replica")
     told.seq_len = tokens.number("sequence_length")
     steps = tokens.number("train_steps")
-    told.precision = "bf16" if model.take("dtype") in (None, "bfloat16") else "fp32"
+    told.precision = "bf16" if model.word("dtype") in (None, "bfloat16") else "fp32"
     figures = model.part("model_config")
     names = {
         "layers": "num_hidden_layers",
@@ -58,7 +55,7 @@ def read(text: str) -> Told:
     optimizer.take("accumulate_grad_in_fp32")
     optimizer.take("weight_decay_exclude_named_params")
     factory.take("torch_adam_is_fused")
-    kind = factory.take("name")
+    kind = factory.word("name")
     if kind not in (None, "adamW"):
         told.assumed.append(f"optimizer_factory.name {kind!r:.40}: AdamW instead")
     bound = optimizer.amount("clip_grad")
@@ -92,7 +89,7 @@ def _rates(rates: Settings, told: Told, steps: int | None) -> None:
     warmup = rates.number("lr_warmup_steps") or 0
     begin, fall = rates.number("lr_decay_starting_step"), rates.number("lr_decay_steps")
     rates.take("lr_warmup_style")
-    style = rates.take("lr_decay_style")
+    style = rates.word("lr_decay_style")
     told.trains(learning_rate=rate, warmup_steps=warmup)
     if least is not None and least == rate:
         return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from planner.errors import DocumentError
-from planner.formats.readers import megatron, shell, torchtitan, transformers
+from planner.formats.readers import limits, megatron, shell, torchtitan, transformers
 from planner.formats.readers.told import Told
 
 
 def read(text: str) -> Told:
     """Return what the script's command says, by what it looks like."""
-    words = shell.words(text)
+    words = shell.words(limits.sized(text, "slurm"))
     flags = shell.flags(words)
     asked = shell.directives(text)
     each, nodes = _plain(flags, "nproc-per-node", "num-gpus", "gpus-per-node"), None

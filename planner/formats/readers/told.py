@@ -29,9 +29,25 @@ class Settings:
             found = value if found is None else found
         return found
 
+    def word(self, key: str, *others: str) -> str | None:
+        """Return a word or number as text; DocumentError if it is a list or a section."""
+        value = self.take(key, *others)
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, bool | int | float):
+            raise DocumentError(key, f"is {value!r:.40}; it is one word")
+        return str(value)
+
     def number(self, key: str, *others: str) -> int | None:
         """Return a whole number; DocumentError if it is none."""
         return _number(self.take(key, *others), key, whole=True)  # type: ignore[return-value]
+
+    def count(self, key: str, *others: str) -> int | None:
+        """Return a whole number from 1, None where nothing or 0 is said."""
+        found = self.number(key, *others)
+        if found is not None and found < 0:
+            raise DocumentError(key, f"is {found}; it is a whole number from 0")
+        return found or None
 
     def degree(self, key: str, *others: str) -> int:
         """Return a whole number from 1, which is 1 where nothing is said."""
@@ -40,9 +56,41 @@ class Settings:
             raise DocumentError(key, f"is {found}; it is a whole number from 1")
         return found or 1
 
-    def amount(self, key: str, *others: str) -> float | None:
-        """Return a number; DocumentError if it is none."""
+    def bound(self, key: str, *others: str) -> float | None:
+        """Return a number, which may be infinite; DocumentError if it is none."""
         return _number(self.take(key, *others), key, whole=False)
+
+    def amount(self, key: str, *others: str) -> float | None:
+        """Return a finite number; DocumentError if it is none."""
+        found = self.bound(key, *others)
+        if found is not None and math.isinf(found):
+            raise DocumentError(key, "is infinite; it is a number")
+        return found
+
+    def share(self, key: str, *others: str) -> float | None:
+        """Return a number from 0 to 1; DocumentError if it is none."""
+        found = self.bound(key, *others)
+        if found is not None and not 0 <= found <= 1:
+            raise DocumentError(key, f"is {found:g}; it is a share from 0 to 1")
+        return found
+
+    def pair(self, key: str) -> tuple[float | None, float | None]:
+        """Return two numbers of a list; DocumentError if it says anything else."""
+        value = self.take(key)
+        if value is None or value == "auto":
+            return None, None
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise DocumentError(key, f"is {value!r:.40}; it is two numbers")
+        first, second = (_number(one, key, whole=False) for one in value)
+        return first, second
+
+    def words(self, key: str) -> list[str]:
+        """Return the words of a list, or of a text with commas; none where nothing is said."""
+        value = self.take(key)
+        if value is None:
+            return []
+        listed = value if isinstance(value, list | tuple) else str(value).split(",")
+        return [str(one) for one in listed]
 
     def flag(self, key: str, *others: str) -> bool | None:
         """Return whether a switch is on."""
@@ -76,8 +124,8 @@ def _number(value: Any, key: str, *, whole: bool) -> float | None:
     if value is None or value == "auto":
         return None
     try:
-        found = float(value)
-    except (TypeError, ValueError):
+        found = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         found = float("nan")
     if math.isnan(found) or (whole and not (abs(found) < 1e15 and found == int(found))):
         raise DocumentError(key, f"is {value!r:.40}; it is a {'whole ' * whole}number")

@@ -7,10 +7,10 @@ sections (`ParallelismConfig(...)`), where they are plain values.
 from __future__ import annotations
 
 import ast
-import tomllib
 from typing import Any
 
 from planner.errors import DocumentError
+from planner.formats.readers import limits
 from planner.formats.readers.told import Settings, Told, under
 from planner.schedules import SCHEDULES
 
@@ -30,15 +30,8 @@ _MODES = {"FullAC": "full", "SelectiveAC": "selective"}
 
 def read(text: str) -> Told:
     """Return what a TOML or a Python configuration says."""
-    try:
-        sections = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as toml:
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise DocumentError("torchtitan", f"is neither TOML ({toml}) nor Python") from toml
-        sections = of_python(tree)
-    return of_sections(sections)
+    found = limits.toml_or_module(text, "torchtitan")
+    return of_sections(of_python(found) if isinstance(found, ast.Module) else found)
 
 
 def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for each form
@@ -48,11 +41,11 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
 
     def put(section: str, key: str, node: ast.expr) -> None:
         try:
-            value = ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = limits.literal(node)
+        except ValueError:
             value = _infinite(node)
             if value is None:
-                sections.setdefault("computed", {})[f"{section}.{key}"] = ast.unparse(node)[:80]
+                sections.setdefault("computed", {})[f"{section}.{key}"] = limits.source(node)
                 return
         sections.setdefault(section, {})[key] = value
 
@@ -68,7 +61,7 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
                 if isinstance(value, ast.Constant) and value.value is None:
                     sections["activation_checkpoint"] = {"mode": "none"}
             case ast.Call(func=function, keywords=keywords):
-                chain = ast.unparse(function).split(".")
+                chain = limits.dotted(function)
                 found = [part for part in chain if part in _CLASSES]
                 if found:
                     for keyword in keywords:
@@ -77,11 +70,10 @@ def of_python(tree: ast.Module) -> dict[str, Any]:  # noqa: PLR0912 - a case for
                     if found[-1] in _MODES:
                         section = sections.setdefault("activation_checkpoint", {})
                         section["mode"] = _MODES[found[-1]]
-                elif chain[-1] == "ParamGroupConfig":
+                elif chain[-1:] == ["ParamGroupConfig"]:
                     _group(keywords, names, sections)
                 elif any(part in _CONVERTERS for part in chain):
-                    [found_name] = (part for part in chain if part in _CONVERTERS)
-                    _converter(found_name, keywords, sections)
+                    _converter(next(p for p in chain if p in _CONVERTERS), keywords, sections)
                 elif chain[:1] == ["config_registry"] and len(chain) == 2:
                     sections.setdefault("model", {})["registered"] = chain[1]
             case ast.FunctionDef(name=name) if name not in ("planned", "configured"):
@@ -106,16 +98,16 @@ def _converter(name: str, keywords: list[ast.keyword], sections: dict[str, Any])
     for keyword in keywords:
         if keyword.arg not in (None, "model_compile_enabled"):
             try:
-                settings[str(keyword.arg)] = ast.literal_eval(keyword.value)
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                settings[str(keyword.arg)] = ast.unparse(keyword.value)[:80]
+                settings[str(keyword.arg)] = limits.literal(keyword.value)
+            except ValueError:
+                settings[str(keyword.arg)] = limits.source(keyword.value)
     _, first, second = known.split(".")
     sections.setdefault("quantize", {}).setdefault(first, {})[second] = settings
 
 
 def _infinite(node: ast.expr) -> float | None:
     """Return infinity where it is what `float("inf")` or `math.inf` say."""
-    return float("inf") if ast.unparse(node) in ("float('inf')", "math.inf") else None
+    return float("inf") if limits.source(node) in ("float('inf')", "math.inf") else None
 
 
 def _group(
@@ -130,17 +122,14 @@ def _group(
     given = said.get("optimizer_kwargs")
     if isinstance(given, ast.Dict):
         for key, value in zip(given.keys, given.values, strict=True):
-            if (
-                key is None
-                and isinstance(value, ast.Name)
-                and isinstance(names.get(value.id), ast.Dict)
-            ):
-                section |= ast.literal_eval(names[value.id])
-            elif isinstance(key, ast.Constant):
-                try:
-                    section[key.value] = ast.literal_eval(value)
-                except (ValueError, TypeError):
-                    continue
+            inner = names.get(value.id) if key is None and isinstance(value, ast.Name) else None
+            try:
+                if isinstance(inner, ast.Dict):
+                    section |= {str(name): one for name, one in limits.literal(inner).items()}
+                elif isinstance(key, ast.Constant):
+                    section[str(key.value)] = limits.literal(value)
+            except ValueError:
+                continue
 
 
 def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
@@ -176,7 +165,7 @@ def of_sections(sections: dict[str, Any]) -> Told:
     _degrees(parts["parallelism"], told)
     _training(parts["training"], told)
     _rates(parts["optimizer"], parts["lr_scheduler"], told)
-    mode = parts["activation_checkpoint"].take("mode")
+    mode = parts["activation_checkpoint"].word("mode")
     told.recompute = {"full": "full", "none": "none"}.get(str(mode), "selective")
     parts["activation_checkpoint"].take("selective_ac_option")
     if parts["compile"].flag("enable", "model"):
@@ -210,26 +199,30 @@ def _degrees(axes: Settings, told: Told) -> None:
     each = axes.number("expert_tensor_parallel_degree")
     if told.expert > 1 and each:
         told.expert_tensor = each
-    again = axes.take("fsdp_reshard_after_forward") or "default"
+    again = axes.word("fsdp_reshard_after_forward") or "default"
     default = "never" if told.pipeline > 1 else "always"
     told.zero = 3 if (default if again == "default" else again) == "always" else 2
     if told.pipeline == 1:
         for key in ("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"):
             axes.take(key)
         return
-    name = axes.take("pipeline_parallel_schedule") or "1F1B"
+    name = axes.word("pipeline_parallel_schedule") or "1F1B"
     found = [
         one.name
         for one in SCHEDULES.values()
-        if one.names.get("torchtitan", "").lower() == str(name).lower()
+        if one.names.get("torchtitan", "").lower() == name.lower()
     ]
     if not found:
         raise DocumentError("parallelism.pipeline_parallel_schedule", f"'{name:.40}' is none here")
     told.schedule = found[0]
-    told.micro_batch = axes.number("pipeline_parallel_microbatch_size") or 1
+    told.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
     axes.take("pipeline_parallel_expert_parallel_overlap")
     parts = axes.take("module_fqns_per_model_part")
-    if isinstance(parts, list):
+    if isinstance(parts, list | tuple):
+        if not parts or not all(isinstance(part, list | tuple) for part in parts):
+            raise DocumentError(
+                "parallelism.module_fqns_per_model_part", "is no list of the modules of each part"
+            )
         told.blocks = [sum(str(m).startswith("layers.") for m in part) for part in parts]
         told.virtual_stages = max(1, len(parts) // told.pipeline)
         return
@@ -237,13 +230,13 @@ def _degrees(axes: Settings, told: Told) -> None:
     last = axes.number("pipeline_parallel_last_stage_less_layers")
     told.lighter = (1 if first is None else first, 1 if last is None else last)
     told.virtual_stages = SCHEDULES[told.schedule].stages_per_rank[0]
-    each_stage = axes.number("pipeline_parallel_layers_per_stage")
+    each_stage = axes.count("pipeline_parallel_layers_per_stage")
     if each_stage:
         told.model["blocks_of_stage"] = each_stage
 
 
 def _training(training: Settings, told: Told) -> None:
-    local = training.number("local_batch_size", "batch_size") or 8
+    local = training.count("local_batch_size", "batch_size") or 8
     told.global_batch = training.number("global_batch_size")
     if told.global_batch is not None and told.global_batch < 0:
         told.global_batch = None
@@ -253,12 +246,12 @@ def _training(training: Settings, told: Told) -> None:
     if told.global_batch is None:
         told.micro_batches = local // told.micro_batch if told.micro_batch else None
     told.seq_len = training.number("seq_len") or 2048
-    working = training.take("mixed_precision_param") or "bfloat16"
+    working = training.word("mixed_precision_param") or "bfloat16"
     told.precision = {"bfloat16": "bf16", "float32": "fp32"}.get(str(working), "bf16")
     if training.flag("enable_cpu_offload"):
         told.offload = "parameters"
     training.take("disable_cuda_graphs")
-    bound = training.amount("max_norm")
+    bound = training.bound("max_norm")
     if bound is not None:
         told.trains(clip_norm=0.0 if bound == float("inf") else bound)
     steps = training.number("steps")
@@ -267,22 +260,21 @@ def _training(training: Settings, told: Told) -> None:
 
 
 def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
-    betas = optimizer.take("betas")
-    first, second = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else (None, None)
-    name = optimizer.take("name")
+    first, second = optimizer.pair("betas")
+    name = optimizer.word("name")
     if name not in (None, "AdamW"):
         told.assumed.append(f"optimizer.name {name!r:.40}: AdamW instead")
     rate = optimizer.amount("lr")
     told.trains(
         learning_rate=rate,
-        beta1=optimizer.amount("beta1") if first is None else float(first),
-        beta2=optimizer.amount("beta2") if second is None else float(second),
+        beta1=optimizer.amount("beta1") if first is None else first,
+        beta2=optimizer.amount("beta2") if second is None else second,
         epsilon=optimizer.amount("eps"),
         weight_decay=optimizer.amount("weight_decay"),
         warmup_steps=rates.number("warmup_steps"),
     )
     total = rates.number("total_steps") or told.model.pop("steps", None)
-    ratio, kind = rates.amount("decay_ratio"), rates.take("decay_type") or "linear"
+    ratio, kind = rates.share("decay_ratio"), rates.word("decay_type") or "linear"
     least = rates.amount("min_lr_factor")
     if ratio == 0.0 or total is None:
         return
@@ -297,10 +289,10 @@ def _rates(optimizer: Settings, rates: Settings, told: Told) -> None:
 
 
 def _model(model: Settings, told: Told) -> None:
-    registered = model.take("registered")
-    name, flavor = model.take("name", "module"), model.take("flavor")
+    registered = model.word("registered")
+    name, flavor = model.word("name", "module"), model.word("flavor")
     if registered:
-        told.model["registered"] = str(registered)
+        told.model["registered"] = registered
     elif name and flavor:
         told.model["registered"] = f"{name}_{flavor}".lower()
 
@@ -310,8 +302,7 @@ _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
     """Read converters and their settings: scales, how weights travel, what stays in 16 bits."""
-    given = model.take("converters") or []
-    names = {str(one) for one in (given if isinstance(given, list) else [given])}
+    names = set(model.words("converters"))
     float8 = bool(names & {"quantize.linear.float8", "float8"})
     mx = "quantize.linear.mx" in names
     linear, grouped = quantize.part("linear"), quantize.part("grouped_mm")
@@ -325,9 +316,9 @@ def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
         if f"quantize.grouped_mm.{'float8' if float8 else 'mx'}" in names:
             told.options.append("narrow-experts")
     own = settings["float8" if float8 else "mx"]
-    recipe = own.take("recipe_name")
+    recipe = own.word("recipe_name")
     if float8:
-        told.scales = "tensorwise" if recipe is None else str(recipe)
+        told.scales = "tensorwise" if recipe is None else recipe
         if told.scales not in _RECIPES:
             raise DocumentError(
                 "quantize.linear.float8.recipe_name",
@@ -338,8 +329,7 @@ def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
         own.take("precompute_float8_dynamic_scale_for_fsdp")
         own.take("force_recompute_fp8_weight_in_bwd")
     own.take("mxfp8_dim1_cast_kernel_choice")
-    left, taken = own.take("filter_fqns") or [], own.take("fqns")
-    left = {str(name) for name in (left if isinstance(left, list) else str(left).split(","))}
+    left, taken = set(own.words("filter_fqns")) - {""}, own.take("fqns")
     if "auto_filter_small_kn" in left:
         told.options.append("auto-filter")
     others = sorted(left - {"lm_head", "output", "router.gate", "auto_filter_small_kn"})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from planner import document
-from planner.errors import DocumentError
-from planner.formats.readers import deepspeed
+from planner.formats.readers import deepspeed, limits
 from planner.formats.readers.told import Settings, Told, under
 
 _RATES = {
@@ -21,10 +18,7 @@ _RATES = {
 
 def read(text: str) -> Told:
     """Return what the arguments say."""
-    data = document.plain(text)
-    if not isinstance(data, dict):
-        raise DocumentError("transformers", "is no document of arguments")
-    return of_settings(data)
+    return of_settings(limits.settings(text, "transformers"))
 
 
 def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
@@ -32,7 +26,7 @@ def of_flags(flags: dict[str, str | bool | list[str]]) -> Told:
     data: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
     nested = data.get("fsdp_config")
     if isinstance(nested, str) and nested.startswith("{"):
-        data["fsdp_config"] = json.loads(nested)
+        data["fsdp_config"] = limits.json_settings(nested, "--fsdp_config")
     return of_settings(data)
 
 
@@ -46,8 +40,8 @@ def of_settings(data: dict[str, Any]) -> Told:
     elif own is not None:
         told.framework = "deepspeed"
         told.assumed.append(f"deepspeed {own!r:.60}: another file, of which nothing is known here")
-    told.micro_batch = known.number("per_device_train_batch_size") or 8
-    told.micro_batches = known.number("gradient_accumulation_steps") or 1
+    told.micro_batch = known.count("per_device_train_batch_size") or 8
+    told.micro_batches = known.count("gradient_accumulation_steps") or 1
     told.precision = "fp32"
     for name in ("fp16", "bf16"):
         if known.flag(name):
@@ -62,11 +56,11 @@ def of_settings(data: dict[str, Any]) -> Told:
     told.seq_len = known.number(
         "max_length", "max_seq_length", "model_max_length", "block_size", "cutoff_len"
     )
-    name = known.take("model_name_or_path")
-    if name:
-        told.model["registered"] = str(name)
-    optimizer = known.take("optim")
-    if optimizer is not None and not str(optimizer).startswith("adamw_torch"):
+    wanted = known.word("model_name_or_path")
+    if wanted:
+        told.model["registered"] = wanted
+    optimizer = known.word("optim")
+    if optimizer is not None and not optimizer.startswith("adamw_torch"):
         told.assumed.append(f"optim {optimizer!r:.40}: AdamW in the plan's types instead")
     _rates(known, told)
     told.unknown += known.left
@@ -113,7 +107,7 @@ def _rates(known: Settings, told: Told) -> None:
     )
     steps = known.number("max_steps")
     steps = steps if steps and steps > 0 else None
-    warmup, ratio = known.amount("warmup_steps"), known.amount("warmup_ratio")
+    warmup, ratio = known.amount("warmup_steps"), known.share("warmup_ratio")
     if warmup is not None and 0 < warmup < 1:
         warmup, ratio = None, warmup
     if warmup is None and ratio and steps:
@@ -121,19 +115,19 @@ def _rates(known: Settings, told: Told) -> None:
     elif ratio and warmup is None:
         told.assumed.append("warmup: a share of the steps, whose number is not said; no warm-up")
     told.trains(warmup_steps=None if warmup is None else int(warmup))
-    kind, values = known.take("lr_scheduler_type") or "linear", known.take("lr_scheduler_kwargs")
+    kind, values = known.word("lr_scheduler_type") or "linear", known.take("lr_scheduler_kwargs")
     if isinstance(values, str):
-        values = json.loads(values)
-    kwargs = Settings(values or {})
-    found = _RATES.get(str(kind))
+        values = limits.json_settings(values, "lr_scheduler_kwargs")
+    kwargs = Settings({"lr_scheduler_kwargs": values}).part("lr_scheduler_kwargs")
+    found = _RATES.get(kind)
     if found is None or steps is None:
-        if not str(kind).startswith("constant"):
+        if not kind.startswith("constant"):
             told.assumed.append(f"lr_scheduler_type {kind!r:.40}: the rate stays constant")
     else:
         told.trains(rate_schedule=found, rate_steps=steps)
         told.trains(floor=kwargs.amount("min_lr_rate", "min_lr_ratio"))
         if found == "wsd":
             told.trains(decay_steps=kwargs.number("num_decay_steps"))
-            if kwargs.take("decay_type") not in (None, "linear"):
+            if kwargs.word("decay_type") not in (None, "linear"):
                 told.assumed.append("lr_scheduler_kwargs.decay_type: it falls linearly")
     told.unknown += under("lr_scheduler_kwargs", kwargs)

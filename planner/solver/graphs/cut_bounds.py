@@ -22,20 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.on_use import OnUse
 from planner.solver.fluid import Fluid
 from planner.solver.graph_instance import GraphInstance
+from planner.solver.highs import highspy, silent_highs
 from planner.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
-
-if TYPE_CHECKING:
-    import highspy
-else:
-    highspy = OnUse("highspy", "bounding the cuts of a graph")
 
 Floats = NDArray[np.float64]
 
@@ -211,9 +205,8 @@ class CutBounds:
             return _Range(low, high, 0.0, low)
         output_s, count = self._output_s, len(self._readers)
         unit_s = max(output_s) or 1.0
-        program = highspy.Highs()  # type: ignore[no-untyped-call]  # as its binding has it
+        program = silent_highs()
         for option, value in (
-            ("output_flag", False),
             ("threads", 1),
             ("mip_max_nodes", _NODES),
             ("mip_feasibility_tolerance", HIGHS_FEASIBILITY),

@@ -7,7 +7,13 @@ import random
 import pytest
 
 from planner.catalog import sources
-from planner.whatif.goodput import goodput_of, goodput_share, interval_s
+from planner.whatif.goodput import (
+    goodput_of,
+    goodput_share,
+    interval_s,
+    save_s,
+    steps_between_checkpoints,
+)
 from planner.whatif.study import FAILURE_RATES, Failures
 
 
@@ -91,3 +97,26 @@ def test_published_rates_of_failures_are_a_table_whose_ends_are_the_range() -> N
     for name in FAILURE_RATES:
         assert name in sources()
         assert sources()[name] in (found.source or "")
+
+
+@pytest.mark.parametrize(("parameters", "devices"), [(7e9, 64), (70e9, 512), (405e9, 16_384)])
+def test_no_other_number_of_steps_between_checkpoints_loses_less(
+    parameters: float, devices: int
+) -> None:
+    """What is lost is counted here: time to write, and half an interval for each failure."""
+    failures, step_s = Failures(), 7.0
+    a_second = devices * failures.per_device_hour.value / 3600
+    saving_s = save_s(failures, parameters=parameters, devices=devices)
+
+    def lost(every: int) -> float:
+        return saving_s / (every * step_s) + a_second * every * step_s / 2
+
+    every = steps_between_checkpoints(
+        failures, parameters=parameters, devices=devices, step_s=step_s
+    )
+
+    assert every == min(range(1, 20 * every), key=lost)
+
+
+def test_a_step_longer_than_the_interval_is_saved_each_time() -> None:
+    assert steps_between_checkpoints(Failures(), parameters=1e6, devices=100_000, step_s=1e4) == 1

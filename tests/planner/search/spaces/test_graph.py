@@ -104,7 +104,9 @@ def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
     return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    "seed", [*range(1, 6), *(pytest.param(s, marks=pytest.mark.matrix) for s in (0, *range(6, 16)))]
+)
 def test_no_layout_split_and_options_beat_the_plan(seed: int) -> None:
     model = random_model(seed)
     cluster = random.Random(seed).choice([TWO, "3xv100-sxm-16gb"])
@@ -125,7 +127,9 @@ def test_no_layout_split_and_options_beat_the_plan(seed: int) -> None:
     answer.plan.check_model(model)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(s, marks=pytest.mark.matrix) for s in (0, 3, 4))]
+)
 def test_no_treatment_of_activations_beats_the_plan(seed: int) -> None:
     model = random_model(seed)
     schedule: ScheduleName = "zb-h1" if seed % 2 else "1f1b"

@@ -121,7 +121,14 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
     return best + max(table.step_s for table in costs.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.matrix] if case.pins.data == 1 else [])
+        for case in CASES
+    ],
+    ids=lambda case: case.cluster,
+)
 def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     cluster = resolve_cluster(case.cluster)
     best_s = math.inf
