@@ -1,13 +1,14 @@
 """CPU seconds of whole searches, and what became of every configuration.
 
-    python benchmarks/search_speed.py [--growth] [--all-axes] [--markdown]
+    python benchmarks/search_speed.py [--growth] [--gaps] [--all-axes] [--markdown]
 
 One line per case: how many configurations there are, how many each argument settled, how many
 partition problems were solved, and the CPU seconds on one core: of the search alone, and of the
 whole answer with the simplest plan near the fastest and the usual ones beside it.  Imports and
 reading documents are not counted; the first search of the process is run twice, and the second
 counts.
-`--growth` goes from 8 to 65,536 devices instead.  What the native backend refuses is left out, but
+`--growth` goes from 8 to 65,536 devices instead; `--gaps` prints the simulated step and its gap of
+requests of all sizes.  What the native backend refuses is left out, but
 for models that it has no adapter for; with `--all-axes` only what no backend could run is.
 """
 
@@ -127,6 +128,21 @@ GROWTH = [
     for nodes in every
 ]
 
+GAPS = [
+    Case(model=model, cluster=cluster, seq_len=seq_len, global_batch=batch)
+    for model, cluster, seq_len, batch in (
+        ("llama-3.1-8b", "8xh100-sxm-80gb", 8192, 128),
+        ("llama-3.1-8b", "3x4xh100-sxm-80gb", 8192, 96),
+        ("phi-4", "3x4xa100-sxm-80gb", 4096, 96),
+        ("llama-3.1-70b", "8x8xh100-sxm-80gb", 8192, 256),
+        ("llama-3.1-70b", "64x8xh100-sxm-80gb", 8192, 2048),
+        ("mixtral-8x22b", "8x8xh100-sxm-80gb", 4096, 512),
+        ("gemma-2-27b", "3x8xa100-sxm-80gb", 8192, 192),
+        ("deepseek-v3", "256x8xh800-sxm-80gb", 4096, 15360),
+        ("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048),
+    )
+]
+
 COLUMNS = [
     ("configurations", None),
     ("refused", REFUSED),
@@ -185,9 +201,20 @@ def row(case: Case, rules: Rules | None) -> list[str]:
     return cells
 
 
+def gap_row(case: Case) -> list[str]:
+    """Return the simulated step of the answer, what is proven of it, and the CPU seconds."""
+    answer, seconds = measured(case)
+    assert answer is not None
+    proof, step_s = answer.certificate.simulated, answer.prediction.step_time_s
+    gap = f"{proof.gap:.2%}" if proof is not None else "-"
+    cells = [f"{case.model} on {case.cluster}", f"{case.global_batch:,}", f"{step_s:.6g} s"]
+    return [*cells, gap, f"{seconds:.2f}", answer.plan.layout.text()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--all-axes", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
@@ -195,7 +222,11 @@ def main() -> None:
     measured(CASES[0])
     header = ["case", *(name for name, _ in COLUMNS), "solved", "search, CPU s"]
     header += ["whole answer", "goal", "fastest plan"]
-    rows = [header, *(row(case, rules) for case in (GROWTH if arguments.growth else CASES))]
+    if arguments.gaps:
+        header = ["case", "batch", "step", "gap", "search, CPU s", "fastest plan"]
+        rows = [header, *map(gap_row, GAPS)]
+    else:
+        rows = [header, *(row(case, rules) for case in (GROWTH if arguments.growth else CASES))]
     if arguments.markdown:
         rows.insert(1, ["---"] * len(header))
         for cells in rows:

@@ -1,7 +1,8 @@
 """Documents: YAML or JSON text to frozen, validated values, and back.
 
-Reading is safe: plain YAML 1.2 scalars only, no tags, no aliases, bounded size, depth and count.  Whatever
-is wrong becomes one DocumentError with the path inside the file, the value seen and the way out.
+Reading is safe: plain YAML 1.2 scalars only, no tags, no aliases, bounded size, depth and count.
+Whatever is wrong becomes one DocumentError with the path inside the file, the value seen and the
+way out.
 Writing is atomic: a file appears whole or not at all.
 """
 

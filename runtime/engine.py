@@ -28,6 +28,7 @@ from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime import document_attention, eight_bits, lora
+from runtime.agreement import COMPARED_EVERY
 from runtime.branches import TOKENS
 from runtime.chunked_loss import Targets
 from runtime.compiled import Compiler
@@ -216,7 +217,9 @@ class TokenEngine:
         if isinstance(self._pipeline, StalePipeline):
             mean, self._norm = self._late_update(self._pipeline)
             return StepResult(mean, self._norm, expert_load=self._expert_load())
-        loss, norm, count = self._optimizer.step(self._own_totals()).tolist()
+        loss, norm, count, drift = self._optimizer.step(self._own_totals()).tolist()
+        if drift and self._optimizer.agreement is not None:
+            self._optimizer.agreement.refuse_drift()
         return StepResult(
             loss,
             norm,
@@ -251,6 +254,25 @@ class TokenEngine:
         if self._place.mesh is not None:
             dist.all_reduce(totals)
         return float(totals[0] / totals[1])
+
+    def agree(self) -> None:
+        """Agree with all ranks on what they hold; from now on replicas are compared."""
+        self._optimizer.agree(self._held_beside, every=COMPARED_EVERY)
+
+    def refuse_drifted(self) -> None:
+        """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
+        if self._optimizer.agreement is not None:
+            self._optimizer.agreement.refuse_drifted()
+
+    def _held_beside(self) -> dict[str, Tensor]:
+        """Return what is held beside what is trained, by name."""
+        held: dict[str, Tensor] = {}
+        for part in self._parts:
+            held |= part.buffers
+            for name, parameter in part.chain.named_parameters():
+                if not parameter.requires_grad:
+                    held[name] = parameter
+        return held
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""
@@ -359,7 +381,9 @@ class TokenEngine:
         self._optimizer.follow()
         report = self._optimizer.step(totals, self._counts.popleft())
         self._counts.append(report[2])
-        mean, norm, _ = report.tolist()
+        mean, norm, _, drift = report.tolist()
+        if drift and self._optimizer.agreement is not None:
+            self._optimizer.agreement.refuse_drift()
         return mean, norm
 
     def _mean_over_replicas(self) -> Mean | None:

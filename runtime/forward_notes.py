@@ -353,9 +353,12 @@ class Notes:
                     reference = self._references[id(one)]
                     assert isinstance(reference, Held)
                     held[reference.name] = None
-            for leaf in node.leaves:
-                if isinstance(leaf, Held) and leaf.name in parameters:
-                    held[leaf.name] = None
+        read = [leaf for node in own for leaf in node.leaves]
+        if end == len(recording.nodes):  # what the module returns
+            read += recording.result
+        for leaf in read:
+            if isinstance(leaf, Held) and leaf.name in parameters:
+                held[leaf.name] = None
         return RecordedLayer(
             name=name,
             first=begin,

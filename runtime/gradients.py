@@ -6,7 +6,8 @@ that parameters lie on different meshes; `whole` puts the parts together again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from planner.errors import LaunchError
+from runtime.agreement import Agreement, Declared, described
 from runtime.divided import part_of, whole_of
+from runtime.exchange import all_gather_json
 from runtime.gradient_wire import Mean
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
+from runtime.participation import Participation
 from runtime.torch_internals import DTensorSpec, TensorMeta
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds
@@ -59,11 +64,16 @@ class Measured:
     """Of the gradient of the mean loss, before clipping; not finite where fp16 overflowed."""
     factor: Tensor
     """What gradients must be multiplied with to be those of the mean loss; 0 if nothing counts."""
+    checks: Tensor
+    """[4] How many gradients are zeros that ranks put in place of none; how many ranks saw a
+    forward change a copy of a parameter; and the sums of the words of replicas (see Agreement),
+    where they are compared in this step."""
 
     @property
     def report(self) -> Tensor:
-        """[mean loss, gradient norm, count]."""
-        return torch.stack((self.total / self.count, self.norm.double(), self.count))
+        """[mean loss, gradient norm, count, by how much digests of replicas differ]."""
+        drift = self.checks[2:].abs().sum()
+        return torch.stack((self.total / self.count, self.norm.double(), self.count, drift))
 
 
 class Gradients:
@@ -83,28 +93,105 @@ class Gradients:
 
         `scale` is fp16's.  `mean` makes that over replicas, where backward does not.
         """
-        self.slots = tuple(slots)
         self.place = place
         self.device = device
         self.divisor = divisor
         self.scale = scale or LossScale(device, active=False)
+        self.steps = torch.zeros((), dtype=torch.int64)
+        """Updates so far."""
+        self.agreement: Agreement | None = None
+        """What compares replicas, from when ranks have agreed on what they hold."""
         self._mean = mean
+        self.use(slots)
+        self._lacking: set[Slot] = set()
+        """Those without a gradient in this step, in whose place zeros are summed."""
+        self._names: list[str] | None = None
+        """Of what all ranks train, in order."""
+        self.participation: Participation | None = None
+        """Of parameters that FSDP reduces, which all have a gradient then."""
+        self.tracks_unused = False
+        """Whether each step notes what took no part in it."""
+        self.unused: Mapping[str, tuple[int, ...]] = {}
+        """Parameters that took no part in the last step, and on which ranks."""
+        self._without: set[str] = set()
+        """Parameters that took no part on this rank."""
+
+    def use(self, slots: Iterable[Slot]) -> None:
+        """Take the gradients of these from now on."""
+        self.slots = tuple(slots)
+        # One order on all ranks, whatever order their modules have.
+        summed = sorted(self.slots, key=lambda slot: slot.name)
+        self._partial = [slot for slot in summed if slot.partial]
+        self._averaged = summed if self._mean is not None else []
+        self._tied: dict[tuple[int, ...], list[Slot]] = {}
+        for slot in summed:
+            if slot.tied is not None:
+                self._tied.setdefault(_ranks_of(slot.tied), []).append(slot)
+
+    def agree(self, state: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
+        """Agree with all ranks on what they hold and sum; compare replicas `every` so many steps.
+
+        `state` returns what is held beside what is trained.  See Agreement.
+        """
+        place = self.place
+        declared = [
+            Declared(slot.name, ranks, described(slot.parameter))
+            for ranks, slots in self._tied.items()
+            for slot in slots
+        ]
+        if self._partial:
+            ranks = _ranks_of(place.axis("tensor").get_group())
+            declared += [
+                Declared(slot.name, ranks, described(slot.parameter)) for slot in self._partial
+            ]
+
+        def all_held() -> dict[str, Tensor]:
+            return {slot.name: slot.parameter for slot in self.slots} | dict(state())
+
+        self.agreement = Agreement(
+            all_held,
+            place,
+            declared=declared,
+            tied={slot.name for slots in self._tied.values() for slot in slots},
+            every=every,
+        )
 
     @torch.no_grad()
     def whole(self) -> dict[Slot, Tensor]:
-        """Sum what lies on other ranks into the local gradients that there are; return those."""
+        """Sum what lies on other ranks into the local gradients; return those that there are.
+
+        A sum over ranks has zeros in place of a gradient that this rank has not made.
+        """
         for slot in self.slots:
             _add_copies(slot)
-        slots = [slot for slot in self.slots if slot.parameter.grad is not None]
-        grads = [_local_grad(slot.parameter) for slot in slots]
-        for slot, grad in zip(slots, grads, strict=True):
+        grads = {
+            slot: _local_grad(slot.parameter)
+            for slot in self.slots
+            if slot.parameter.grad is not None
+        }
+        self._lacking = set()
+        if self.participation is not None:
+            absent = self.participation.absent()
+            self._lacking |= {slot for slot in grads if id(slot.parameter) in absent}
+        self._without = {slot.name for slot in self.slots if slot not in grads}
+        for slot in (*self._partial, *self._averaged, *itertools.chain(*self._tied.values())):
+            if slot not in grads:
+                grads[slot] = torch.zeros_like(slot.local)
+                self._lacking.add(slot)
+        self._without |= {slot.name for slot in self._lacking}
+        for slot, grad in grads.items():
             if slot.factor != 1.0:
                 grad.mul_(slot.factor)
-        self._sum_partial(slots, grads)
+        if self._partial:
+            self._sum_partial([grads[slot] for slot in self._partial])
         if self._mean is not None:
-            self._mean.reduce([slot.name for slot in slots], grads)
-        self._sum_tied(slots, grads)
-        return dict(zip(slots, grads, strict=True))
+            self._mean.reduce(
+                [slot.name for slot in self._averaged], [grads[slot] for slot in self._averaged]
+            )
+        for _, slots in sorted(self._tied.items()):
+            for slot in slots:
+                self._sum_tied(slot, grads[slot])
+        return grads
 
     @torch.no_grad()
     def measured(
@@ -116,15 +203,41 @@ class Gradients:
         earlier step, `earlier` is what counted there on all ranks.  All share one all-reduce, the
         only collective of a step without tensor axis or ties.
         """
-        report = torch.cat((totals, _squared_norm(grads, like=totals).reshape(1)))
+        report = torch.cat(
+            (totals, _squared_norm(grads, like=totals).reshape(1), self._checks(totals))
+        )
         if self.place.mesh is not None:
             dist.all_reduce(report)
         count = report[1] if earlier is None else earlier
         factor = (self.place.replicas * self.divisor / count).where(count != 0, 0.0).float()
         norm = self.scale.taken_off(report[2].sqrt().float() * factor)
         return Measured(
-            total=report[0], count=report[1], norm=norm, factor=self.scale.taken_off(factor)
+            total=report[0],
+            count=report[1],
+            norm=norm,
+            factor=self.scale.taken_off(factor),
+            checks=report[3:],
         )
+
+    @torch.no_grad()
+    def settle(self, grads: dict[Slot, Tensor], measured: Measured) -> None:
+        """Act on the checks of a step, which is waited for; all ranks call it together.
+
+        What took part in no rank's backward has no gradient, as in one process: an optimizer would
+        let it decay.  Raises LaunchError, on all ranks, where a replica has drifted.
+        """
+        lacking, changed, *words = measured.checks.tolist()
+        if changed:
+            self._refuse_changed()
+        if any(words) and self.agreement is not None:
+            self.agreement.refuse_drift()
+        if lacking:
+            used = self._used_anywhere()
+            for slot in self._lacking:
+                if slot.name not in used:
+                    del grads[slot]
+        if self.tracks_unused:
+            self.unused = self._unused_by_rank()
 
     @torch.no_grad()
     def scaled(self, grads: dict[Slot, Tensor], measured: Measured, clip_norm: float) -> None:
@@ -147,22 +260,66 @@ class Gradients:
             for parameter, _ in slot.copies_here:
                 parameter.grad = None
 
-    def _sum_partial(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        partial = [grad for slot, grad in zip(slots, grads, strict=True) if slot.partial]
-        if partial:
-            flat = torch.cat([grad.flatten() for grad in partial]).to(self.device)
-            dist.all_reduce(flat, group=self.place.axis("tensor").get_group())
-            parts = flat.split([grad.numel() for grad in partial])
-            for grad, part in zip(partial, parts, strict=True):
-                grad.copy_(part.view_as(grad))
+    def _checks(self, totals: Tensor) -> Tensor:
+        """Return what a step's all-reduce tells beside the loss: see Measured."""
+        checks = torch.zeros(4, dtype=totals.dtype, device=totals.device)
+        if self._lacking:
+            checks[0] = float(len(self._lacking))
+        if self.participation is not None and self.participation.changed:
+            checks[1] = 1.0
+        if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
+            checks[2:] = self.agreement.words(totals.device)
+        return checks
 
-    def _sum_tied(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        for slot, grad in zip(slots, grads, strict=True):
-            if slot.tied is not None and grad.numel():
-                whole = grad.to(self.device)
-                dist.all_reduce(whole, group=slot.tied)
-                if whole is not grad:
-                    grad.copy_(whole)
+    def _refuse_changed(self) -> None:
+        assert self.participation is not None
+        changed = self.participation.changed
+        own = [slot.name for slot in self.slots if id(slot.parameter) in changed]
+        every = all_gather_json(own) if self.place.mesh is not None else [own]
+        rank, name = next((rank, names[0]) for rank, names in enumerate(every) if names)
+        raise LaunchError(
+            f"{name}: the forward of rank {rank} changes this parameter in place, as "
+            "Embedding(max_norm=...) does; under ZeRO or mixed precision that is a copy, which is "
+            "thrown away: change it behind the step, or train with zero 0 in fp32 on one data rank"
+        )
+
+    def _unused_by_rank(self) -> dict[str, tuple[int, ...]]:
+        own = sorted(self._without)
+        every = all_gather_json(own) if self.place.mesh is not None else [own]
+        names = sorted({name for found in every for name in found})
+        return {
+            name: tuple(at for at, found in enumerate(every) if name in found) for name in names
+        }
+
+    def _used_anywhere(self) -> set[str]:
+        """Return the names of what took part in the step on any rank."""
+        if self._names is None:
+            every = all_gather_json([slot.name for slot in self.slots])
+            self._names = sorted({name for names in every for name in names})
+        lacking = {slot.name for slot in self._lacking}
+        own = {slot.name for slot in self.slots} - lacking
+        flags = torch.tensor([float(name in own) for name in self._names]).to(self.device)
+        dist.all_reduce(flags)
+        pairs = zip(self._names, flags.tolist(), strict=True)
+        return {name for name, count in pairs if count}
+
+    def _sum_partial(self, partial: Sequence[Tensor]) -> None:
+        flat = torch.cat([grad.flatten() for grad in partial]).to(self.device)
+        dist.all_reduce(flat, group=self.place.axis("tensor").get_group())
+        parts = flat.split([grad.numel() for grad in partial])
+        for grad, part in zip(partial, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+
+    def _sum_tied(self, slot: Slot, grad: Tensor) -> None:
+        if grad.numel():
+            whole = grad.to(self.device)
+            dist.all_reduce(whole, group=slot.tied)
+            if whole is not grad:
+                grad.copy_(whole)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _add_copies(slot: Slot) -> None:

@@ -43,7 +43,6 @@ class Optimizer(Gradients):
         slots = tuple(_slots(chains, adapter, place, summed, factors))
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self.training = training
-        self.steps = torch.zeros((), dtype=torch.int64)
         # Its state is made now rather than at the first step, so that a checkpoint can load.
         self._adamw = AdamW(
             [slot.local for slot in self.slots],
@@ -56,7 +55,7 @@ class Optimizer(Gradients):
 
     @torch.no_grad()
     def step(self, totals: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Apply the gradients; return [mean loss, gradient norm, count] on the device.
+        """Apply the gradients; return what ranks report, on the device: see Measured.
 
         See `measured`.  A norm that is not finite means, in fp16, that the step changed nothing but
         the scale; so does, always, a count of 0.
@@ -79,7 +78,7 @@ class Optimizer(Gradients):
     def follow(self) -> None:
         """Update the parameters where their values are now."""
         # `data` has a version counter of its own: in-flight backwards do not need these values.
-        self.slots = tuple(replace(slot, local=slot.parameter.data) for slot in self.slots)
+        self.use(replace(slot, local=slot.parameter.data) for slot in self.slots)
         self._adamw.parameters = [slot.local for slot in self.slots]
 
     def state(self) -> dict[str, Tensor]:

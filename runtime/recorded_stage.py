@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from planner.errors import RecordError
 from planner.profile import Recompute
 from runtime import inner_loss
+from runtime.participation import BackwardOrder
 from runtime.recent import Recent
 from runtime.recompute import selective_contexts
 from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
@@ -118,6 +119,8 @@ class RecordedStage(nn.Module):
         """Those of the step that a pipeline runs."""
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
+        self.order: BackwardOrder | None = None
+        """In which units that FSDP holds are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""
@@ -136,7 +139,9 @@ class RecordedStage(nn.Module):
         for name in names:
             self.place(name, module.get_submodule(name))
         leaves = [leaf for node in nodes for leaf in node.leaves]
-        held = {leaf.name for leaf in (*leaves, *recording.result) if isinstance(leaf, Held)}
+        if self._is_last:  # what the module returns is the last stage's
+            leaves += recording.result
+        held = {leaf.name for leaf in leaves if isinstance(leaf, Held)}
         for name in sorted(held):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
@@ -211,9 +216,25 @@ class RecordedStage(nn.Module):
         if micro is None:
             assert at is not None
             micro = self.micro_batches[int(at)]
+        if self.order is not None:
+            self.order.begin(self.device)
         # A pipeline hands its first stage the number too.
         outputs = self._replayed(received if self._range[0] else (), micro)
-        return self.loss(outputs, micro) if self._is_last and self.loss else outputs
+        if self.order is not None:
+            self.order.end()
+        if not self._is_last:
+            return self._closed(outputs)
+        return self.closed(self.loss(outputs, micro)) if self.loss else outputs
+
+    def closed(self, loss: Tensor) -> Tensor:
+        """Return a loss of the last forward whose backward is in the order of all ranks."""
+        return loss if self.order is None else self.order.closed(loss)
+
+    def _closed(self, sent: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        at = next((at for at, one in enumerate(sent) if one.requires_grad), None)
+        if at is None:
+            return sent
+        return (*sent[:at], self.closed(sent[at]), *sent[at + 1 :])
 
     def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
 from runtime import batches, inner_loss, script_checkpoint
+from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.coupled_loss import check_loss
@@ -33,6 +34,7 @@ from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place, place_of
 from runtime.parallelize import activation_type
+from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
 from runtime.script_checkpoint import Stateful
 from runtime.script_loader import Loader
@@ -49,6 +51,7 @@ from runtime.script_records import ScriptRecords
 from runtime.script_stage import (
     ScriptStage,
     check_layers,
+    frozen_and_buffers,
     holders_of,
     modules_of,
     refuse_hooks,
@@ -76,6 +79,8 @@ class StepResult:
     """What the loss returned beside, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With `track_unused`: parameters that took no part, and on which ranks."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
@@ -100,6 +105,8 @@ class Engine:
         gather: bool = True,
         batch_norm: Kind = "per_micro_batch",
         tensor: Styles | None = None,
+        compare_every: int = COMPARED_EVERY,
+        track_unused: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -120,6 +127,10 @@ class Engine:
         normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
         says how modules are divided over the plan's tensor axis, in torch's own words:
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
+
+        Parameters and buffers that several ranks hold are compared in the first steps, every
+        `compare_every` steps (0: not at all) and before each save.  With `track_unused` the result
+        of a step names the parameters that took no part in it, and on which ranks.
 
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
@@ -161,6 +172,7 @@ class Engine:
         holders = holders_of(plan, recorder, self._place)
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
+        participation = Participation()
         parts = tuple(
             script_stage(
                 plan,
@@ -170,6 +182,7 @@ class Engine:
                 stage=stage,
                 device=self.device,
                 styles=styles,
+                participation=participation,
             )
             for stage, own in zip(
                 self.stages,
@@ -204,6 +217,9 @@ class Engine:
             sums=sums,
             device=self.device,
         )
+        self._optimizers.participation = participation
+        self._optimizers.tracks_unused = track_unused
+        self._optimizers.agree(lambda: frozen_and_buffers(modules), every=compare_every)
         self._state = ScriptState(
             plan,
             self._place,
@@ -380,7 +396,8 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written, or ranks have buffers of different values.
+        Raises LaunchError where it cannot be written, or ranks have different values of one
+        parameter or buffer.
         """
         return self._state.save(Path(folder), extra or {}, keep=keep)
 
@@ -431,6 +448,7 @@ class Engine:
         self._optimizers.show()
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
+        self._optimizers.settle(grads, measured)
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
@@ -441,13 +459,15 @@ class Engine:
             average.update()
         self._whole = None
         self._passes.totals.clear()
-        loss, norm, count = measured.report.tolist()
+        loss, norm, count, _ = measured.report.tolist()
         if self._records is not None and self._begun_s is not None:
             seconds = time.perf_counter() - self._begun_s
             if moved:
                 self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
         self._begun_s = None
-        return StepResult(LossValue(loss), count, norm, metrics, skipped=not moved)
+        return StepResult(
+            LossValue(loss), count, norm, metrics, skipped=not moved, unused=self._optimizers.unused
+        )
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if self._optimizers.pending and len(self.optimizers) > 1:

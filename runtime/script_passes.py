@@ -296,7 +296,7 @@ class Passes:
                 module.set_is_last_backward(last)
                 module.set_requires_gradient_sync(last or reduces_at_once(self._plan, self._place))
                 module.set_reshard_after_backward(last or gathers_anew(self._plan, self._place))
-            self._micro_loss(part.module(micro=micro), micro).backward()
+            part.module.closed(self._micro_loss(part.module(micro=micro), micro)).backward()
 
     @torch.no_grad()
     def _outputs(self, micros: Sequence[MicroBatch]) -> list[Any]:

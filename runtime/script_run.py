@@ -250,7 +250,9 @@ def _check_script(script: Path) -> None:
             warnings.simplefilter("ignore")  # each rank gives them
             compile(read_bytes(script, most=MAX_BYTES), str(script), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise LaunchError(f"{script}: is no Python script: {error or 'nested too deeply'}") from None
+        raise LaunchError(
+            f"{script}: is no Python script: {error or 'nested too deeply'}"
+        ) from None
 
 
 def _from_here(path: Path) -> Path:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planner.claims import SCRIPT, unexecuted
 from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime.batches import fingerprint
-from runtime.exchange import all_gather_json
+from planner.training import Training
 from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
+from runtime.participation import BackwardOrder, Participation
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import DividedStage, ScriptStyles, divide
+from runtime.supported import foreign
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 from runtime.whole_batch import whole_batch
 
@@ -56,55 +60,66 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
 
 def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
     """Refuse what is not executed for modules of a script, with the way out."""
-    for what, way_out in _refused(plan, module, loss):
-        raise LaunchError(f"{what}, which meshwright.Engine does not execute; {way_out}")
+    for text in _refused(plan, module, loss):
+        raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str, str]]:
-    """Yield each field that is refused, and what to do instead."""
-    if plan.mesh.context > 1:
-        yield (
-            f"mesh.context: is {plan.mesh.context}",
-            "attention of your own module sees the positions that it is given: divide samples or "
-            "layers, or recompute; `meshwright launch` divides positions of language models",
-        )
-    if plan.mesh.expert > 1:
-        yield (
-            f"mesh.expert: is {plan.mesh.expert}",
-            "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides "
-            "experts of language models",
-        )
-    if plan.offload == "parameters":
-        yield "offload: is parameters", "use ZeRO 3, or offload: optimizer"
-    if plan.gradient_wire != "full":
-        yield f"gradient_wire: is {plan.gradient_wire}", "use full"
-    if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
-        yield f"schedule: is {plan.schedule}", "use 1f1b, or zb-h1 for a smaller bubble"
+def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+    """Yield why each field of a plan is refused, and what to do instead.
+
+    Fields of the layout are claimed in planner.claims; those beside it are here.
+    """
+    not_by_engine = "which meshwright.Engine does not execute"
+    other = foreign(plan)
+    if other:
+        yield other
+    yield from (f"{place}: {text}" for place, text in unexecuted(SCRIPT, plan.layout))
     if plan.precision in EIGHT_BITS:
         yield (
-            f"precision: is {plan.precision}",
-            "use bf16, and convert modules in build() (torchao: convert_to_float8_training)",
+            f"precision: is {plan.precision}, {not_by_engine}; use bf16, and convert modules in "
+            "build() (torchao: convert_to_float8_training)"
+        )
+    if plan.document_len is not None:
+        yield (
+            f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
+            "and leave it out"
         )
     if plan.training.lora is not None:
         yield (
-            "training.lora: is set",
-            "adapt the module in build(), as get_peft_model of peft does: what is frozen has no "
-            "gradients and no state",
+            f"training.lora: is set, {not_by_engine}; adapt the module in build(), as "
+            "get_peft_model of peft does: what is frozen has no gradients and no state"
         )
+    for name, field in Training.model_fields.items():
+        value = getattr(plan.training, name)
+        if name != "seed" and value != field.default:
+            yield (
+                f"training.{name}: is {value}, {not_by_engine}; leave it out, and say it in "
+                "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
+            )
+    for stage, one in enumerate(plan.stages):
+        for item in one.layers:
+            if item.activations != "keep":
+                yield (
+                    f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, "
+                    "and those of a module of your own are kept on the device; use keep or "
+                    "recompute"
+                )
+    for text in _unequal(plan, module, loss):
+        yield f"shares: are unequal, {not_by_engine}; {text}"
+
+
+def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+    """Yield what gathers as much from each rank, where ranks take unequal shares."""
     if plan.shares is not None:
         norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         name = next((name for name, part in module.named_modules() if isinstance(part, norms)), "")
         if name:
             yield (
-                "shares: are unequal",
                 f"{name} is a BatchNorm, whose statistics are those of all ranks' micro-batches: "
-                "use equal shares, or another norm",
+                "use equal shares, or another norm"
             )
         if isinstance(loss, whole_batch):
-            yield (
-                "shares: are unequal",
-                "a loss over the whole batch gathers as much from each rank: use equal shares",
-            )
+            yield "a loss over the whole batch gathers as much from each rank: use equal shares"
 
 
 def modules_of(
@@ -201,6 +216,7 @@ def script_stage(
     stage: int,
     device: torch.device,
     styles: ScriptStyles,
+    participation: Participation,
 ) -> ScriptStage:
     """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
     sizes = [len(one.layers) for one in plan.stages]
@@ -208,11 +224,6 @@ def script_stage(
     made = RecordedStage(module, recorder, first, first + sizes[stage])
     for item in plan.stages[stage].layers:
         made.recompute[item.layer] = item.recompute
-        if item.activations != "keep":
-            raise LaunchError(
-                f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, and "
-                "those of a module of your own are kept on the device; use keep or recompute"
-            )
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
@@ -234,6 +245,11 @@ def script_stage(
             over_data(unit, plan, place.data, device, root=False, besides=besides)
         made.register_forward_hook(no_view)
         over_data(made, plan, place.data, device, root=True, besides=besides)
+        root = cast(FSDPModule, made)
+        units = [cast(FSDPModule, unit) for unit in made.units.values()]
+        for one in (*units, root):
+            participation.watch(one)
+        made.order = BackwardOrder(root, units)
     return ScriptStage(
         module=made,
         wrapped=wraps,
@@ -271,36 +287,3 @@ def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
                 if buffer is not None and attribute not in part._non_persistent_buffers_set:
                     result[f"{prefix}.{attribute}" if prefix else attribute] = buffer
     return result
-
-
-def refuse_unequal_buffers(stages: Sequence[nn.Module]) -> None:
-    """Refuse to save buffers of which ranks have different values; all ranks call it together.
-
-    Those of BatchNorm are equal by construction (runtime/batch_norm.py).  Others are what each
-    rank's forward makes of its own samples, and a checkpoint has one of each.
-    """
-    if not dist.is_initialized():
-        return
-    norms = [
-        f"{name}."
-        for stage in stages
-        for name, part in stage.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm)
-    ]
-    own = {
-        name: fingerprint(value)
-        for name, value in frozen_and_buffers(stages).items()
-        if name in {at for stage in stages for at, _ in stage.named_buffers()}
-        and not name.startswith(tuple(norms))
-    }
-    first: dict[str, tuple[int, int]] = {}
-    for rank, prints in enumerate(all_gather_json(own)):
-        for name, print_ in prints.items():
-            other, wanted = first.setdefault(name, (rank, print_))
-            if print_ != wanted:
-                raise LaunchError(
-                    f"{name}: ranks {other} and {rank} have different values of this buffer, and a "
-                    "checkpoint has one; make it of what all ranks have (sum over ranks in its "
-                    "forward), leave it out with register_buffer(persistent=False), or save it as "
-                    "state of your own with save(extra=...)"
-                )

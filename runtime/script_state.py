@@ -18,7 +18,7 @@ from runtime.averaged import Averaged
 from runtime.exchange import all_gather_json
 from runtime.mesh import Place
 from runtime.script_checkpoint import Stateful
-from runtime.script_stage import frozen_and_buffers, refuse_unequal_buffers
+from runtime.script_stage import frozen_and_buffers
 from runtime.torch_optimizers import TorchOptimizers
 
 
@@ -57,7 +57,8 @@ class ScriptState:
 
     def save(self, folder: Path, extra: Mapping[str, Stateful], *, keep: int) -> Path:
         """Write a checkpoint with all ranks; return where it is."""
-        refuse_unequal_buffers(self._modules)
+        assert self._optimizers.agreement is not None
+        self._optimizers.agreement.refuse_drifted()
         own = None
         if self._place.stage == 0 and self._place.along("tensor") == 0:
             own = {

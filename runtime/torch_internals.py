@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 from torch.distributed.pipelining.stage import PipelineStage
@@ -46,12 +47,15 @@ __all__ = [
     "VersionWrapper",
     "act_around",
     "attention_draws_nothing",
+    "before_reduction",
+    "begin_backward",
     "checkpoint_wrapper",
     "compile_failures",
     "compiled_code",
     "compiled_graphs",
     "compiler_lack",
     "divided_graphs",
+    "end_backward",
     "expect_graphs",
     "extend_gather",
     "fake_store",
@@ -226,15 +230,62 @@ def stages_know_shapes() -> Iterator[None]:
 
 def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:
     """Yield FSDP's records of the parameters of a module, and of all modules below it if asked."""
-    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-    own = cast(Any, wrapper).state(module)  # set on the function by torch's `contract`
+    own = _fsdp_state(module)
     for state in own._state_ctx.all_states if below else (own,):
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # 2.11: one group, or none
-            one = state._fsdp_param_group
-            groups = () if one is None else (one,)
-        for group in groups:
+        for group in _groups_of(state):
             yield from group.fsdp_params
+
+
+def _fsdp_state(module: FSDPModule) -> Any:
+    """Return FSDP's record of a module, set on its function by torch's `contract`."""
+    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
+    return cast(Any, wrapper).state(module)
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.11: one group, or none
+        one = state._fsdp_param_group
+        groups = () if one is None else (one,)
+    return groups
+
+
+def before_reduction(module: FSDPModule, act: Callable[[Sequence[Any]], None]) -> None:
+    """Call `act` with FSDP's records of a module's parameters whenever it is about to reduce them.
+
+    FSDP may come by twice behind one backward: the second time nothing is left to reduce.
+    """
+    for group in _groups_of(_fsdp_state(module)):
+        group.post_backward = _acting_before(group, act, group.post_backward)
+
+
+def _acting_before(
+    group: Any, act: Callable[[Sequence[Any]], None], reduce: Callable[..., None]
+) -> Callable[..., None]:
+    def post_backward(*unused: Any) -> None:
+        if _is_behind_backward(group):
+            return
+        if group.reduce_grads:
+            act(group.fsdp_params)
+        reduce(*unused)
+
+    return post_backward
+
+
+def begin_backward(module: FSDPModule) -> None:
+    """Let FSDP gather a module for its backward, if it has not yet."""
+    _fsdp_state(module)._pre_backward(None)
+
+
+def end_backward(module: FSDPModule) -> None:
+    """Let FSDP reduce the gradients of a module behind its backward, if it has not yet."""
+    for group in reversed(_groups_of(_fsdp_state(module))):
+        if not _is_behind_backward(group):
+            group.post_backward()
+
+
+def _is_behind_backward(group: Any) -> bool:
+    return bool(group._training_state == TrainingState.POST_BACKWARD)
 
 
 def let_go_of_reduced(module: FSDPModule) -> None:
@@ -243,8 +294,7 @@ def let_go_of_reduced(module: FSDPModule) -> None:
     FSDP itself does so before its next reduction.  Between micro-batches that is a forward and a
     loss later, beside which the widest unit would lie in the type of the reduction.
     """
-    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-    context = cast(Any, wrapper).state(module)._comm_ctx
+    context = _fsdp_state(module)._comm_ctx
     if hasattr(context, "reduce_scatter_states"):
         begun = list(context.reduce_scatter_states)
         context.reduce_scatter_states.clear()
@@ -263,8 +313,7 @@ def forget_forward_order(module: FSDPModule) -> None:
     forwards until the last backward: before the first unit of a micro-batch stands the output
     projection of the one before, whose copy would lie there from then until it is used again.
     """
-    wrapper = replicate if isinstance(module, ReplicateModule) else fully_shard
-    context = cast(Any, wrapper).state(module)._comm_ctx
+    context = _fsdp_state(module)._comm_ctx
     getattr(context, "post_forward_order", []).clear()  # made in the first forward
 
 
@@ -273,8 +322,7 @@ def act_around(outer: nn.Module, inner: FSDPModule) -> None:
 
     Its hooks end a graph, so none may stand inside of what is compiled.
     """
-    wrapper = replicate if isinstance(inner, ReplicateModule) else fully_shard
-    state = cast(Any, wrapper).state(inner)
+    state = _fsdp_state(inner)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     state._pre_forward_hook_handle = outer.register_forward_pre_hook(

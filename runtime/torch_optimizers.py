@@ -230,7 +230,6 @@ class TorchOptimizers(Gradients):
         together is refused.
         """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
-        self.steps = torch.zeros((), dtype=torch.int64)
         self._groups = list(groups)
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}

@@ -107,6 +107,10 @@ class Steps(Protocol):
         """Return all that must be saved, by name, to be read or filled in place."""
         ...
 
+    def refuse_drifted(self) -> None:
+        """Raise LaunchError, on all ranks, where replicas have different values."""
+        ...
+
 
 def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     """Carry out a run's orders as one of its ranks; the process group is joined already."""
@@ -119,6 +123,7 @@ def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
     engine = TokenEngine(plan, model, device=device, weights=orders.weights, documents=documents)
+    engine.agree()
     loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
     if orders.resumed:
         loop.resume(orders.resumed)
@@ -256,7 +261,9 @@ class Loop:
             if self._saver is not None:
                 self._saver.check()
                 if out_of_time or step == self.orders.steps or (every and step % every == 0):
-                    self._saver.begin(self.engine.state(), self._progress(loss))
+                    state = self.engine.state()
+                    self.engine.refuse_drifted()
+                    self._saver.begin(state, self._progress(loss))
             if out_of_time:
                 stopped = "max_seconds"
                 break

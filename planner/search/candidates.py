@@ -20,11 +20,12 @@ and for a single layout:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,6 @@ from planner.search.space import (
     Degrees,
     Family,
     ShardingChoice,
-    Timetable,
     canonical,
     every_degrees,
     families,
@@ -82,6 +82,9 @@ DEGREES = ("tensor", "context", "expert", "pipeline")
 
 class Candidates:
     """All families of a space that the backend runs, and the refusals by reason."""
+
+    _most_paces: ClassVar[int] = 1
+    """In which the seconds of ranks bound a step, at most."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class Candidates:
         for layer in model.layers:
             self._counts[layer.kind] = self._counts.get(layer.kind, 0) + layer.repeat
         self._commonest = max(self._counts.items(), key=lambda item: item[1])
-        self._known_paces: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._known_paces: dict[tuple[object, ...], Paces] = {}
         self._rates = self.tables.rates
         self._types = state_types(
             self._rates.stack, request.job.precision, moments=model.optimizer_bytes
@@ -337,12 +340,11 @@ class Candidates:
         """[timetable of the families in turn] Least seconds by computation alone."""
         number, stages, paces = [], [], []
         for family in families:
-            found = self._paces(family.degrees.pipeline, family.micro_batches, family.timetables)
-            paces.append(found)
-            number += [self._divided[family.divided]] * len(found)
-            stages += [float(family.degrees.pipeline)] * len(found)
-        steady, fill, credited, actions, least = np.concatenate(paces).T
-        return self.tables.step_s + bounds.balanced_each_s(
+            paces.append(self._paces_of(family))
+            number += [self._divided[family.divided]] * len(family.timetables)
+            stages += [float(family.degrees.pipeline)] * len(family.timetables)
+        steady, fill, credited, actions, least = Paces.together(paces)
+        each_s = bounds.balanced_each_s(
             list(self._counts.values()),
             self._chain.fastest_s[:, number],
             stages=np.array(stages),
@@ -352,42 +354,45 @@ class Candidates:
             each_exposed_s=least * self.tables.action_s,
             credits_s=credited * self._chain.credits_s[number],
         )
+        longest_s: bounds.Floats = self.tables.step_s + each_s.max(axis=0)
+        return longest_s
 
-    def _paces(
-        self, pipeline: int, count: int, found: tuple[Timetable, ...]
-    ) -> NDArray[np.float64]:
-        """[timetable, 5] Steady, fill, what a credit counts for; actions of all, of the least rank,
-        counted by the seconds of one with one stage a rank.
+    def _paces_of(self, family: Family) -> Paces:
+        """Return the paces of a family's timetables: arrays [pace, timetable].
 
-        Those at the ends of the model are left out (planner.search.formulation.boundaries_s).
+        Actions are counted by the seconds of one with one stage a rank.  Those at the ends of the
+        model are left out (planner.search.formulation.boundaries_s).
         """
+        pipeline, count, found = family.degrees.pipeline, family.micro_batches, family.timetables
         key = (pipeline, count, found)
         if key not in self._known_paces:
-            rows = []
+            columns = []
             for name, virtual in found:
-                steady, fill = self._pace(
-                    Layout(
-                        pipeline=pipeline,
-                        micro_batches=count,
-                        schedule=name,
-                        virtual_stages=virtual,
-                    )
+                layout = Layout(
+                    pipeline=pipeline, micro_batches=count, schedule=name, virtual_stages=virtual
                 )
-                schedule = schedule_of(name)
-                splits = schedule.splits_backward
-                actions = (3 if splits else 2) * virtual if pipeline > 1 else 0
-                share = self.tables.action_share(virtual)
-                rows.append(
-                    (
-                        steady,
-                        fill,
-                        self._credited(fill) if splits else 0.0,
-                        share * max(0, pipeline * actions - 2),
-                        share * max(0, actions - (2 if schedule.placement == "v" else 1)),
-                    )
-                )
-            self._known_paces[key] = np.array(rows)
+                rows = [self._counted(layout, *pace) for pace in self.paces(layout)]
+                columns.append((rows * self._most_paces)[: self._most_paces])
+            # [timetable, pace, figure] -> [figure, pace, timetable]
+            self._known_paces[key] = Paces(*np.array(columns).T)
         return self._known_paces[key]
+
+    def _counted(self, layout: Layout, steady: float, fill: float) -> tuple[float, ...]:
+        """Return the figures of `Paces` for one pace of a layout's timetable."""
+        schedule = layout.executed
+        actions = self._actions(layout, fill) if layout.pipeline > 1 else 0
+        share = self.tables.action_share(layout.virtual_stages)
+        return (
+            steady,
+            fill,
+            fill if schedule.splits_backward else 0.0,
+            share * max(0, layout.pipeline * actions - 2),
+            share * max(0, actions - (2 if schedule.placement == "v" else 1)),
+        )
+
+    def _actions(self, layout: Layout, fill: float) -> int:
+        """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
+        return (3 if layout.executed.splits_backward else 2) * layout.virtual_stages
 
     def parts(self, family: Family, levels: Levels) -> list[tuple[Family, float]]:
         """Return a family's part of each ZeRO level and timetable, with its bound of `levels`.
@@ -423,7 +428,8 @@ class Candidates:
             for family, own in zip(families, levels, strict=True)
             for level in own
         ]
-        each_s = iter(self._within_memory_s(units, np.zeros(len(units))))
+        paces = [self._paces_of(family) for family, _ in units]
+        each_s = iter(self._within_memory_s(units, paces, np.zeros(len(units))))
         return [[(level, next(each_s)) for level in own] for own in levels]
 
     def _levels(self, family: Family) -> list[Sharings]:
@@ -443,22 +449,25 @@ class Candidates:
         return self._known_levels[key][1]
 
     def _within_memory_s(
-        self, units: Sequence[Unit], once_s: bounds.Floats, seen_s: bounds.Floats | None = None
+        self,
+        units: Sequence[Unit],
+        paces: Sequence[Paces],
+        once_s: bounds.Floats,
+        seen_s: bounds.Floats | None = None,
     ) -> list[bounds.Floats]:
-        """[unit][timetable] Least seconds within memory.
+        """[unit][timetable] Least seconds within memory, at the greatest of some `paces` [unit].
 
         What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
         layers `seen_s` [unit, choice].
         """
-        paces = [self._paces(f.degrees.pipeline, f.micro_batches, f.timetables) for f, _ in units]
         found = self._rooms.least_s(
             units,
             np.array([self._divided[family.divided] for family, _ in units]),
-            Paces(*np.concatenate(paces).T),
+            Paces.together(paces),
             once_s + [self._added_s(family.savings[0]) for family, _ in units],
             seen_s,
         )
-        return np.split(found, np.cumsum([len(pace) for pace in paces])[:-1])
+        return np.split(found, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
     def shared_s(self, part: Family) -> bounds.Floats:
         """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
@@ -479,21 +488,23 @@ class Candidates:
             for at, kind in enumerate(self._counts)
             if kind != commonest
         ]
-        # Both are arrays [sharing].
-        passes_s, once_s = self._with_once(part, moved.passes_s, moved.once_s)
-        rows.append((layers, cast(float, passes_s), cast(float, once_s)))
-        ((steady, fill, credited, actions, least),) = self._paces(
-            part.degrees.pipeline, part.micro_batches, part.timetables
-        ).tolist()
-        balanced_s = bounds.balanced_s(
-            rows,
-            stages=part.degrees.pipeline,
-            exposed_s=actions * self.tables.action_s,
-            each_exposed_s=least * self.tables.action_s,
-            steady=steady,
-            fill=fill,
-            credits_s=credited * float(self._chain.credits_s[number]),
-        )
+        each_s = []
+        for pace in self._paces_of(part).each(len(self.paces(part.first))):
+            ((steady, fill, credited, actions, least),) = np.array(pace)[:, 0].T.tolist()
+            # Both are arrays [sharing].
+            passes_s, once_s = self._with_once(part, fill, moved.passes_s, moved.once_s)
+            each_s.append(
+                bounds.balanced_s(
+                    [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
+                    stages=part.degrees.pipeline,
+                    exposed_s=actions * self.tables.action_s,
+                    each_exposed_s=least * self.tables.action_s,
+                    steady=steady,
+                    fill=fill,
+                    credits_s=credited * float(self._chain.credits_s[number]),
+                )
+            )
+        balanced_s = np.max(each_s, axis=0)
         least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
         found = self._known_shared[id(part)] = _Shared(part, least_s, moved)
         return found
@@ -533,7 +544,7 @@ class Candidates:
         Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
         they lie, the least of every figure stands for all.
         """
-        result, units, once_s, seen_s = [], [], [], []
+        result, units, paces, once_s, seen_s = [], [], [], [], []
         members: list[tuple[bounds.Floats, list[int]]] = []
         for part in parts:
             shared = self._shared(part)
@@ -543,32 +554,36 @@ class Candidates:
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
-            for own in groups.values():
+            known = self._paces_of(part).each(len(self.paces(part.first)))
+            for own, pace in itertools.product(groups.values(), known):
                 members.append((least_s, own))
                 units.append(Unit(part, part.sharings[own[0]]))
+                paces.append(pace)
                 seen, once = self._with_once(
-                    part, moved.seen_s[own].min(axis=0), moved.once_s[own].min()
+                    part,
+                    float(pace.fill[0, 0]),
+                    moved.seen_s[own].min(axis=0),
+                    moved.once_s[own].min(),
                 )
                 once_s.append(many * once)
                 seen_s.append(seen)
             result.append((part, least_s))
-        rooms_s = self._within_memory_s(units, np.array(once_s), np.array(seen_s))
+        rooms_s = self._within_memory_s(units, paces, np.array(once_s), np.array(seen_s))
         for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
             least_s[own] = np.maximum(least_s[own], room_s)
         return [
             list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
         ]
 
-    def _pace(self, layout: Layout) -> tuple[float, float]:
-        """Return `steady` and `fill` of a layout; what else measures steps has others."""
-        return layout_pace(self.model, layout)
+    def paces(self, layout: Layout) -> tuple[tuple[float, float], ...]:
+        """Return `steady` and `fill` of each bound of a layout's step, up to `_most_paces`.
 
-    def _credited(self, fill: float) -> float:
-        """Return what a second of credit counts under a schedule that splits backwards."""
-        return fill
+        What else measures steps has others.
+        """
+        return (layout_pace(self.model, layout),)
 
     def _with_once(
-        self, part: Family, passes_s: bounds.Floats, once_s: bounds.Floats
+        self, part: Family, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
     ) -> tuple[bounds.Floats, bounds.Floats]:
         """Return a layer's seconds of each micro-batch and those once per step, as they count."""
         return passes_s, once_s

@@ -42,7 +42,16 @@ AXES = ("tensor", "context", "expert", "pipeline")
 """What a layout may have beside data parallelism."""
 NOTABLE = 0.005
 """Share of the fastest step from which a cause of more seconds is named."""
-BESIDE = Effort(likely=16, tried=4, families=0, layouts=0, cut=0, solved=0, programs=0)
+BESIDE = Effort(
+    likely=16,
+    tried=4,
+    families=0,
+    memory_stages=0,
+    cut_stages=0,
+    layouts=0,
+    solved=0,
+    programs=0,
+)
 """What plans beside the answer may take in simulated time: of them nothing is proven."""
 LARGE_S = 1e30
 """Longer than any step; a search that may not take longer does not look for a closest miss."""

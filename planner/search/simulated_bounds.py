@@ -5,7 +5,8 @@ The bounds of `planner.search.candidates` hold for any objective
     steady max_r t_r + fill Σ_r t_r
 
 in the seconds t_r that ranks spend on one micro-batch.  Those of that form below are never above
-the simulated step T of m micro-batches on P ranks of V stages (`pace`).
+the simulated step T of m micro-batches on P ranks of V stages (`paces`), and the greatest of them
+counts.
 
     m max_r t_r      a rank does one action at a time.  What it does once, σ_r, follows its last
                      action: T >= max_r m t_r + σ_r, so that σ_r / m counts like seconds of a
@@ -49,7 +50,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.costs.recomputes import choices_of
@@ -57,35 +57,39 @@ from planner.plan import Layout
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.formulation import boundaries_s
-from planner.search.space import Family, Timetable
+from planner.search.space import Family
 from planner.solver import bounds
 from planner.solver.instance import Instance
 from planner.tolerances import ROUNDING
 
+Pace = tuple[float, float]
+"""`steady` and `fill` of a bound of the simulated step."""
 
-def pace(
+
+def paces(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1
-) -> tuple[float, float]:
-    """Return `steady` and `fill` of a bound of the simulated step.
+) -> tuple[Pace, ...]:
+    """Return the paces of the simulated step: `steady`, then `fill` where that may say more.
 
     Where backwards are split, seconds of W do not count for `fill`.
 
-    >>> pace("1f1b", 4, 8), pace("1f1b", 2, 2), pace("zbv", 4, 8, 2)
-    ((0.0, 2.75), (0.0, 1.3333333333333333), (8.0, 0.0))
+    >>> paces("1f1b", 4, 8), paces("1f1b", 2, 2)
+    (((8.0, 0.0), (0.0, 2.75)), ((2.0, 0.0), (0.0, 1.3333333333333333)))
+    >>> paces("zbv", 4, 8, 2)
+    ((8.0, 0.0),)
     """
     known, m = schedule_of(schedule), micro_batches
     steady = float(m), 0.0
     if ranks == 1 or known.weight_versions > 1:
-        return steady
+        return (steady,)
     if flat(schedule, ranks) and (known.forwards_first or m > ranks):
-        return 0.0, (m + ranks - 1) / ranks
+        return steady, (0.0, (m + ranks - 1) / ranks)
     fill = 1.0 / (1.0 - (1.0 - 1.0 / m) ** (ranks * virtual_stages))
-    if known.splits_backward:
-        # W is about a third of both passes; where the bound that leaves it out is lower, the other.
-        return (0.0, fill) if 2 * fill * ranks > 3 * m else steady
-    if virtual_stages > 1 and m % ranks == 0:
+    if not known.splits_backward and virtual_stages > 1 and m % ranks == 0:
         fill = max(fill, looped_fill(ranks, m, virtual_stages))
-    return (0.0, fill) if fill * ranks >= m else steady
+    # Without W, about a third of both passes, the second is rarely the higher one below that.
+    enough = 1.5 * m if known.splits_backward else m
+    return (steady, (0.0, fill)) if fill * ranks >= enough else (steady,)
 
 
 def flat(schedule: str, ranks: int) -> bool:
@@ -134,12 +138,16 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
 class SimulatedCandidates(Candidates):
     """Candidates whose bounds are those of the simulated step."""
 
+    _most_paces = 2
+
     _own: Candidates
     """The same by the closed form."""
 
     @classmethod
     def of(cls, candidates: Candidates) -> SimulatedCandidates:
         """Return the same candidates; what depends on how a step is measured is not known yet."""
+        if not candidates._divided:
+            candidates.computation_s()
         found = cls.__new__(cls)
         found.__dict__.update(candidates.__dict__)
         found._own = candidates
@@ -159,52 +167,46 @@ class SimulatedCandidates(Candidates):
             found._rooms = candidates._rooms.of(found._chain)
         return found
 
-    def _pace(self, layout: Layout) -> tuple[float, float]:
+    def paces(self, layout: Layout) -> tuple[Pace, ...]:
+        """Return `steady` and `fill` of each bound of the simulated step."""
         count, virtual = layout.micro_batches, layout.virtual_stages
-        return pace(layout.schedule, layout.pipeline, count, virtual)
+        return paces(layout.schedule, layout.pipeline, count, virtual)
 
-    def _paces(
-        self, pipeline: int, count: int, found: tuple[Timetable, ...]
-    ) -> NDArray[np.float64]:
+    def _actions(self, layout: Layout, fill: float) -> int:
         """As there; where `fill` leaves out W, so do actions."""
-        if (pipeline, count, found) in self._known_paces:
-            return self._known_paces[pipeline, count, found]
-        rows = super()._paces(pipeline, count, found)
-        for row, (name, virtual) in zip(rows, found, strict=True):
-            if row[1] and schedule_of(name).splits_backward:
-                share = self.tables.action_share(virtual)
-                row[3] = share * max(0, 2 * pipeline * virtual - 2)
-        return rows
+        return 2 * layout.virtual_stages if fill else super()._actions(layout, fill)
 
     def _with_once(
-        self, part: Family, passes_s: bounds.Floats, once_s: bounds.Floats
+        self, part: Family, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
     ) -> tuple[bounds.Floats, bounds.Floats]:
-        count = part.micro_batches
-        _, fill = self._pace(part.first)
         if fill:
             return passes_s, 0.0 * once_s
-        return passes_s + once_s / count, 0.0 * once_s
+        return passes_s + once_s / part.micro_batches, 0.0 * once_s
 
     def _communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding takes, memory ignored."""
-        costs, count = self.tables.of(layout), layout.micro_batches
-        steady, fill = self._pace(layout)
-        if layout.executed.splits_backward:
-            steady, fill = float(count), 0.0
-        rows = []
-        for kind, table in costs.kinds.items():
-            among = choices_of(self.recompute, kind)
-            once = 0.0 if fill else 1.0 / count
-            fastest_s = min(
-                one.forward_s + one.backward_s + once * one.sync_s
-                for one in table
-                if one.recompute in among
+        costs, bound_s = self.tables.of(layout), 0.0
+        for steady, fill in self._whole_paces(layout):
+            once = 0.0 if fill else 1.0 / layout.micro_batches
+            rows = []
+            for kind, table in costs.kinds.items():
+                among = choices_of(self.recompute, kind)
+                fastest_s = min(
+                    one.forward_s + one.backward_s + once * one.sync_s
+                    for one in table
+                    if one.recompute in among
+                )
+                rows.append((self._counts[kind], fastest_s, 0.0))
+            balanced_s = bounds.balanced_s(
+                rows, stages=layout.pipeline, exposed_s=0.0, steady=steady, fill=fill
             )
-            rows.append((self._counts[kind], fastest_s, 0.0))
-        bound_s = bounds.balanced_s(
-            rows, stages=layout.pipeline, exposed_s=0.0, steady=steady, fill=fill
-        )
+            bound_s = max(bound_s, balanced_s)
         return bound_s * (1 - ROUNDING) + costs.step_s
+
+    def _whole_paces(self, layout: Layout) -> tuple[Pace, ...]:
+        """Return the paces that count both passes whole."""
+        known = self.paces(layout)
+        return known[:1] if layout.executed.splits_backward else known
 
     def dominator(self, layout: Layout) -> Layout | None:
         """None: what dominates in the closed form may be slower in the simulator."""
@@ -242,8 +244,8 @@ class SimulatedCandidates(Candidates):
                 for table in base.kinds
             ),
         )
-        _, fill = self._pace(layout)
-        if not fill or layout.executed.splits_backward:
+        *_, (_, fill) = self._whole_paces(layout)
+        if not fill:
             return [(steady, 0.0)]
         unsynced = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in base.kinds)
         waited_s = transfers(layout) * hidden_s(self.costs(layout))

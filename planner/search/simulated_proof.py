@@ -57,12 +57,14 @@ class Effort:
     """Layouts that are estimated, to find those that are likely to be the fastest."""
     tried: int = 10
     """Of them, those that are solved and simulated."""
-    families: int = 300
+    families: int = 1_500
     """Configuration groups and parts that are bounded."""
+    memory_stages: int = 4_000
+    """Stages of the layouts whose memory is looked at."""
+    cut_stages: int = 1_000
+    """Stages of the layouts whose cuts are gone through."""
     layouts: int = 60
-    """Layouts whose memory is looked at."""
-    cut: int = 4
-    """Layouts whose cuts are gone through."""
+    """Layouts on devices that differ whose memory is looked at."""
     solved: int = 4
     """Layouts whose partition problems are solved."""
     programs: int = 1
@@ -84,13 +86,23 @@ class Effort:
 NEAR = 0.05
 """How far the estimate of a layout is above what it simulates at most, relatively."""
 USUAL = Effort()
-BRIEF = Effort(likely=16, tried=4, families=96, layouts=20, cut=4, solved=2, programs=0)
+BRIEF = Effort(
+    likely=16,
+    tried=4,
+    families=96,
+    memory_stages=200,
+    cut_stages=40,
+    layouts=20,
+    solved=2,
+    programs=0,
+)
 """For searches of many clusters."""
 _ALL = 1 << 30
 FULL = Effort(
     families=_ALL,
+    memory_stages=_ALL,
+    cut_stages=_ALL,
     layouts=_ALL,
-    cut=_ALL,
     solved=_ALL,
     programs=_ALL,
     ways=20_000,
@@ -171,6 +183,8 @@ class _Search:
         self._numbers = itertools.count()
         self._left: list[list[_Entry]] = [[] for _ in range(SETTLED + 1)]
         self._spent = dict.fromkeys(range(SETTLED + 1), 0)
+        self._stages = dict.fromkeys(range(SETTLED + 1), 0)
+        """Of the layouts that were spent."""
         self._started = time.process_time()
         for place, one in enumerate(self._bounded):
             for bound_s, family in zip(one.computation_s().tolist(), one.families, strict=True):
@@ -285,15 +299,18 @@ class _Search:
             self._polished[place, layout] = self._settled_s(place, layout)
 
     def _lowest(self) -> int | None:
-        """Return the level of the lowest entry that may get another bound; None if none may."""
-        tops = [
-            (heap[0][:2], level)
-            for level, heap in enumerate(self._left)
-            if heap and self._may(level)
-        ]
-        if not tops or min(tops)[0][0] >= self._limit_s:
-            return None
-        return min(tops)[1]
+        """Return the level of the lowest entry that may get another bound; None if none may.
+
+        Where the lowest of all may not, the proof ends there, and the others are only looked at for
+        faster plans.
+        """
+        tops = sorted((heap[0][:2], level) for level, heap in enumerate(self._left) if heap)
+        if tops and not self._may(tops[0][1]) and not self._may(CUT):
+            tops = [top for top in tops if top[1] == SOLVED]
+        for (bound_s, _), level in tops:
+            if self._may(level):
+                return level if bound_s < self._limit_s else None
+        return None
 
     def _may(self, level: int) -> bool:
         effort, spent = self._effort, self._spent
@@ -301,13 +318,10 @@ class _Search:
             return False
         if level < LAYOUT:
             return sum(spent[one] for one in range(LAYOUT)) < effort.families
-        most = {
-            LAYOUT: effort.layouts,
-            WITHIN_MEMORY: max(effort.cut, effort.solved),
-            CUT: effort.solved,
-            SOLVED: effort.programs,
-        }
-        return spent[level] < most.get(level, 0)
+        if level in (LAYOUT, WITHIN_MEMORY):
+            most = effort.memory_stages if level == LAYOUT else effort.cut_stages
+            return self._stages[level] < most
+        return spent[level] < {CUT: effort.solved, SOLVED: effort.programs}.get(level, 0)
 
     def _advance(self, level: int) -> None:
         """Give the lowest entries of a level their next bound."""
@@ -342,6 +356,7 @@ class _Search:
         if level <= WITHIN_MEMORY and self._covered(place, layout):
             return
         self._spent[level] += 1
+        self._stages[level] += layout.stages
         better_s = max(bound_s, self._layout_s(level, place, layout))
         if better_s >= self._limit_s:
             known = self._excluded.setdefault(_shape(place, layout), deque(maxlen=MOST_KEPT))
@@ -359,7 +374,7 @@ class _Search:
     def _layout_s(self, level: int, place: int, layout: Layout) -> float:
         """Return the next bound of a layout."""
         if level == WITHIN_MEMORY:
-            return self._cut_s(place, layout) if self._spent[level] <= self._effort.cut else 0.0
+            return self._cut_s(place, layout)
         if level == CUT:
             return self._solved_s(place, layout)
         if level == SOLVED:
@@ -487,10 +502,6 @@ class _Search:
         tops = [heap[0][0] for heap in self._left if heap]
         return min([self._best.prediction.step_time_s, *tops])
 
-    def _looked_at(self, level: int) -> int:
-        spent = self._spent[level]
-        return min(spent, self._effort.cut) if level == WITHIN_MEMORY else spent
-
     def proof(self) -> Proof:
         """Return what is proven by now."""
         lower_bound_s = self._bound_s()
@@ -504,7 +515,7 @@ class _Search:
             owner=self._owner,
             lower_bound_s=lower_bound_s,
             found=tuple(self._found),
-            looked_at={name: self._looked_at(level) for level, name in enumerate(NAMES)},
+            looked_at={name: self._spent[level] for level, name in enumerate(NAMES)},
             lowest=first.text() if first is not None else None,
         )
 

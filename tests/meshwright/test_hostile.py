@@ -33,8 +33,10 @@ def found(count: int, *, first: int = 0) -> dict[str, str]:
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["cases"] == count
-    print(f"{result['cpu_s']:.0f} s of CPU, the slowest cases {result['slowest']}, "
-          f"the largest in MiB {result['largest']}")
+    print(
+        f"{result['cpu_s']:.0f} s of CPU, the slowest cases {result['slowest']}, "
+        f"the largest in MiB {result['largest']}"
+    )
     return result["findings"]
 
 

@@ -39,7 +39,7 @@ def simulated(graph: ModelGraph, steps: int = STEPS) -> Run:
         engine._totals.clear()
         engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
         put(parameters, history[-1])
-        loss, norm, _ = engine._optimizer.step(engine._totals.values).tolist()
+        loss, norm, *_ = engine._optimizer.step(engine._totals.values).tolist()
         losses.append(loss)
         norms.append(norm)
         history.append([p.detach().clone() for p in parameters])

@@ -65,6 +65,8 @@ class Averaging:
     def evaluate(self, tokens: torch.Tensor) -> float:
         return float(self.mean) + float(tokens.double().mean())
 
+    def refuse_drifted(self) -> None: ...
+
     def configuration(self) -> str | None:
         return None
 

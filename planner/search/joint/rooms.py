@@ -52,9 +52,10 @@ class Unit(NamedTuple):
 
 
 class Paces(NamedTuple):
-    """[problem] How a timetable turns the seconds of ranks into those of a step.
+    """[pace, problem] How a timetable turns the seconds of ranks into a bound of those of a step.
 
     `actions` of all ranks and of any at least, which no layer counts; a credit counts `credited`.
+    A step takes no less than at any of the paces.
     """
 
     steady: Floats
@@ -62,6 +63,19 @@ class Paces(NamedTuple):
     credited: Floats
     actions: Floats
     least_actions: Floats
+
+    @classmethod
+    def together(cls, some: Sequence[Paces]) -> Paces:
+        """Return those of several problems in a row."""
+        return cls(*(np.concatenate(each, axis=1) for each in zip(*some, strict=True)))
+
+    def of(self, problems: Indices) -> Paces:
+        """Return those of some problems."""
+        return Paces(*(column[:, problems] for column in self))
+
+    def each(self, number: int) -> list[Paces]:
+        """Return the first paces one by one."""
+        return [Paces(*(column[at : at + 1] for column in self)) for at in range(number)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +196,7 @@ class Rooms:
             ranks = _some(each, degree, of_unit, kept)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
             stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
-            rest = settings[of_unit], Paces(*(c[kept] for c in paces)), added_s[of_unit]
+            rest = settings[of_unit], paces.of(kept), added_s[of_unit]
             bound_s[kept] = self._bound_s(options, stages, *rest)
             alone = np.flatnonzero(degree == 1)
             if self._host_bytes is not None and len(alone):
@@ -218,7 +232,7 @@ class Rooms:
             own,
             replace(part, free_bytes=part.free_bytes + room_bytes),
             setting[at],
-            Paces(*(column[at] for column in paces)),
+            paces.of(at),
             added_s[at],
         )
 
@@ -357,7 +371,7 @@ class Rooms:
     def _bound_s(
         self, options: Options, stages: Stages, setting: Indices, paces: Paces, added_s: Floats
     ) -> Floats:
-        """[timetable] Least seconds, by the slowest stage and by all of them."""
+        """[timetable] Least seconds, by the slowest stage and by all of them, at every pace."""
         chain, action_s, ranks = self._chain, self._tables.action_s, stages.counts
         counts = np.array(list(chain.counts.values()), dtype=float)
         fastest_s = chain.fastest_s[:, setting]
@@ -365,13 +379,14 @@ class Rooms:
         at = list(chain.counts).index(chain.commonest)
         slowest_s, counted_s = hosted(options, stages, chain.counts[chain.commonest], even_s[at])
         fits = np.isfinite(counted_s)
-        total_s = np.where(fits, counted_s, 0.0) + paces.actions * action_s
-        total_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
+        layers_s = np.where(fits, counted_s, 0.0)
+        layers_s += np.delete(counts, at) @ np.delete(fastest_s, at, axis=0)
+        total_s = layers_s + paces.actions * action_s
         slowest_s = np.maximum(np.where(fits, slowest_s, 0.0), even_s.max(axis=0))
         slowest_s = np.maximum(slowest_s + paces.least_actions * action_s, total_s / ranks)
         once_s = added_s + self._tables.step_s - paces.credited * chain.credits_s[setting]
         bound_s = (paces.steady * slowest_s + paces.fill * total_s) * _BELOW + once_s
-        return np.where(fits, bound_s, np.inf)
+        return np.where(fits, bound_s.max(axis=0), np.inf)
 
 
 class LayersTogether:

@@ -40,7 +40,7 @@ from planner.plan import Layout
 from planner.search.certificate import UNFINISHED
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
-from planner.search.simulated_bounds import SimulatedCandidates, pace, transfers
+from planner.search.simulated_bounds import SimulatedCandidates, paces, transfers
 from planner.search.simulated_program import (
     Choices,
     Column,
@@ -115,7 +115,7 @@ class SimulatedGraph(BySimulation, GraphSpace):
             for table in chain.kinds
         )
         yield with_pace(replace(chain, steady=float(count), fill=0.0, kinds=steady), waits)
-        _, fill = pace(layout.schedule, ranks, count)
+        *_, (_, fill) = paces(layout.schedule, ranks, count)
         if not fill or layout.executed.splits_backward:
             return
         bare = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in chain.kinds)

@@ -36,7 +36,7 @@ from planner.search.certificate import DOMINATED, UNFINISHED
 from planner.search.dominance import dominates, no_slower, twins
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
-from planner.search.simulated_bounds import pace
+from planner.search.simulated_bounds import paces
 from planner.search.simulated_program import (
     Choices,
     Columns,
@@ -155,9 +155,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """K of T >= K Σ t; 0 where W is no part of it."""
         if layout.pipeline == 1 or layout.executed.splits_backward:
             return 0.0
-        return pace(layout.schedule, layout.pipeline, layout.micro_batches, layout.virtual_stages)[
-            1
-        ]
+        shape = layout.pipeline, layout.micro_batches, layout.virtual_stages
+        return paces(layout.schedule, *shape)[-1][1]
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit.

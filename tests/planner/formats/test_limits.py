@@ -99,8 +99,8 @@ def test_names_with_many_dots_are_refused_within_their_budget(line: str, key: st
     assert most_bytes < 20 * 2**20
 
 
-UNITS = (" ", "\\\n", "\n", "\t", "-", "--a ", "a.", "$A", "${A:-", "$((", "(", "[", "{", '"', "'", "a ",
-         "#", "a=", "a: ", "- ", ",", "A=$A$A\n", "#SBATCH --a\n")  # fmt: skip
+UNITS = (" ", "\\\n", "\n", "\t", "-", "--a ", "a.", "$A", "${A:-", "$((", "(", "[", "{", '"', "'",
+         "a ", "#", "a=", "a: ", "- ", ",", "A=$A$A\n", "#SBATCH --a\n")  # fmt: skip
 """What a reader of text may look at again from every place that it comes to."""
 
 
