@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,10 @@ from planner.errors import DocumentError, NoneFaster, NoPlanFits
 from planner.native import Rules
 from planner.pins import outside
 from planner.request import Request
+from planner.schedules import SCHEDULES, schedule_of
 from planner.search.answer import Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
-from planner.search.certificate import EXACT, Account, space_text
+from planner.search.certificate import Account, space_text
 from planner.search.finalists import (
     MARGIN,
     MOST_ALONE,
@@ -49,7 +49,6 @@ from planner.search.space import kind
 from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
 from planner.search.spaces.mixed_proof import prove_spaces
-from planner.search.spaces.rounds import RoundSpace
 from planner.solver.graphs.lattice import GraphEffort
 
 SOLVERS = ("exact", "ilp")
@@ -83,7 +82,8 @@ def search(
     _check_asked(request, solver)
     account = Account(backend=request.stack.name, space=space_text(request.stack))
     queue = Queue(account, top=top, below_s=below_s, progress=progress)
-    _go_through(queue, spaces_of(request, solver, rules, known, store))
+    for space in spaces_of(request, solver, rules, known, store):
+        queue.run(space)
     bests = queue.ranking()
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
@@ -114,30 +114,9 @@ def search(
     )
 
 
-def _go_through(queue: Queue, spaces: Iterable[Space[Any]]) -> None:
-    """Look at all spaces, one after the other.
-
-    Splits of the space behind chains take long to try: only what is better is looked for there.
-    """
-    for space in spaces:
-        below_s = math.inf
-        if _chains(queue) and not isinstance(space, ChainSpace):
-            queue.account.bytes_of = (
-                f"{EXACT}; ranks of two stages of unlike layers have any of them"
-            )
-            plain = _plain(queue)
-            below_s = math.inf if plain is None else plain.objective_s
-        queue.run(space, below_s=below_s)
-
-
 def _chains(queue: Queue) -> list[ChainSpace]:
     """Return the chains that were gone through."""
     return [space for space in queue.spaces if isinstance(space, ChainSpace)]
-
-
-def _plain(queue: Queue) -> Found[Any] | None:
-    """Return the best of the chains."""
-    return queue.best(lambda space: isinstance(space, ChainSpace))
 
 
 def _check_asked(request: Request, solver: str) -> None:
@@ -145,6 +124,16 @@ def _check_asked(request: Request, solver: str) -> None:
     if solver not in SOLVERS:
         raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
     model, cluster, name = request.model, request.cluster, request.stack.name
+    stages, schedule = request.pins.virtual_stages or 1, request.pins.schedule
+    several = schedule is not None and schedule_of(schedule).several_stages
+    if (stages > 1 or several) and (model.edges or run_of(model) is None):
+        asked = f"schedule={schedule}" if several else f"v={stages}"
+        single = ", ".join(name for name, one in SCHEDULES.items() if not one.several_stages)
+        raise DocumentError(
+            "fix",
+            f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
+            f"layers, which it does not have. Leave it out, or ask for one of {single}",
+        )
     if name == "native":
         return
     a = model.architecture
@@ -178,13 +167,10 @@ def spaces_of(
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
-            yield from graph.spaces_of(candidates, by_program=by_program, effort=effort)
+            yield graph.GraphSpace(candidates, by_program=by_program, effort=effort)
             return
         yield ChainSpace(candidates, by_program=by_program)
         known = known or (candidates,)
-    plain = request.stack.name == "native" and not by_program and not request.pins.require
-    if plain and run_of(request.model) is None:
-        yield RoundSpace(candidates)
 
 
 Finals = tuple[list[Ranked], Any]
@@ -202,12 +188,10 @@ def _finalists(
     `optimum` is that of the closed form, with its plan.
     """
     winner, closed_form = optimum
-    plain = _plain(queue)
-    if plain is not None:
-        start = closed_form if winner is plain else queue.home(plain).ranked(plain)
-        return _proven_finalists(queue, plain, (start, closed_form), effort, heard)
+    if _chains(queue):
+        return _proven_finalists(queue, winner, closed_form, effort, heard)
     order, said = _near_finalists(queue, winner, closed_form)
-    if _chains(queue) or request.pins.require:
+    if request.pins.require:
         return order, said
     proven_s = queue.account.proven_s(winner.objective_s, winner.lower_bound_s)
     proof = prove_spaces(queue.spaces, order[0], effort, proven_s)
@@ -218,41 +202,24 @@ def _finalists(
 
 def _proven_finalists(
     queue: Queue,
-    plain: Found[Any],
-    known: tuple[Ranked, Ranked],
+    winner: Found[Any],
+    closed_form: Ranked,
     effort: Effort,
     heard: Told | None,
 ) -> Finals:
-    """Return what a proof in simulated time came across, the fastest first, and what it says.
-
-    `plain` is the best of the chains; `known` are its plan and the closed form's optimum, which may
-    be of another space.
-    """
+    """Return what a proof in simulated time came across, the fastest first, and what it says."""
     chains = _chains(queue)
-    home, (start, best) = next(one for one in chains if one is queue.home(plain)), known
+    home = next(one for one in chains if one is queue.home(winner))
     proof = prove(
         [one.candidates for one in chains],
-        (home.candidates, start),
+        (home.candidates, closed_form),
         home.solver,
-        closed_form_s=queue.account.proven_s(plain.objective_s, plain.lower_bound_s),
+        closed_form_s=queue.account.proven_s(winner.objective_s, winner.lower_bound_s),
         effort=effort,
         told=heard,
     )
-    rounds = [space for space in queue.spaces if isinstance(space, RoundSpace)]
-    if rounds:
-        more = prove_spaces(rounds, proof.best, effort, 0.0)
-        proof = replace(
-            proof,
-            lower_bound_s=min(proof.lower_bound_s, more.lower_bound_s),
-            found=(*proof.found, *((home.candidates, one) for one in more.found)),
-        )
-    order = finalists((home.candidates, start), proof)
-    step_s = best.prediction.step_time_s
-    if start is best or step_s >= order[0][1].prediction.step_time_s:
-        said = simulated(order, start, proof)
-    else:
-        order.insert(0, (home.candidates, best))
-        said = simulated(order, best, proof)
+    order = finalists((home.candidates, closed_form), proof)
+    said = simulated(order, closed_form, proof)
     return [one for _, one in order], said
 
 

@@ -74,8 +74,6 @@ class Account:
     backend: str = "native"
     space: str = ""
     """What plans of the backend have in common, where that is not everything."""
-    bytes_of: str = EXACT
-    """How the bytes of ranks are counted, and of which splits."""
 
     def refused(self, reason: str, count: int = 1) -> None:
         """Count what the backend does not run; what the data of its space say, by reason."""
@@ -130,7 +128,7 @@ class Account:
         return Certificate(
             statement=f"Closed form: none of {total:,} configurations takes less than "
             f"{proven_s:.6g} s a step.",
-            model=closed_form_text(self.bytes_of) + self.space,
+            model=closed_form_text() + self.space,
             solver=solver,
             optimal=optimal,
             objective_s=objective_s,
@@ -157,12 +155,12 @@ def space_text(stack: Stack) -> str:
     return f"; of {stack.name}, {' and '.join(said)}" if said else ""
 
 
-def closed_form_text(bytes_of: str) -> str:
+def closed_form_text() -> str:
     """Return what is minimised, with the coefficients of every schedule."""
     coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
     return (
         "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {bytes_of}; "
+        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {EXACT}; "
         "memory less the process's own, over the stack's memory.tight, is for tensors"
     )
 

@@ -377,18 +377,12 @@ class Queue:
         """Those that were gone through."""
         return [line.space for line in self._lines]
 
-    def best(self, among: Callable[[Space[Any]], bool]) -> Found[Any] | None:
-        """Return the best that was found in some spaces, if any was."""
-        found = [one for line in self._lines if among(line.space) for one in line.found]
-        return fastest(found) if found else None
-
     def home(self, found: Found[Any]) -> Space[Any]:
         """Return the space that a layout was found in."""
         return self._homes[id(found)]
 
-    def run(self, space: Space[Any], *, below_s: float = math.inf) -> None:
-        """Look at all layouts of a space, as far as needed, for some below `below_s`."""
-        self._below_s = min(self._below_s, below_s)
+    def run(self, space: Space[Any]) -> None:
+        """Look at all layouts of a space, as far as needed."""
         refused: Counter[str] = Counter()
         line = _Line(space, refused)
         self._lines.append(line)

@@ -16,10 +16,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from planner.costs.crossings import MOST_IDEALS, in_order
+from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.seats import branching
+from planner.model import ModelGraph
 from planner.plan import Layout, Plan, PlannedModel
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
@@ -30,12 +31,11 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.formulation import branching_problem, instance_of, plan_of
-from planner.search.layout_queue import Bound, Found, Lost, Space, judged
+from planner.search.layout_queue import Bound, Bundles, Found, Lost, judged
 from planner.search.ranked import Ranked, predicted
 from planner.search.space import Family
-from planner.search.spaces.alike import AlikeSpace
-from planner.search.spaces.rounds import RoundSpace, unlike
 from planner.solver import ilp
+from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import DeviceType, GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Infeasible
@@ -49,22 +49,13 @@ PROGRAMS, MOVES = 160, 40
 """Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
 
 
-def spaces_of(
-    candidates: Candidates, *, by_program: bool = False, effort: GraphEffort | None = None
-) -> Iterator[Space[Any]]:
-    """Yield one stage a rank, and two where the graph has one order."""
-    yield GraphSpace(candidates, by_program=by_program, effort=effort)
-    if not (by_program or candidates.pins.require) and unlike(candidates.model):
-        yield RoundSpace(candidates)
-
-
 def any_split() -> GraphEffort:
     """Return what searches share that ask for any split that fits."""
     return GraphEffort(programs=0, moves=0, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS)
 
 
-class GraphSpace(AlikeSpace):
-    """The partition problems of a graph's layouts."""
+class GraphSpace(Bundles):
+    """The partition problems of a graph's layouts: one stage a rank."""
 
     def __init__(
         self,
@@ -78,12 +69,23 @@ class GraphSpace(AlikeSpace):
         An `effort` is what several spaces share that ask for any split that fits: they give the
         integer program of hosts less time.
         """
-        super().__init__(candidates)
+        self.candidates = candidates
+        self._tables: CostTables = candidates.tables
+        self._model: ModelGraph = in_order(candidates.model)
+        self._frontiers = FrontierStore()
         self._by_program = by_program
         self._effort = effort or GraphEffort(
             programs=PROGRAMS, moves=MOVES, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
         )
         self._limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
+        """Return the costs of a layout."""
+        return (self._tables.of(layout),)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self.candidates.refusal(layout)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:

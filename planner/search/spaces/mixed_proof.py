@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 from planner.plan import Layout
-from planner.search.certificate import UNFINISHED, Account
+from planner.search.certificate import Account
 from planner.search.layout_queue import Bound, Found, Lost, Queue
 from planner.search.ranked import Ranked
-from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_proof import NEAR, Effort
 from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.rounds import RoundSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.search.spaces.simulated import SOLVED, BySimulation, SimulatedSplit, Tried, settled
-from planner.search.spaces.simulated_graph import ABOVE, SimulatedGraph
+from planner.search.spaces.simulated import BySimulation, SimulatedSplit, Tried
+from planner.search.spaces.simulated_graph import SimulatedGraph
 from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
 from planner.tolerances import EQUAL
 
@@ -72,34 +69,6 @@ class SimulatedShares(BySimulation, ShareSpace):
         return Found(step_s, low_s, answer.layout, split)
 
 
-class SimulatedRounds(BySimulation, RoundSpace):
-    """Layouts of two stages a rank, by the work of their ranks."""
-
-    def __init__(self, own: RoundSpace, tried: Tried) -> None:
-        super().__init__(own.candidates)
-        self._own, self.tried = own, tried
-        self._bounded = SimulatedCandidates.of(own.candidates)
-
-    def _computation_s(self, _: Layout) -> float:
-        return 0.0
-
-    def bound_s(self, layout: Layout) -> float:
-        """Least seconds of a step, memory ignored; see planner.search.simulated_bounds."""
-        return self._bounded.communication_s(layout)
-
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
-        """Return the best split by the closed form, simulated."""
-        if not self.tried.may(SOLVED, self.tried.effort.programs):
-            return Lost(UNFINISHED, bound_s=0.0)
-        answer = self._own.solve(layout, cutoff_s * ABOVE)
-        plan = None
-        if isinstance(answer, Found):
-            plan = self._own.ranked(answer)
-            if self.tried.keep(plan) == math.inf:
-                plan = None
-        return settled(layout, plan, self.bound_s(layout), cutoff_s)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedProof:
     """What no plan simulates below, and what was simulated on the way."""
@@ -121,8 +90,6 @@ def prove_spaces(
         tried = Tried(effort)
         if isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, tried))
-        elif isinstance(space, RoundSpace):
-            every.append(SimulatedRounds(space, tried))
         elif isinstance(space, GraphSpace):
             every.append(SimulatedGraph(space, tried, closed_form_s))
         else:

@@ -1,4 +1,4 @@
-"""What the search counts of a rank of a graph, of unequal devices, of unlike layers is exact."""
+"""What the search counts of a rank of a graph and of unequal devices is exact."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ import pytest
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts
-from planner.costs.seats import alike, branching
+from planner.costs.seats import branching
 from planner.costs.strategy import StrategyCost
 from planner.expressions import resolve_cluster
 from planner.model import ModelGraph
 from planner.plan import Job, Layout
 from planner.predict import placement_prediction
 from planner.request import Request
-from planner.rounds.problem import Spans
-from planner.schedule import rank_of_stage
 from planner.search.candidates import Candidates
 from planner.search.layer_options import allowed
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
-from planner.search.spaces.rounds import RoundSpace
 from planner.solver.instance import Instance, UsedBytes
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import JOB, random_model, unet
 from tests.planner.search.spaces.test_mixed import llama
-from tests.planner.search.spaces.test_rounds import unlike_chain
 
 TWO = "2xa100-sxm-40gb"
 MIXED = "1xa100-sxm-40gb+2xv100-sxm-32gb"
@@ -157,45 +153,3 @@ def test_a_rank_of_any_group_holds_what_its_prediction_says(model: ModelGraph, s
             peak = prediction.stages[s].peak_memory_bytes
             assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
             assert sums(chain, s, held, options[s]) <= used * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("model", [unlike_chain(8), unet(3)], ids=lambda model: model.name)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_rank_of_two_stages_holds_what_its_prediction_says(model: ModelGraph, seed: int) -> None:
-    rng = random.Random(seed)
-    every = candidates(model, TWO)
-    space, ordered = RoundSpace(every), in_order(model)
-    layouts = list(layouts_of(space))
-    kinds, names = ordered.chain_kinds, [name for name, _ in ordered.chain]
-    for layout in rng.sample(layouts, min(8, len(layouts))):
-        costs, problem = every.costs(layout), space.problem(layout)
-        assert problem.used_bytes is not None
-        cuts = cut_at_random(rng, len(names), layout.stages)
-        choices = choices_of(costs, layout)
-        options = [rng.randrange(len(choices[kind])) for kind in kinds]
-        seats = alike(every.tables, layout)
-        if model.edges:
-            held = [names[a:b] for a, b in pairwise(cuts)]
-            seats = branching(every.tables, layout, held)
-        prediction = placement_prediction(
-            every.tables,
-            layout,
-            [
-                tuple(
-                    (kinds[at], cost.recompute, cost.activations)
-                    for at in range(a, b)
-                    for cost in [choices[kinds[at]][options[at]]]
-                )
-                for a, b in pairwise(cuts)
-            ],
-            seats,
-        )
-        home = rank_of_stage(layout.schedule, stages=layout.stages, virtual_stages=2)
-        for rank in range(layout.pipeline):
-            front, behind = (s for s, own in enumerate(home) if own == rank)
-            spans: Spans = (cuts[front], cuts[front + 1]), (cuts[behind], cuts[behind + 1])
-            own = [options[at] for span in spans for at in range(*span)]
-            used = problem.used_bytes(rank, spans, own)
-            peak = prediction.stages[front].peak_memory_bytes
-            assert peak_bytes(costs, used) == pytest.approx(peak, rel=1e-12)
-            assert problem.sum_bytes(rank, spans, own) <= used * (1 + 1e-9)

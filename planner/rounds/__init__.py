@@ -1,1 +1,0 @@
-"""Pipelines of two stages a rank over chains of unlike layers: the exact split."""
