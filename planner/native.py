@@ -1,11 +1,12 @@
 """What the native backend, our runtime, cannot execute.
 
-What goes with what stands in the data of its space (planner/catalog/stacks/native.yaml), as that of
-every stack does; here is what depends on more than a few facts: on what divides what, on devices.
-Each obstacle has its place in a plan, as `mesh.tensor`, and a text with the value seen and the way
-out.  The search asks `refusal` for every layout; `runtime.supported` asks `obstacle` about a plan's
-layout and adds what only a plan's stages and files tell.  Something stands here as possible only
-after it has trained like one process in tests/runtime/test_matrix.py, whose rows it then joins.
+Which fields are executed at all stands in planner.claims.  What goes with what stands in the data
+of its space (planner/catalog/stacks/native.yaml), as that of every stack does; here is what depends
+on more than a few facts: on what divides what, on devices.  Each obstacle has its place in a plan,
+as `mesh.tensor`, and a text with the value seen and the way out.  The search asks `refusal` for
+every layout; `runtime.supported` asks `obstacle` about a plan's layout and adds what only a plan's
+stages and files tell.  Something stands here as possible only after it has trained like one process
+in tests/runtime/test_matrix.py, whose rows it then joins.
 
 A model without an adapter cannot be launched, but its plans can be studied, with a `caveat`; what
 the runtime cannot execute is refused of every model alike.
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from planner import schedule
 from planner.catalog import native
+from planner.claims import LAUNCH, SCRIPT, unexecuted
 from planner.cluster import EIGHT_BITS, ClusterSpec
 from planner.model import Architecture, ModelGraph, is_script
 from planner.plan import Activations, Job, Layout
@@ -239,9 +241,11 @@ def _group_obstacles(cluster: ClusterSpec, layout: Layout) -> Iterator[Obstacle]
 def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle]:
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
-    yield from _foreign_choices(job, layout)
+    yield from _foreign_choices(job)
+    claims = SCRIPT if is_script(model.source or "") else LAUNCH
+    yield from (Obstacle(*found) for found in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
-    yield from _unit_obstacles(model, layout)
+    yield from _unit_obstacles(layout)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -262,7 +266,7 @@ def _conflicts(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
         yield Obstacle(conflict.place or "mesh", conflict.text(facts))
 
 
-def _unit_obstacles(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
+def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
     """Yield what keeps a layout from saying when parameters of ZeRO-3 are gathered and freed."""
     asked = {"prefetch": layout.prefetch or None, "reshard": layout.reshard}
     for place, value in asked.items():
@@ -280,8 +284,6 @@ def _unit_obstacles(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
             )
         if layout.offload == "parameters":
             yield Obstacle(place, f"is {value}, and parameters are offloaded to the host")
-        if is_script(model.source or ""):
-            yield Obstacle(place, f"is {value}, which a script sets itself; leave it out")
     if layout.reshard is not None:
         yield from _reshard_obstacles(layout, layout.reshard)
 
@@ -382,7 +384,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
         yield from _tensor_limits(model, job, layout, space)
 
 
-def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
+def _foreign_choices(job: Job) -> Iterator[Obstacle]:
     """Yield what other frameworks train with and nothing here is priced or run by."""
     if job.precision == "nvfp4":
         yield Obstacle(
@@ -392,15 +394,6 @@ def _foreign_choices(job: Job, layout: Layout) -> Iterator[Obstacle]:
     if job.lora is not None and job.lora.quantised:
         yield Obstacle(
             "training.lora.quantised", "is true, and frozen weights are kept in 16 bits here"
-        )
-    if layout.expert_tensor > 1:
-        yield Obstacle(
-            "mesh.expert_tensor", f"is {layout.expert_tensor}, and ranks hold whole experts; use 1"
-        )
-    if layout.tensor > 1 and not layout.sequence_parallel:
-        yield Obstacle(
-            "mesh.sequence_parallel",
-            "is false, and tensor parallelism divides the residual stream here; use true",
         )
 
 

@@ -13,16 +13,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planner.claims import SCRIPT, unexecuted
 from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
+from planner.training import Training
 from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import no_view, over_data, reduces_apart, replicated
 from runtime.participation import BackwardOrder, Participation
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import DividedStage, ScriptStyles, divide
+from runtime.supported import foreign
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 from runtime.whole_batch import whole_batch
 
@@ -57,55 +60,66 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
 
 def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
     """Refuse what is not executed for modules of a script, with the way out."""
-    for what, way_out in _refused(plan, module, loss):
-        raise LaunchError(f"{what}, which meshwright.Engine does not execute; {way_out}")
+    for text in _refused(plan, module, loss):
+        raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[tuple[str, str]]:
-    """Yield each field that is refused, and what to do instead."""
-    if plan.mesh.context > 1:
-        yield (
-            f"mesh.context: is {plan.mesh.context}",
-            "attention of your own module sees the positions that it is given: divide samples or "
-            "layers, or recompute; `meshwright launch` divides positions of language models",
-        )
-    if plan.mesh.expert > 1:
-        yield (
-            f"mesh.expert: is {plan.mesh.expert}",
-            "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides "
-            "experts of language models",
-        )
-    if plan.offload == "parameters":
-        yield "offload: is parameters", "use ZeRO 3, or offload: optimizer"
-    if plan.gradient_wire != "full":
-        yield f"gradient_wire: is {plan.gradient_wire}", "use full"
-    if plan.mesh.pipeline > 1 and schedule_of(plan.schedule).stale:
-        yield f"schedule: is {plan.schedule}", "use 1f1b, or zb-h1 for a smaller bubble"
+def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+    """Yield why each field of a plan is refused, and what to do instead.
+
+    Fields of the layout are claimed in planner.claims; those beside it are here.
+    """
+    not_by_engine = "which meshwright.Engine does not execute"
+    other = foreign(plan)
+    if other:
+        yield other
+    yield from (f"{place}: {text}" for place, text in unexecuted(SCRIPT, plan.layout))
     if plan.precision in EIGHT_BITS:
         yield (
-            f"precision: is {plan.precision}",
-            "use bf16, and convert modules in build() (torchao: convert_to_float8_training)",
+            f"precision: is {plan.precision}, {not_by_engine}; use bf16, and convert modules in "
+            "build() (torchao: convert_to_float8_training)"
+        )
+    if plan.document_len is not None:
+        yield (
+            f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
+            "and leave it out"
         )
     if plan.training.lora is not None:
         yield (
-            "training.lora: is set",
-            "adapt the module in build(), as get_peft_model of peft does: what is frozen has no "
-            "gradients and no state",
+            f"training.lora: is set, {not_by_engine}; adapt the module in build(), as "
+            "get_peft_model of peft does: what is frozen has no gradients and no state"
         )
+    for name, field in Training.model_fields.items():
+        value = getattr(plan.training, name)
+        if name != "seed" and value != field.default:
+            yield (
+                f"training.{name}: is {value}, {not_by_engine}; leave it out, and say it in "
+                "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
+            )
+    for stage, one in enumerate(plan.stages):
+        for item in one.layers:
+            if item.activations != "keep":
+                yield (
+                    f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, "
+                    "and those of a module of your own are kept on the device; use keep or "
+                    "recompute"
+                )
+    for text in _unequal(plan, module, loss):
+        yield f"shares: are unequal, {not_by_engine}; {text}"
+
+
+def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+    """Yield what gathers as much from each rank, where ranks take unequal shares."""
     if plan.shares is not None:
         norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         name = next((name for name, part in module.named_modules() if isinstance(part, norms)), "")
         if name:
             yield (
-                "shares: are unequal",
                 f"{name} is a BatchNorm, whose statistics are those of all ranks' micro-batches: "
-                "use equal shares, or another norm",
+                "use equal shares, or another norm"
             )
         if isinstance(loss, whole_batch):
-            yield (
-                "shares: are unequal",
-                "a loss over the whole batch gathers as much from each rank: use equal shares",
-            )
+            yield "a loss over the whole batch gathers as much from each rank: use equal shares"
 
 
 def modules_of(
@@ -210,11 +224,6 @@ def script_stage(
     made = RecordedStage(module, recorder, first, first + sizes[stage])
     for item in plan.stages[stage].layers:
         made.recompute[item.layer] = item.recompute
-        if item.activations != "keep":
-            raise LaunchError(
-                f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, and "
-                "those of a module of your own are kept on the device; use keep or recompute"
-            )
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
@@ -230,6 +239,9 @@ def script_stage(
     besides = [*scalars, *unused]
     group = place.data_group if place.mesh is not None else None
     if wraps:
+        if recorder.refused is not None:
+            # What runs between units is not known, and ranks may run other units: gathered whole.
+            made.units = {}
         _make_contiguous(made)
         for unit in made.units.values():
             unit.register_forward_hook(no_view)

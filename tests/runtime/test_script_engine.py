@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
+from planner.profile import ChunkedLoss
+from planner.training import Lora
 from runtime import host, streamed_state
 from runtime.inner_loss import add_loss, batch_sum
 from runtime.script_engine import Engine, StepResult
@@ -379,6 +381,8 @@ def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state
         ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
         ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
         ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
+        ({"compile": "block"}, "compile: is block, .* compile modules in build"),
+        ({"backend": "megatron"}, "backend: is megatron, .*meshwright export"),
     ],
 )
 def test_what_is_not_executed_is_refused_with_the_way_out(
@@ -388,6 +392,37 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
 
     with pytest.raises(LaunchError, match=said):
         new_engine(plan)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("mesh.context", 2),
+        ("mesh.expert", 2),
+        ("mesh.expert_tensor", 2),
+        ("loss", ChunkedLoss()),
+        ("prefetch", 2),
+        ("reshard", 1),
+        ("scales", "rowwise"),
+        ("weight_wire", "fp8"),
+        ("dispatch", "allgather"),
+        ("tensor_overlap", "async"),
+        ("document_len", 3),
+        ("training.lora", Lora(rank=2)),
+        ("training.learning_rate", 0.01),
+        ("training.clip_norm", 0.5),
+        ("training.warmup_steps", 10),
+    ],
+)
+def test_a_field_of_a_plan_that_is_not_executed_is_refused_by_name(place: str, value: Any) -> None:
+    plan = new_engine({}).plan
+    part, _, name = place.rpartition(".")
+    changed = {name: value}
+    if part:
+        changed = {part: getattr(plan, part).model_copy(update=changed)}
+
+    with pytest.raises(LaunchError, match=f"^{place}: is "):
+        refuse_plan(plan.model_copy(update=changed), build(), loss)
 
 
 def test_unequal_shares_refuse_what_gathers_as_much_from_each_rank() -> None:
