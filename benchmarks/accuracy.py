@@ -250,6 +250,7 @@ def main(path: str) -> None:
     print("## By source, left out: rows with gaps in their inputs\n")
     _sources(left_out.incomplete)
     _outcomes(left_out)
+    _fit_probabilities(left_out)
     print("## Ranges, left out\n")
     covered = macro(left_out.sources.values())["coverage"]
     print(
@@ -370,6 +371,49 @@ def _outcomes(result: Validation) -> None:
     for name, (ran, failed) in result.outcomes.items():
         print(f"| {name.replace('_', ' ')} | {ran} | {failed} |")
     print()
+
+
+LEVELS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Between which stated probabilities of fitting are held against what ran."""
+
+
+def _fit_probabilities(result: Validation) -> None:
+    """Print how many runs of a stated probability ran, and the Brier score."""
+    known: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+    for row in result.rows:
+        seen, found = row.measured, row.prediction
+        if found and seen.complete and not row.reason and seen.out_of_memory is not None:
+            known[seen.source].append((found.fit_probability or 0.0, not seen.out_of_memory))
+    brier = mean(mean((p - ran) ** 2 for p, ran in each) for each in known.values())
+    print("## Will it fit\n")
+    print(
+        f"Brier score of the stated probability that a run fits, left out: {brier:.4f}, mean over "
+        f"{len(known)} sources (0 is perfect; {_brier_of_calls(result):.4f} if a run that fits "
+        "were said to with certainty). Of runs whose stated probability lies in a range:\n"
+    )
+    print("| stated | runs | ran | mean over sources |\n|---|---:|---:|---:|")
+    for low, high in itertools.pairwise(LEVELS):
+        among = {
+            name: [ran for p, ran in each if low <= p < high or p == high == 1.0]
+            for name, each in known.items()
+        }
+        shares = [(len(each), sum(each)) for each in among.values() if each]
+        if shares:
+            runs, ran = (sum(part) for part in zip(*shares, strict=True))
+            means = mean(ran / runs for runs, ran in shares)
+            cells = f"{runs} | {ran / runs:.0%} | {means:.0%}"
+            print(f"| {low:.0%} to {high:.0%} | {cells} |")
+    print()
+
+
+def _brier_of_calls(result: Validation) -> float:
+    """Return the Brier score of predictions that are certain of what they say."""
+    wrong: dict[str, list[bool]] = defaultdict(list)
+    for row in result.rows:
+        seen, found = row.measured, row.prediction
+        if found and seen.complete and not row.reason and seen.out_of_memory is not None:
+            wrong[seen.source].append(found.fits == seen.out_of_memory)
+    return mean(mean(each) for each in wrong.values())
 
 
 def judged(result: Validation) -> dict[str, float]:

@@ -93,7 +93,7 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (r"megatron|nemo", "megatron", {}),
     (r"deepseek", "hai-llm", {}),
     # arXiv:2407.21783, section 3.3.2: 8 thousand tokens without activation checkpointing.
-    (r"llama-3\S* .*llama 3 paper", "unknown", {"recompute": "none"}),
+    (r"llama-3\S* .*llama 3 paper", "llama3", {"recompute": "selective"}),
     (r"zero=3", "fsdp", {}),
 )
 """What a row's name, source and layout say of its stack, that stack, and what is published of it

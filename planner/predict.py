@@ -27,11 +27,13 @@ from planner.costs.rank_memory import (
     has_room,
     host_bytes,
     rank_memory_parts,
+    room_bytes,
+    tensors_bytes,
     widest,
 )
 from planner.costs.seats import Seats, alike, branching
 from planner.costs.strategy import StrategyParts
-from planner.costs.uncertainty import step_range
+from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, fit_probability, step_range
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph, is_script
@@ -154,6 +156,7 @@ def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placem
             "layout": plan.layout.text(),
             "stages": fullest,
             "fits": all(prediction.fits for prediction in each),
+            "fit_probability": min(prediction.fit_probability or 0.0 for prediction in each),
             "mfu": flops / used if used else 0.0,
             "assumptions": tuple(dict.fromkeys(every)),
             "notes": tuple(dict.fromkeys(note for one in each for note in one.notes)),
@@ -355,8 +358,20 @@ def placement_prediction(
             stages, peaks, capacities, memory, home, strict=True
         )
     )
-    fits = fits and _hosts_fit(tables, layout, seats, home, on_host)
-    compacted = compaction(predicted) if fits else None
+    spread = tables.request.stack.memory.spread
+    if tables.profile is not None:
+        spread = min(spread, MEASURED_MEMORY_SPREAD)
+    hosts_fit = _hosts_fit(tables, layout, seats, home, on_host)
+    fits = fits and hosts_fit
+    probability = min(
+        fit_probability(
+            tensors_bytes(of_stage),
+            room_bytes(seat.accelerator.memory_bytes, seat.costs),
+            spread,
+        )
+        for of_stage, seat in zip(memory, seats.stages, strict=True)
+    )
+    compacted = compaction(predicted, probability) if fits else None
     return Prediction(
         layout=layout.text(),
         step_time_s=step_s,
@@ -370,6 +385,7 @@ def placement_prediction(
         mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
         compile_s=_compile_s(tables, layout, placements, home),
         fits=fits,
+        fit_probability=probability if hosts_fit else 0.0,
         stages=predicted,
         notes=() if compacted is None else (compacted,),
         assumptions=(

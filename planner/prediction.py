@@ -18,9 +18,6 @@ from planner.units import (
     seconds_text,
 )
 
-COMPACTED_RAN, COMPACTED_RUNS = 13, 13
-"""Of the published runs with a known end that are predicted to fit only where their allocator gives
-back what it caches, how many ran (the table of docs/accuracy.md, 2026-11-23)."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 """The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
 of the native backend have it."""
@@ -83,6 +80,8 @@ class Prediction(Document):
     compile_s: Finite = 0.0
     """Before the first step; no part of a step."""
     fits: Flag
+    fit_probability: Finite | None = None
+    """That it fits, since needs of memory differ from their prediction; None where nobody says."""
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
     idle_devices: Count = 0
@@ -261,17 +260,16 @@ class Certificate(Document):
         return html_table(self.statement, ("argument", "configurations"), rows)
 
 
-def compaction(stages: Sequence[StagePrediction]) -> str | None:
+def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:
     """Say how likely stages are to fit whose usual peak is above what a device has; None: all fit.
 
-    The probability is that of the next run by the rule of succession, (ran + 1) / (runs + 2).
+    They fit where the allocator gives back what it caches.
     """
     fullest = max(stages, key=lambda stage: stage.peak_memory_bytes / stage.memory_capacity_bytes)
     if not fullest.compacts:
         return None
-    likely = (COMPACTED_RAN + 1) / (COMPACTED_RUNS + 2)
     return (
         f"reserves {bytes_text(fullest.peak_memory_bytes)} of "
-        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * likely:.0f} % likely to fit with "
-        f"{'='.join(ALLOCATOR)} ({COMPACTED_RAN} of {COMPACTED_RUNS} published runs like it did)"
+        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * probability:.0f} % likely to fit "
+        f"with {'='.join(ALLOCATOR)}"
     )

@@ -11,7 +11,8 @@
                                  every file, and a checksum of itself
 
 A checkpoint is written under a hidden name, put on the disk file by file, and renamed when it is
-whole; only then are old ones hidden again, and deleted.  So a crash at any moment costs no
+whole, by its ranks or, where they died before, by who comes next (runtime.unfinished); only then
+are old ones hidden again, and deleted.  So a crash at any moment costs no
 checkpoint that was complete before, and a folder `step-...` that is not what `meta.json` tells was
 damaged later: it is refused by the file's name, never passed over.
 
@@ -31,7 +32,8 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -40,21 +42,18 @@ from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
 from planner.units import Count, Positive, Text
-from runtime import checksums, tensor_index
+from runtime import checksums, parts, tensor_index
 from runtime.data import Corpus
+from runtime.parts import Checksum, FileName, WrittenPart, to_disk
 from runtime.tensor_index import INDEX, PICKLED_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runtime.tensor_files import WrittenFile
-
 KEEP = 2
 META = "meta.json"
 PLAN, MODEL, CONFIG = "plan.yaml", "model.yaml", "config.json"
 
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$", strict=True)]
-Checksum = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", strict=True)]
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -239,47 +238,63 @@ def progress(checkpoint: Path) -> Progress:
     return done
 
 
-def commit(
+def begin(
     temporary: Path,
-    target: Path,
     done: Progress,
     *,
-    tensors: Sequence[WrittenFile],
     plan: Plan,
     model: ModelGraph | None,
     config: str | None,
-    keep: int,
-    others: Sequence[str] = (),
-) -> None:
-    """Make a written checkpoint count: on the disk, under its own name, the oldest gone.
+    companions: Mapping[str, Path] = MappingProxyType({}),
+) -> list[str]:
+    """Write what a checkpoint has beside its tensors, and its progress; return the files' names.
 
-    One rank does it, when all have written their parts, `tensors`, and have them on the disk.
-    `others` are files that ranks have written beside.
+    One rank does it.  `companions` are files to be copied, by their names there.
     """
     write(plan, temporary / PLAN)
+    names = [PLAN]
     if model is not None:
         write(model, temporary / MODEL)
+        names.append(MODEL)
     if config is not None:
         write_text(config, temporary / CONFIG)
-    sizes = {file.name: file.size_bytes for file in tensors}
-    written = {file.name: file.checksum for file in tensors}
-    small = (INDEX, PLAN, MODEL if model else None, CONFIG if config is not None else None)
-    for name in (*(one for one in small if one is not None), *others):
-        _to_disk(temporary / name)
-        sizes[name] = (temporary / name).stat().st_size
-        written[name] = checksums.of_file(temporary / name)
-    whole = done.model_copy(
-        update={"files": dict(sorted(sizes.items())), "checksums": dict(sorted(written.items()))}
-    )
-    text = json.dumps(whole.model_dump(mode="json", exclude_none=True))
-    write_text(checksums.sealed(text), temporary / META)
-    _to_disk(temporary / META)
-    _to_disk(temporary)
+        names.append(CONFIG)
+    for name, file in companions.items():
+        shutil.copyfile(file, temporary / name)
+        names.append(name)
+    write_text(_meta(done), parts.folder_of(temporary) / META)
+    to_disk(parts.folder_of(temporary) / META)
+    return names
+
+
+def finish(temporary: Path, done: Progress, written: Sequence[WrittenPart]) -> None:
+    """Complete a checkpoint of which all ranks have their parts on the disk.
+
+    One rank does it, when the index is written.
+    """
+    to_disk(temporary / INDEX)
+    sizes = {INDEX: (temporary / INDEX).stat().st_size}
+    checks = {INDEX: checksums.of_file(temporary / INDEX)}
+    for part in written:
+        sizes |= part.files
+        checks |= part.checksums
+    lists = {"files": dict(sorted(sizes.items())), "checksums": dict(sorted(checks.items()))}
+    whole = done.model_copy(update={**lists, "checksum": None})
+    write_text(_meta(whole), temporary / META)
+    to_disk(temporary / META)
+    to_disk(temporary)
+
+
+def let_count(temporary: Path, target: Path) -> None:
+    """Let a completed checkpoint count, under its own name."""
     if target.exists():  # of this step, from a run that came no further
         target.rename(temporary.with_name(f"{temporary.name}.before"))
     temporary.rename(target)
-    _to_disk(target.parent)
-    _prune(target.parent, keep)
+    to_disk(target.parent)
+
+
+def _meta(done: Progress) -> str:
+    return checksums.sealed(json.dumps(done.model_dump(mode="json", exclude_none=True)))
 
 
 def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = False) -> None:
@@ -328,16 +343,8 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:300]}"
 
 
-def _to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the last `keep` complete checkpoints, and what killed runs left."""
     _sweep(folder)
     for old in complete(folder)[:-keep]:
         # Half deleted under its own name it would pass for damaged.

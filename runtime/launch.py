@@ -28,7 +28,7 @@ from planner.model import ModelGraph
 from planner.report.terminal import Terminal
 from planner.shown import lines
 from planner.units import bytes_text, count_text, seconds_text
-from runtime import checkpoint, data, faults, run
+from runtime import checkpoint, data, faults, run, unfinished
 from runtime.checkpoint import Progress
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
@@ -87,6 +87,11 @@ def launch(
         rendezvous = held.enter_context(
             Rendezvous(node_rank, warn=lambda text: say.print(f"warning: {text}"))
         )
+        if asked.checkpoint is not None:
+            if node_rank.node == 0:
+                unfinished.commit(asked.checkpoint)
+            if node_rank.nodes > 1:
+                rendezvous.all_gather("looked for checkpoints")
         ready = check()
         _warn(ready, say)
         held.enter_context(alone_in(ready.output))
@@ -265,17 +270,21 @@ def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: 
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     with signals_interrupt():
         shown.follow(run.metrics_file(ready.output))
-        bad = supervised(
-            ready.command,
-            list(ready.ranks.devices),
-            lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
-            folder=ready.output,
-            world=ready.ranks.world,
-            rendezvous=rendezvous,
-            leads=ready.ranks.leads,
-            shared={"MESHWRIGHT_RUN": orders.token},
-            refresh=shown.refresh,
-        )
+        try:
+            bad = supervised(
+                ready.command,
+                list(ready.ranks.devices),
+                lambda rank, port: {**ready.ranks.environment(rank, port=port), **recorded},
+                folder=ready.output,
+                world=ready.ranks.world,
+                rendezvous=rendezvous,
+                leads=ready.ranks.leads,
+                shared={"MESHWRIGHT_RUN": orders.token},
+                refresh=shown.refresh,
+            )
+        finally:
+            if ready.run.checkpoint is not None and ready.ranks.leads:
+                unfinished.commit(ready.run.checkpoint)
     if bad is not None:
         raise _bad_end(ready, bad, after_step=shown.step)
 

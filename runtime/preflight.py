@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import plain, read, read_text
+from planner.document import is_file, plain, read, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.expressions import located, resolve_beside
 from planner.model import ModelGraph, is_own
@@ -349,7 +349,7 @@ def _drawn(plan: Plan, weights: Path | None) -> list[str]:
     """Return what to say of random numbers that the model's configuration asks for."""
     folders = [Path(named) for named in (weights, plan.model.source) if named]
     files = [folder if folder.suffix == ".json" else folder / "config.json" for folder in folders]
-    file = next((file for file in files if file.is_file()), None)
+    file = next((file for file in files if is_file(file)), None)
     if file is None:
         return []
     try:

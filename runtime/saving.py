@@ -7,7 +7,7 @@ theirs meets training's collectives.  One checkpoint is under way at a time.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor
 from planner.errors import LaunchError, MeshwrightError
 from planner.model import ModelGraph
 from planner.plan import Plan
-from runtime import checkpoint
+from runtime import checkpoint, parts
 from runtime.checkpoint import KEEP, Progress
 from runtime.exchange import broadcast_json
-from runtime.tensor_files import TensorWriter, WrittenFile
+from runtime.held import alone_in
+from runtime.parts import WrittenPart
+from runtime.tensor_files import TensorWriter
 
 
 class Saver:
@@ -91,14 +93,33 @@ class Saver:
             torch.cuda.set_device(self._device)
         target = self._folder / f"step-{done.step:06}"
         temporary = self._folder / f".{target.name}.{self._run}"
-        writer = TensorWriter(temporary, rank=dist.get_rank())
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        held = contextlib.ExitStack()
+
+        def beside() -> list[str]:
+            if rank != 0:
+                return []
+            # Held until it counts, so that nobody takes the save of a run that lives.
+            held.enter_context(alone_in(parts.folder_of(temporary)))
+            return checkpoint.begin(
+                temporary,
+                done,
+                plan=self._plan,
+                model=self._model,
+                config=self._config,
+                companions=self._companions,
+            )
+
+        writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
         try:
-            dcp.save(copied, storage_writer=writer, process_group=self._group)
-            # Here every rank has written its part.
-            own = None
-            if dist.get_rank() == 0:
-                own = self._committed(temporary, target, done, writer.written)
-            problem = broadcast_json(own, source=0, group=self._group)
+            with held:
+                dcp.save(copied, storage_writer=writer, process_group=self._group)
+                # Here every rank has written its part.
+                own = (
+                    self._committed(temporary, target, done, writer.written) if rank == 0 else None
+                )
+                problem = broadcast_json(own, source=0, group=self._group)
             if problem is not None:
                 raise LaunchError(str(problem))
             self.saved = target
@@ -110,23 +131,13 @@ class Saver:
             )
 
     def _committed(
-        self, temporary: Path, target: Path, done: Progress, tensors: Sequence[WrittenFile]
+        self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]
     ) -> str | None:
         """Commit a checkpoint; return what was wrong, if anything was."""
         try:
-            for name, file in self._companions.items():
-                shutil.copyfile(file, temporary / name)
-            checkpoint.commit(
-                temporary,
-                target,
-                done,
-                tensors=tensors,
-                plan=self._plan,
-                model=self._model,
-                config=self._config,
-                keep=self._keep,
-                others=list(self._companions),
-            )
+            checkpoint.finish(temporary, done, written)
+            checkpoint.let_count(temporary, target)
+            checkpoint.prune(target.parent, self._keep)
         except (OSError, MeshwrightError) as error:
             return f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
         return None

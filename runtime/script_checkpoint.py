@@ -7,6 +7,7 @@ numbers, strings, containers of them and tensors are read back, and nothing that
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import secrets
 import warnings
@@ -22,9 +23,10 @@ from torch import Tensor
 from planner.errors import LaunchError
 from planner.guarded_files import opened
 from planner.plan import Plan
-from runtime import checkpoint, tensor_index
+from runtime import checkpoint, parts, tensor_index, unfinished
 from runtime.checkpoint import Progress
 from runtime.exchange import broadcast_json
+from runtime.held import alone_in
 from runtime.tensor_files import TensorWriter
 from runtime.tensor_index import INDEX
 
@@ -63,28 +65,35 @@ def save(
         run = broadcast_json(run, source=0, group=dist.group.WORLD)
     target = folder / f"step-{step:06}"
     temporary = folder / f".{target.name}.{run}"
-    writer = TensorWriter(temporary, rank=rank)
+    done = _progress(plan, step)
+
+    held = contextlib.ExitStack()
+
+    def beside() -> list[str]:
+        names = []
+        if rank == 0:
+            # Held until it counts, so that nobody takes the save of a run that lives.
+            held.enter_context(alone_in(parts.folder_of(temporary)))
+            names += checkpoint.begin(temporary, done, plan=plan, model=None, config=None)
+        if own is not None:
+            names.append(_own_file(slice_rank))
+        return names
+
+    ranks = dist.get_world_size() if joined else 1
+    writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         if own is not None:
             with opened(temporary / _own_file(slice_rank), within=temporary) as file:
                 torch.save(own, file)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), held:
             # A process without a group writes alone, as it should.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(dict(state), storage_writer=writer)  # here every rank has written its part
-        if rank == 0:
-            checkpoint.commit(
-                temporary,
-                target,
-                _progress(plan, step),
-                tensors=writer.written,
-                plan=plan,
-                model=None,
-                config=None,
-                keep=keep,
-                others=sorted(path.name for path in temporary.glob("user-*.pt")),
-            )
+            if rank == 0:
+                checkpoint.finish(temporary, done, writer.written)
+                checkpoint.let_count(temporary, target)
+                checkpoint.prune(folder, keep)
     except (OSError, pickle.PicklingError, AttributeError) as error:
         raise LaunchError(f"{target}: cannot be written: {checkpoint.short(error)}") from error
     if joined:
@@ -93,9 +102,17 @@ def save(
 
 
 def found(folder: Path) -> Path | None:
-    """Return a checkpoint, or the newest complete one in a folder of them, if there is one."""
+    """Return a checkpoint, or the newest complete one in a folder of them, if there is one.
+
+    All ranks ask together; a checkpoint whose ranks died when its files were whole counts.
+    """
     if (folder / checkpoint.META).exists():
         return folder
+    joined = dist.is_initialized()
+    if not joined or dist.get_rank() == 0:
+        unfinished.commit(folder)
+    if joined:
+        dist.barrier()
     return checkpoint.newest(folder)
 
 

@@ -1,21 +1,20 @@
 """Tensor files: what torch.distributed.checkpoint writes and reads through.
 
-Each rank writes one file, the raw elements of its chunks, and its checksum on the way; rank 0
-writes the index (runtime.tensor_index).  Reading takes elements, never objects: nothing in a file
-can name code.  Chunks of earlier checkpoints are pickled tensors; torch's own loader for weights
-reads them, of which each must be as long as it is said to be.
+Each rank writes one file, the raw elements of its chunks, and its checksum on the way, and then a
+record of it (runtime.parts); rank 0 writes the index (runtime.tensor_index).  Reading takes
+elements, never objects: nothing in a file can name code.  Chunks of earlier checkpoints are pickled
+tensors; torch's own loader for weights reads them, of which each must be as long as it is said to
+be.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -34,47 +33,62 @@ from torch.distributed.checkpoint import (
     StorageWriter,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from planner.errors import LaunchError
-from runtime import checksums, tensor_index
-from runtime.tensor_index import INDEX, ITEM_BYTES, Chunk, StoredTensor, TensorIndex
+from runtime import checksums, parts, tensor_index
+from runtime.parts import WrittenChunk, WrittenPart
+from runtime.tensor_index import INDEX, ITEM_BYTES, Chunk, TensorIndex
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """A file that one rank has written."""
-
-    name: str
-    size_bytes: int
-    checksum: str
-
-
 class TensorWriter(StorageWriter):
     """One rank's part in writing the tensors of a checkpoint; used once."""
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int, ranks: int, beside: Callable[[], Sequence[str]]
+    ) -> None:
+        """`beside` writes the rank's other files into the folder, and returns their names."""
         super().__init__()
-        self.written: list[WrittenFile] = []
-        """The files of all ranks, known on the rank that writes the index."""
-        self._folder = folder
-        self._name = f"rank-{rank:05}.bin"
+        self.written: list[WrittenPart] = []
+        """The parts of all ranks, known on the rank that writes the index."""
+        self._folder, self._rank, self._ranks = folder, rank, ranks
+        self._beside = beside
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, and wait for the disk."""
+        sizes: dict[str, int] = {}
+        sums: dict[str, str] = {}
+        for name in self._beside():
+            parts.to_disk(self._folder / name)
+            sizes[name] = (self._folder / name).stat().st_size
+            sums[name] = checksums.of_file(self._folder / name)
+        chunks: list[WrittenChunk] = []
+        if plan.items:
+            own = parts.file_of(self._rank)
+            sizes[own], sums[own], chunks = self._write_tensors(plan, planner)
+        part = WrittenPart(
+            rank=self._rank, ranks=self._ranks, files=sizes, checksums=sums, chunks=tuple(chunks)
+        )
+        parts.to_disk(self._folder)
+        parts.write(part, parts.folder_of(self._folder))
         done: Future[list[WriteResult]] = Future()
-        if not plan.items:
-            done.set_result([])
-            return done
+        # What torch asks for of each tensor; ours is the part, for all of them.
+        done.set_result([WriteResult(MetadataIndex(""), sum(sizes.values()), part)])
+        return done
+
+    def _write_tensors(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> tuple[int, str, list[WrittenChunk]]:
+        """Write the rank's own file; return its bytes, its checksum and what lies where."""
         digest, start = hashlib.sha256(), 0
-        starts = []
-        path = self._folder / self._name
+        chunks: list[WrittenChunk] = []
+        path = self._folder / parts.file_of(self._rank)
         # The checksum is taken of what is in memory, while the file is written.
         with path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
             for item in plan.items:
@@ -87,56 +101,32 @@ class TensorWriter(StorageWriter):
                 hashed = hashing.submit(digest.update, elements)
                 file.write(elements)
                 hashed.result()
-                starts.append(start)
+                about = item.tensor_data
+                assert about is not None
+                chunks.append(
+                    (
+                        item.index.fqn,
+                        _NAMES[about.properties.dtype],
+                        tuple(about.size),
+                        start,
+                        tuple(about.chunk.offsets),
+                        tuple(about.chunk.sizes),
+                    )
+                )
                 start += len(elements)
             file.flush()
             os.fsync(file.fileno())
-        whole = WrittenFile(
-            name=self._name, size_bytes=start, checksum=f"sha256:{digest.hexdigest()}"
-        )
-        done.set_result(
-            [
-                WriteResult(
-                    index=item.index, size_in_bytes=end - begin, storage_data=(whole, begin)
-                )
-                for item, begin, end in zip(plan.items, starts, [*starts[1:], start], strict=True)
-            ]
-        )
-        return done
+        return start, f"sha256:{digest.hexdigest()}", chunks
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index of what all ranks have written."""
-        places = {
-            (result.index.fqn, tuple(result.index.offset or ())): result.storage_data
-            for of_rank in results
-            for result in of_rank
-        }
-        self.written = sorted({whole for whole, _ in places.values()}, key=lambda file: file.name)
-        tensors = {}
-        for name, told in metadata.state_dict_metadata.items():
-            assert isinstance(told, TensorStorageMetadata)
-            chunks = []
-            for box in told.chunks:
-                whole, start = places[name, tuple(box.offsets)]
-                length = math.prod(box.sizes) * told.properties.dtype.itemsize
-                chunks.append(
-                    Chunk(
-                        file=whole.name,
-                        start=start,
-                        length=length,
-                        offsets=tuple(box.offsets),
-                        shape=tuple(box.sizes),
-                    )
-                )
-            tensors[name] = StoredTensor(
-                dtype=_NAMES[told.properties.dtype], shape=tuple(told.size), chunks=tuple(chunks)
-            )
-        index = TensorIndex(encoding="raw", tensors=tensors)
-        tensor_index.write(index, self._folder / INDEX)
+        self.written = [result.storage_data for of_rank in results for result in of_rank]
+        tensor_index.write(parts.index_of(self.written), self._folder / INDEX)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder; every rank does, since nobody says when another has."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Make the folders; every rank does, since nobody says when another has."""
+        for folder in (self._folder, parts.folder_of(self._folder)):
+            folder.mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

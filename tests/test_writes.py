@@ -45,6 +45,7 @@ ALLOWED = {
     ("runtime/channel.py", "link"): HOME,
     ("runtime/channel.py", "unlink"): HOME,
     ("runtime/channel.py", "fdopen"): HOME,
+    ("runtime/checkpoint.py", "copyfile"): NEW,
     ("runtime/checkpoint.py", "rename"): OURS,
     ("runtime/checkpoint.py", "rmtree"): OURS,
     ("runtime/data.py", "mkdir"): NAMED,
@@ -66,11 +67,11 @@ ALLOWED = {
     ("runtime/launch.py", "unlink"): OURS,
     ("runtime/published.py", "save_file"): NEW,
     ("runtime/published.py", "write_text"): NEW,
-    ("runtime/saving.py", "copyfile"): NEW,
     ("runtime/script_checkpoint.py", "mkdir"): NEW,
     ("runtime/script_checkpoint.py", "torch.save"): NEW,
     ("runtime/script_run.py", "unlink"): OURS,
     ("runtime/tensor_files.py", "open"): NEW,
+    ("runtime/unfinished.py", "rmtree"): OURS,
     ("runtime/tensor_files.py", "mkdir"): NEW,
 }
 METHODS = {

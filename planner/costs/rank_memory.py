@@ -115,13 +115,17 @@ short waits for the collectives of what it holds back, so that `recorded buffers
 `workspaces` are too small to (one in a thousand of a device)."""
 
 
+def tensors_bytes(parts: Mapping[str, float]) -> float:
+    """Return what of a rank's peak its tensors take; parts are those of `rank_memory_parts`."""
+    return sum(size for name, size in parts.items() if name not in NOT_TENSORS)
+
+
 def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) -> bool:
     """Whether so much device memory holds a rank's peak, up to the rounding of its sum.
 
     The parts of the peak are those of `rank_memory_parts`.
     """
-    tensors = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
-    return tensors <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
+    return tensors_bytes(parts) <= room_bytes(memory_bytes, costs) * (1 + SETTLED)
 
 
 def widest(passings: Sequence[Passing]) -> Passing | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 from planner.cluster import EIGHT_BITS
@@ -42,6 +43,9 @@ QUOTED_SPREAD = 0.05
 """Logarithm: what a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.05
 """Logarithm: what a run adds of which not all is told."""
+MEASURED_MEMORY_SPREAD = 0.03
+"""Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
+machine where layers were measured (benchmarks/results/local_truth.md)."""
 BEYOND = 2.0
 """Factor by which sizes may pass those of a stack's runs and still count as like them."""
 
@@ -127,6 +131,23 @@ def _widths(
     if layout.pipeline > 1 and sum(group.nodes for group in groups) > 1:
         above = max(above, accuracy.pipelined_spread)
     return below + more, above + more
+
+
+def fit_probability(needed_bytes: float, room_bytes: float, spread: float) -> float:
+    """Return the probability that a device holds tensors that are predicted to need so much.
+
+        P = Φ(ln(room / needed) / σ)
+
+    Needs are log-normal about their prediction, with σ = `spread`.
+
+    >>> [round(fit_probability(needed, 80e9, 0.15), 2) for needed in (60e9, 76e9, 90e9)]
+    [0.97, 0.63, 0.22]
+    """
+    if needed_bytes <= 0:
+        return 1.0
+    if room_bytes <= 0:
+        return 0.0
+    return NormalDist().cdf(math.log(room_bytes / needed_bytes) / spread)
 
 
 def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ ROUNDED = 5e-4
 """A gap that is shown as none."""
 AMORTISED_STEPS = 1000
 """Over which the seconds of compilation are shown."""
+SURE = 0.95
+"""A plan that fits with a lower probability is said to."""
 NOTED = (CAVEAT_SOURCE, FULL_TIME.source)
 """Sources of assumptions that no answer leaves out: it cannot be launched, or its time is a bound.
 """
@@ -147,7 +149,9 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     on = f" on stage {prediction.stages.index(fullest)}" if len(prediction.stages) > 1 else ""
     peak, capacity = fullest.peak_memory_bytes, fullest.memory_capacity_bytes
     figures = _in_gib if peak >= 10 * GIB and not whole else bytes_text
-    text = f"{figures(peak)} of {bytes_text(capacity)}{on}: "
+    odds = prediction.fit_probability
+    said = "" if odds is None or (odds >= SURE and not whole) else f", fits with {100 * odds:.0f} %"
+    text = f"{figures(peak)} of {bytes_text(capacity)}{on}{said}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:
         counted = "counted with what its allocator adds where memory is short"

@@ -44,6 +44,7 @@ ROW_COLUMNS = (
     "step_time_high_s",
     "peak_memory_gib",
     "fits",
+    "fit_probability",
     "outcome",
     "reason",
 )
@@ -345,7 +346,7 @@ def rows_csv(validation: Validation) -> str:
     for row in validation.rows:
         found = row.prediction
         if found is None:
-            writer.writerow([cell(row.measured.id), "", "", "", "", "", "", cell(row.reason)])
+            writer.writerow([cell(row.measured.id), *[""] * 7, cell(row.reason)])
             continue
         times = (found.step_time_s, found.step_time_low_s, found.step_time_high_s)
         writer.writerow(
@@ -354,6 +355,7 @@ def rows_csv(validation: Validation) -> str:
                 *(f"{seconds:.6g}" for seconds in times),
                 f"{row.peak_memory_gib:.6g}",
                 int(found.fits),
+                f"{found.fit_probability or 0.0:.4f}",
                 row.outcome or "",
                 cell(row.reason),
             ]

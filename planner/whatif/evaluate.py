@@ -191,7 +191,7 @@ def binding_of(prediction: Prediction) -> str:
     if share > FULL:
         text = f"memory: {100 * share:.0f} % of {bytes_text(fullest.memory_capacity_bytes)}"
         if fullest.compacts:
-            text = f"memory: {compaction(prediction.stages)}"
+            text = f"memory: {compaction(prediction.stages, prediction.fit_probability or 0.0)}"
         if again > 0.02 * step_s:
             text += f", recomputation takes {100 * again / step_s:.0f} %"
         said.append(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -232,11 +233,28 @@ def _known(cls: type[Q], value: float, low: float, high: float, source: str) -> 
     return cls(value=value, low=low, high=high, source=source_text(source))
 
 
+FAILURE_RATES: Mapping[str, float] = {
+    "RSC2": 2.34 / (1000 * 24 * 8),
+    "LLAMA3": 419 / (54 * 24 * 16384),
+    "TR11": 1.5 / (7 * 24 * 384),
+    "RSC1": 6.5 / (1000 * 24 * 8),
+    "OPT175": 105 / (60 * 24 * 992),
+    "MTTF1024": 1 / (7.9 * 1024),
+}
+"""Failures of a device an hour that end a run, by entries of sources.yaml: of 1,000 days of nodes
+of 8, of 54 days, of a week (1 or 2), of 2 months, and of the 7.9 hours that jobs of 1,024 devices
+go without one."""
+
+
 class Failures(Part):
     """What takes time from training; `planner.whatif.goodput` has the arithmetic."""
 
     per_device_hour: Quantity = _known(
-        Quantity, 1.97e-5, 1.22e-5, 7.35e-5, "LLAMA3, 1.97e-5; low NODE_FAILURES; high OPT175"
+        Quantity,
+        FAILURE_RATES["LLAMA3"],
+        min(FAILURE_RATES.values()),
+        max(FAILURE_RATES.values()),
+        "LLAMA3; low RSC2; high MTTF1024; between them TR11, RSC1 and OPT175",
     )
     """Failures that end a run until it is restarted."""
     spot_per_node_hour: Quantity = _known(

@@ -187,10 +187,9 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     write(row.document(), plan)
     launching.launch(
         plan,
-        run.Run(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run"),
+        run.Run(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
         device="cpu",
         quiet=True,
-        **options,
     )
     return Found.of(list(run.read_records(run.metrics_file(output / "run"))))
 

@@ -180,10 +180,11 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     write(plan_of(family, layout), output / "plan.yaml")
     launching.launch(
         output / "plan.yaml",
-        run.Run(data=TEXT, weights=published(family), steps=STEPS, output=output / "run"),
+        run.Run(
+            data=TEXT, weights=published(family), steps=STEPS, output=output / "run", **options
+        ),
         device="cpu",
         quiet=True,
-        **options,
     )
     records = list(run.read_records(run.metrics_file(output / "run")))
     return Found([r.loss for r in records], [r.grad_norm for r in records])

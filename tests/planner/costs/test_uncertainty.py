@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -14,6 +15,7 @@ from planner.costs.uncertainty import (
     EXPERTS_BELOW,
     UNMEASURED_ABOVE,
     UNMEASURED_BELOW,
+    fit_probability,
     outside_of,
     step_range,
 )
@@ -148,3 +150,32 @@ def test_what_was_measured_names_frameworks_and_accelerators_that_exist() -> Non
     seen = [stack.accuracy.seen for stack in stacks().values() if stack.accuracy.seen]
 
     assert set().union(*(one.accelerators for one in seen)) <= accelerators().keys()
+
+
+@pytest.mark.parametrize("needed_bytes", [50e9, 70e9, 79e9, 80e9, 95e9])
+def test_the_probability_of_fitting_is_the_share_of_draws_that_fit(needed_bytes: float) -> None:
+    rng = random.Random(0)
+    draws = [needed_bytes * math.exp(rng.gauss(0.0, 0.15)) for _ in range(20_000)]
+
+    stated = fit_probability(needed_bytes, 80e9, 0.15)
+
+    assert stated == pytest.approx(sum(size <= 80e9 for size in draws) / len(draws), abs=0.015)
+
+
+def test_a_measured_machine_is_surer_of_what_fits_and_of_what_does_not() -> None:
+    for needed_bytes, surer in ((75e9, 1), (80e9, 0), (85e9, -1)):
+        known, other = (fit_probability(needed_bytes, 80e9, spread) for spread in (0.03, 0.15))
+        assert (known > other) - (known < other) == surer
+
+
+def test_nothing_fits_no_room_and_nothing_needs_any() -> None:
+    assert fit_probability(1.0, 0.0, 0.15) == 0.0
+    assert fit_probability(0.0, 80e9, 0.15) == 1.0
+
+
+@pytest.mark.parametrize("micro_batch", ["1", "2", "4", "8", "16", "32"])
+def test_what_fits_does_so_with_more_than_even_odds(micro_batch: str) -> None:
+    found = predicted(setup(micro_batch_size=micro_batch, global_batch_size="1024"))
+
+    assert found.fit_probability is not None
+    assert found.fits == (found.fit_probability >= 0.5)

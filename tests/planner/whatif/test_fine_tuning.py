@@ -12,6 +12,7 @@ import pytest
 from planner.catalog import stacks
 from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import CostTables
+from planner.costs.lora import adapter_parameters
 from planner.errors import NoPlanFits
 from planner.executable import rules_of
 from planner.expressions import cluster_of, resolve_cluster, resolve_model
@@ -19,6 +20,7 @@ from planner.pins import Pins
 from planner.plan import Job, Layout
 from planner.predict import FULL_TIME, placement_prediction
 from planner.request import Request
+from planner.search.best_first import search
 from planner.training import Lora
 from planner.whatif.fine_tuning import tuned
 
@@ -127,3 +129,18 @@ def test_no_layout_of_any_tuner_is_faster(
         assert answer.prediction.step_time_s == pytest.approx(best_s, rel=1e-9)
         assert answer.certificate.optimal
         assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("stack", ["megatron", "transformers"])
+def test_adapters_of_a_mixture_of_experts_are_planned(stack: str) -> None:
+    """Attention's and shared experts' products have them; the routed experts are frozen."""
+    model, cluster = resolve_model("mixtral-8x7b"), resolve_cluster("8xh100-sxm-80gb")
+    lora = Lora(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    job = Job(seq_len=4096, global_batch=16, lora=lora)
+
+    found = search(Request(model, cluster, job, stack=stacks()[stack]))
+
+    # 32 blocks of 16 x (4,096 + 4,096 + 2 x (4,096 + 1,024) + 4,096 + 4,096) parameters.
+    trained = sum(adapter_parameters(model, layer.kind, lora) for _, layer in model.chain)
+    assert trained == 32 * 16 * (4 * 4096 + 2 * (4096 + 1024))
+    assert found.prediction.fits
