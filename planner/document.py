@@ -1,7 +1,8 @@
 """Documents: YAML or JSON text to frozen, validated values, and back.
 
-Reading is safe: plain YAML 1.2 scalars only, no tags, no aliases, bounded size and depth.  Whatever
-is wrong becomes one DocumentError with the path inside the file, the value seen and the way out.
+Reading is safe: plain YAML 1.2 scalars only, no tags, no aliases, bounded size, depth and count.
+Whatever is wrong becomes one DocumentError with the path inside the file, the value seen and the
+way out.
 Writing is atomic: a file appears whole or not at all.
 """
 
@@ -20,8 +21,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from planner.errors import DocumentError
 from planner.guarded_files import replaced
@@ -32,14 +39,35 @@ MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 40
 MAX_COLUMNS = 1000
 MAX_ROWS = 500_000
+MAX_VALUES = 200_000
+"""Keys and values of a document; each takes up to 400 bytes while it is read."""
+MAX_CELLS = 2_000_000
+"""Of a table, each of its rows as long as its header."""
 
 D = TypeVar("D", bound="Document")
+
+
+def _end_at_the_first_wrong_item(schema: Any) -> None:
+    """Let lists report no item after a wrong one: each finding takes a kilobyte."""
+    for inner in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(inner, dict | list | tuple):
+            _end_at_the_first_wrong_item(inner)
+    if isinstance(schema, dict) and schema.get("type") in ("list", "tuple", "set", "frozenset"):
+        schema["fail_fast"] = True
 
 
 class Part(BaseModel):
     """A frozen piece of a document; unknown keys are errors that name the nearest known key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        _end_at_the_first_wrong_item(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -176,8 +204,11 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, 
 
     Cells are stripped; those that a row lacks are empty, those beyond the header are left out.
     """
+    text = read_text(path)
+    if text.count(",") > MAX_CELLS:
+        raise _too_many_cells(path)
     try:
-        lines = csv.reader(io.StringIO(read_text(path), newline=""))
+        lines = csv.reader(io.StringIO(text, newline=""))
         header = [name.strip() for name in next(lines, [])]
         if len(header) > MAX_COLUMNS:
             raise DocumentError("header", f"has more than {MAX_COLUMNS} columns", file=str(path))
@@ -185,6 +216,8 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, 
         for line in lines:
             if len(rows) == MAX_ROWS:
                 raise DocumentError("", f"has more than {MAX_ROWS:,} rows", file=str(path))
+            if (len(rows) + 1) * len(header) > MAX_CELLS:
+                raise _too_many_cells(path)
             if line:
                 cells = [cell.strip() for cell in line[: len(header)]]
                 cells += [""] * (len(header) - len(cells))
@@ -192,6 +225,14 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, 
     except csv.Error as error:
         raise DocumentError("", f"is no CSV table: {error}", file=str(path)) from error
     return header, rows
+
+
+def _too_many_cells(path: str | os.PathLike[str]) -> DocumentError:
+    return DocumentError(
+        "",
+        f"has more than {MAX_CELLS:,} cells; divide it, or leave out columns that are not read",
+        file=str(path),
+    )
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
@@ -211,7 +252,9 @@ def plain(text: str) -> object:
     """Return YAML or JSON text as dicts, lists and scalars, refusing whatever could do harm."""
     if len(text) > MAX_BYTES:
         raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB")
-    if text.lstrip()[:1] in ("{", "["):
+    # JSON has at most so many keys and values; the YAML reader counts what may have more.
+    most = 1 + sum(text.count(mark) for mark in ",:{[")
+    if most <= MAX_VALUES and text.lstrip()[:1] in ("{", "["):
         try:
             return _json(text)
         except (ValueError, RecursionError):
@@ -338,8 +381,8 @@ def _json(text: str) -> object:
 
 
 def _refuse_harm(text: str) -> None:
-    """Refuse aliases (they can multiply without bound), tags and bottomless nesting."""
-    depth = 0
+    """Refuse aliases (they can multiply without bound), tags, depth and values without end."""
+    depth = values = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         mark = event.start_mark
         assert mark is not None
@@ -353,6 +396,11 @@ def _refuse_harm(text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise DocumentError(place, f"is nested more than {MAX_DEPTH} deep")
+        values += isinstance(event, yaml.NodeEvent)
+        if values > MAX_VALUES:
+            raise DocumentError(
+                place, f"has more than {MAX_VALUES:,} keys and values; a document has fewer"
+            )
 
 
 def _known(cls: type[BaseModel]) -> str:

@@ -91,7 +91,9 @@ class Agreement:
 
     @property
     def _joined(self) -> bool:
-        return self._place.mesh is not None and dist.get_world_size() > 1
+        """Whether there are other ranks; those of a rehearsal say nothing."""
+        several = self._place.mesh is not None and dist.get_world_size() > 1
+        return several and dist.get_backend() != "fake"
 
     def due(self, step: int) -> bool:
         """Tell whether replicas are compared in step number `step`, of which the first is 1."""

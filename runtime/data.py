@@ -29,8 +29,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
-from planner.document import is_file, is_folder, is_there
+from planner.document import first_error, is_file, is_folder, is_there, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import folder_within
 from planner.machine_figures import cache_folder
@@ -61,6 +62,7 @@ FIRST_BYTES = {
     b"PK\x03\x04": "compressed (zip)",
 }
 TOKENS = "tokens.bin"
+TOKEN_TYPES = ("uint16", "uint32")
 _FORMAT = 3
 
 
@@ -117,9 +119,7 @@ class Pretrained:
         """Return the token that ends a text, by the names that configurations have for it."""
         file = folder / "tokenizer_config.json"
         try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except OSError:
-            settings = {}
+            settings = json.loads(read_text(file)) if is_there(file) else {}
         except ValueError as error:
             raise DocumentError("", f"is not JSON: {error}", file=str(file)) from error
         for key in ("eos_token", "sep_token"):
@@ -255,19 +255,24 @@ class Corpus:
         With `verify` every byte of the files is compared with what was written.
         """
         try:
-            text = (folder / "corpus.json").read_text(encoding="utf-8")
+            text = read_text(folder / "corpus.json")
             if not checksums.seal_holds(text):
                 raise ValueError("corpus.json has another checksum than was written")
             about = json.loads(text)
             del about["checksum"]
-            corpus = cls(folder=folder, **about)
+            try:
+                corpus = TypeAdapter(cls).validate_python({**about, "folder": folder})
+            except ValidationError as error:
+                raise first_error(error) from None
             if verify:
                 corpus.verify()
             have = (folder / TOKENS).stat().st_size
+            if corpus.dtype not in TOKEN_TYPES:
+                raise ValueError(f"its tokens are of type {corpus.dtype!a:.20}")
             want = corpus.tokens * np.dtype(corpus.dtype).itemsize
             if have != want or len(corpus.starts) != corpus.documents + 1:
                 raise ValueError(f"tokens.bin has {have} bytes, not {want}")
-        except (OSError, ValueError, TypeError) as error:
+        except (DocumentError, OSError, ValueError, TypeError, EOFError, MemoryError) as error:
             raise LaunchError(
                 f"{folder}: is no prepared corpus ({error}); delete the folder"
             ) from None
@@ -303,7 +308,8 @@ class Corpus:
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """Where each document starts in `stream`, and its end  [document + 1]."""
-        starts: NDArray[np.int64] = np.load(self.folder / "starts.npy")
+        with checksums.opened(self.folder / "starts.npy") as file:
+            starts: NDArray[np.int64] = np.load(file)
         return starts
 
     @cached_property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from planner.document import read
+from planner.document import read, read_text
 from planner.errors import LaunchError
 from planner.guarded_files import folder_beside
 from planner.model import ModelGraph
@@ -117,7 +117,7 @@ def to_peft(saved: Path, output: Path) -> Exported:
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
     folder = Path(plan.model.source)
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads(read_text(source / CONFIG))
     tensors, settings = lora.peft_files(
         {key.removeprefix("model."): tensor for key, tensor in state.items()},
         plan.training.lora,
@@ -210,7 +210,7 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
 def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads(read_text(source / CONFIG))
     config["dtype"] = names[dtype]
     config.pop("auto_map", None)  # code of a folder that this one is not
     path = folder / CONFIG

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import LaunchError
+from planner.document import read_text
+from planner.errors import DocumentError, LaunchError
 
 EXPERTS = {
     "mixtral": {
@@ -71,15 +72,18 @@ class Weights:
         index = folder / "model.safetensors.index.json"
         try:
             if index.exists():
-                for name, file in json.loads(index.read_text())["weight_map"].items():
+                for name, file in json.loads(read_text(index))["weight_map"].items():
                     if Path(file).name != file or not file.endswith(".safetensors"):
                         raise ValueError(f"{index.name} names {file!a}, no *.safetensors here")
                     self._file[name] = folder / file
+                for path in set(self._file.values()):
+                    _refuse_device(path)
             else:
                 for path in sorted(folder.glob("*.safetensors")):
+                    _refuse_device(path)
                     with safe_open(path, framework="pt") as opened:
                         self._file.update(dict.fromkeys(opened.keys(), path))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (DocumentError, OSError, ValueError, KeyError, SafetensorError) as error:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
         if not self._file:
             raise LaunchError(f"{folder}: has no *.safetensors file")
@@ -226,6 +230,12 @@ class Weights:
                 others[keep[0]] = slice(*keep[1:])
             taken = [whole[(*others[:dim], slice(*span), *others[dim + 1 :])] for span in spans]
             return torch.cat(taken, dim) if len(taken) > 1 else taken[0]
+
+
+def _refuse_device(path: Path) -> None:
+    """Refuse what the library would wait for; what is missing it tells itself."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no regular file")
 
 
 def _spans(shape: torch.Size, cut: Cut | None, pieces: int) -> tuple[int, list[tuple[int, int]]]:

@@ -11,6 +11,7 @@ is FSDP's to do (runtime/parallelize.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -97,13 +98,16 @@ class Replicas:
         *,
         backwards: int | None,
     ) -> None:
-        """`parameters` are in the order of forward, each with its ranks.
+        """`parameters` are in the order of forward, each with its ranks, once for each stage.
 
         A step adds to each gradient in so many `backwards`.  None says that autograd does not tell
         when a gradient is complete, since some are made apart: all are sent by `finish`.
         """
         self._backwards = backwards
-        self._buckets = _buckets(parameters)
+        found = list(parameters)
+        self._stages = Counter(parameter for parameter, _ in found)
+        """How many stages of this rank read each, in backwards of their own."""
+        self._buckets = _buckets(found)
         self._sent = 0
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -155,7 +159,10 @@ class Replicas:
         return notice
 
     def _full(self, bucket: _Bucket) -> bool:
-        return min(bucket.added) == self._backwards
+        if self._backwards is None:
+            return False
+        pairs = zip(bucket.parameters, bucket.added, strict=True)
+        return all(added == self._backwards * self._stages[one] for one, added in pairs)
 
 
 def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> list[_Bucket]:

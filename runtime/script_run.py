@@ -12,11 +12,12 @@ import hashlib
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import read, write
+from planner.document import MAX_BYTES, read, read_bytes, write
 from planner.errors import LaunchError
 from planner.guarded_files import folder_within
 from planner.plan import Plan
@@ -244,6 +245,14 @@ def _check_script(script: Path) -> None:
         found = False
     if not found:
         raise LaunchError(f"{script}: is no file; name the script that trains")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each rank gives them
+            compile(read_bytes(script, most=MAX_BYTES), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise LaunchError(
+            f"{script}: is no Python script: {error or 'nested too deeply'}"
+        ) from None
 
 
 def _from_here(path: Path) -> Path:

@@ -239,6 +239,9 @@ def script_stage(
     besides = [*scalars, *unused]
     group = place.data_group if place.mesh is not None else None
     if wraps:
+        if recorder.refused is not None:
+            # What runs between units is not known, and ranks may run other units: gathered whole.
+            made.units = {}
         _make_contiguous(made)
         for unit in made.units.values():
             unit.register_forward_hook(no_view)

@@ -25,6 +25,7 @@ from meshwright.options import (
     TrustCode,
     with_records,
 )
+from planner.errors import DocumentError
 from runtime.run import HERE, Run, Where
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def launch(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
+    if json and dry_run and where.on == "local":
+        raise DocumentError("json", "a dry run here prints commands; leave out --json")
     done = launches.launch(
         plan,
         run,

@@ -16,7 +16,7 @@ from typing import Any
 from planner.costs.hosts import usable_share
 from planner.costs.layout_costs import LayoutCosts
 from planner.model import ModelGraph
-from planner.pins import Pins
+from planner.pins import SHORT_NAMES, Pins
 from planner.plan import Layout
 from planner.request import Request
 from planner.search.layout_queue import Found, Queue, Space
@@ -59,10 +59,16 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     below, left = divmod(job.global_batch, cluster.devices)
     near = [str(count * cluster.devices) for count in (below, below + 1) if count]
     such = f", such as {' or '.join(near)}" if left else ""
-    divides = (
-        f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
-        f"ask for a global batch that the devices divide{such}, or fix less"
-    )
+    fixed = [
+        name for name, field in SHORT_NAMES.items() if getattr(request.pins, field) is not None
+    ]
+    if left or not fixed:
+        divides = (
+            f"uses all {cluster.devices} devices and divides a global batch of {job.global_batch}; "
+            f"ask for a global batch that the devices divide{such}, or fix less"
+        )
+    else:
+        divides = f"keeps all that is fixed ({', '.join(fixed)}); fix less"
     if not refused:
         return f"no layout of {model.name} {divides}"
     return (

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import get_args
 
 from planner.pins import SHORT_NAMES, Allowance, Pins
 from planner.plan import Layout, loss_text
 from planner.profile import Recompute
 from planner.request import Request
-from planner.search.space import Degrees, every_degrees, micro_batches
+from planner.search.space import Degrees, every_degrees, layouts, micro_batches
 
+LAYOUTS_LOOKED_AT = 4096
+"""Of the layouts that there are without a pin, for the values that they have."""
 FACTORS = (2, 4, 8, 16)
 """Of more devices or a shorter sequence: how far a way out is looked for."""
 MORE: tuple[Allowance, ...] = ("offload", "compress")
@@ -42,8 +45,8 @@ def ways_out(request: Request, fitting: Fitting) -> str:
 
 
 def dividing(request: Request) -> Iterator[str]:
-    """Yield what pinned numbers may be, where one alone keeps degrees from dividing devices."""
-    job, pins = request.job, request.pins
+    """Yield what pins may be, where letting one of them go leaves layouts that divide devices."""
+    job, pins, found = request.job, request.pins, False
     for name, field in SHORT_NAMES.items():
         pinned = getattr(pins, field)
         if pinned is None or field not in (*Degrees.__dataclass_fields__, "micro_batch"):
@@ -54,8 +57,19 @@ def dividing(request: Request) -> Iterator[str]:
             sizes = [size for size, _ in micro_batches(job, degrees, open_)]
             values |= set(sizes) if field == "micro_batch" else {getattr(degrees, field)}
         if values and pinned not in values:
+            found = True
             listed = ", ".join(map(str, sorted(values)))
             yield f"{name}={pinned} stands in the way: it can be {listed}"
+    for name, field in SHORT_NAMES.items() if not found else ():
+        if getattr(pins, field) is None or not hasattr(Layout, field):
+            continue
+        without = replace(pins, **{field: None})  # type: ignore[arg-type]
+        some = islice(layouts(replace(request, pins=without)), LAYOUTS_LOOKED_AT)
+        known = {written_pin(layout, field): None for layout in some}
+        if known:
+            listed = ", ".join(str(value) for value in known if value is not None)
+            pinned = written_pin(pins, field)
+            yield f"{name}={pinned} stands in the way: it can be {listed or 'left out'}"
 
 
 def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
@@ -86,11 +100,11 @@ def _pins_let_go(request: Request, fitting: Fitting) -> Iterator[str]:
         yield "with nothing fixed"
 
 
-def written_pin(layout: Layout, field: str) -> str | None:
-    """Return a layout's value as `--fix` takes it; None if it has none there."""
+def written_pin(layout: Layout | Pins, field: str) -> str | None:
+    """Return a layout's or a pin's value as `--fix` takes it; None if it has none there."""
     value = getattr(layout, field)
     if field == "loss":
-        return loss_text(value)
+        return value if value == "plain" else loss_text(value)
     if value is None:
         return None
     if field != "order":

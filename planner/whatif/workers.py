@@ -6,10 +6,12 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Self, TypeVar
 
 from planner.costs.figure_store import FigureStore
+from planner.errors import MeshwrightError
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -62,6 +64,12 @@ class Workers:
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
+        except BrokenProcessPool as error:
+            self.stop()
+            raise MeshwrightError(
+                "a process of the study was ended from outside, as where memory is short; "
+                f"{self._count} worked at a time: ask for fewer with --processes"
+            ) from error
         except BaseException:
             self.stop()
             raise

@@ -1,6 +1,6 @@
 """Hostile inputs to every command, made from a seed, and the watch that is kept over each.
 
-    python -m tests.meshwright.hostile --seed 0 --first 0 --count 2000
+    python -m tests.meshwright.hostile --seed 0 --first 0 --count 3000
 
 A case is a folder of files and the arguments of one command: documents and tables mutated, flags at
 the ends of their ranges and beyond, names that no file has, files that are no files.  Options are
@@ -42,10 +42,16 @@ from meshwright import cli
 from meshwright.commands import plan
 from planner import document
 from planner.search.answer import Answer
+from runtime import checksums
+from tests.meshwright import hostile_configurations as configurations
+from tests.meshwright import hostile_documents as documents
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20
 LIMIT_BYTES = 12 * 2**30
+"""Address space, of which what libraries reserve is most."""
+MOST_BYTES = 2**30
+"""Memory in use."""
 CANARY = "code-was-run"
 EVIL = f"open({CANARY!r}, 'w').close()\n"
 """A file of code that nobody asked for."""
@@ -156,6 +162,18 @@ KINDS: dict[str, Make] = {
 }
 
 
+TRAPS: dict[str, Make] = {
+    "a link": lambda path: path.symlink_to(PRECIOUS),
+    "a hard link": lambda path: path.hardlink_to(PRECIOUS),
+    "a linked folder": lambda path: path.symlink_to(PRECIOUS.parent),
+    "a link to nothing": lambda path: path.symlink_to(PRECIOUS.with_name("made")),
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/full"),
+}
+PRECIOUS = Path("../elsewhere/thesis.txt")
+"""A file of the user outside of the case's folder, seen from there."""
+
+
 def _base(path: str) -> Any:
     return yaml.safe_load((ROOT / path).read_text())
 
@@ -232,6 +250,10 @@ def _report() -> Any:
     }  # fmt: skip
 
 
+READ = "read"
+"""Stands for a command where a case reads a document that no argument names."""
+CONFIGURATION = "configuration"
+"""A configuration of the framework that `import` is asked to read."""
 BASES: dict[str, Callable[[], Any]] = {
     "plan.yaml": lambda: _base("plans/demo-4m-on-local/plan.yaml"),
     "large.yaml": lambda: _base("plans/llama-3.1-8b-on-8xh100/plan.yaml"),
@@ -270,8 +292,11 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("folder", "--to", "peft", "-o", "out"),
     ),
     "import": (
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework"),
+        (CONFIGURATION, "--from", "@framework", "--json"),
         ("config.json", "--from", "deepspeed", "--cluster", "@cluster", "--model", "@model"),
-        ("study.yaml", "--from", "accelerate", "--cluster", "@cluster", "--model", "@model"),
         ("runs.csv", "--from", "megatron", "--cluster", "@cluster", "--model", "@model"),
     ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
@@ -355,17 +380,32 @@ def _of(name: str, hint: Any) -> Option:
     return Option(name=name, flag=flag, kind=kind)
 
 
+@cache
+def _with_json() -> set[str]:
+    """Return the commands whose answer can be JSON; options behind `run SCRIPT` are its own."""
+    return {
+        name for name, every in commands().items() if any(one.flag == "--json" for one in every)
+    } - {"run"}
+
+
 def case(seed: int, number: int) -> Case:
     """Return one case; the same numbers give the same."""
     rng = random.Random(f"{seed}/{number}")
     every = commands()
-    name = sorted(every)[number % len(every)]
+    name = sorted((*every, READ))[number % (len(every) + 1)]
     made = Case(number=number, arguments=[name])
+    if name == READ:
+        return _read(rng, made)
     shape = rng.choice(ARGUMENTS[name])
     for word in shape:
         made.arguments.append(_drawn(rng, word))
     ways = rng.choice([(1, 0), (1, 0), (0, 1), (0, 1), (0, 2), (1, 1), (0, 3)])
+    if CONFIGURATION in shape:
+        _configuration(rng, made, hostile=bool(ways[0]))
     _files(rng, made, hostile=ways[0])
+    _traps(rng, made)
+    if name in _with_json() and "--json" not in made.arguments and rng.random() < 0.3:
+        made.arguments.append("--json")
     for _ in range(ways[1]):
         option = rng.choice(every[name])
         words = _option(rng, option)
@@ -373,6 +413,50 @@ def case(seed: int, number: int) -> Case:
         made.arguments += words
         made.what.append(" ".join(ascii(word)[:40] for word in words))
     return made
+
+
+def _read(rng: random.Random, made: Case) -> Case:
+    """Give a case a document that no command's argument names, and what the document speaks of."""
+    name = rng.choice(list(documents.BASES))
+    made.arguments.append(name)
+    made.files = {path: _text(content) for path, content in documents.DATA.items()}
+    if rng.random() < 0.2:
+        path, kind = rng.choice((name, *documents.DATA)), rng.choice(list(KINDS))
+        made.what = [f"{path} is {kind}"]
+        made.files[name] = _text(_right(name))
+        made.files[path] = KINDS[kind]
+        return made
+    content, what = _document(rng, name, hostile=True)
+    # Whoever changes a sealed document can seal it again.
+    if name in documents.SEALED and rng.random() < 0.8:
+        content = checksums.sealed(content.decode(errors="replace")).encode()
+    made.files[name] = _text(content)
+    made.what = [what]
+    return made
+
+
+def _configuration(rng: random.Random, made: Case, *, hostile: bool) -> None:
+    """Give a case a framework's configuration, the framework, its cluster and model."""
+    of, text, row, what = configurations.drawn(rng, mutated, hostile=hostile)
+    made.arguments[made.arguments.index("@framework")] = of
+    made.arguments += ["--cluster", row.cluster]
+    if row.model is not None:
+        made.arguments += ["--model", "published.json" if row.model[:1] == "{" else row.model]
+        made.files["published.json"] = _text(row.model.encode())
+    made.files[CONFIGURATION] = _text(text.encode(errors="surrogatepass"))
+    made.what += [f"{of}: {what}"] if what else []
+
+
+def _traps(rng: random.Random, made: Case) -> None:
+    """Put links and pipes where a command writes: an output, a run's folder, a checkpoint's."""
+    if rng.random() > 0.2:
+        return
+    names = ("out.yaml", "out.csv", "run/.lock", "run/plan.yaml", "run/metrics.jsonl", "run/logs",
+             "run/ranks", "launch.sbatch", "out/config.json")  # fmt: skip
+    for name in rng.sample(names, k=2):
+        kind = rng.choice(list(TRAPS))
+        made.files[name] = TRAPS[kind]
+        made.what.append(f"{name} is {kind}")
 
 
 def _drawn(rng: random.Random, word: str) -> str:
@@ -486,19 +570,20 @@ def _document(rng: random.Random, name: str, *, hostile: bool) -> tuple[bytes, s
     if rng.random() < 0.3:
         return _damaged(rng, _right(name))
     data = copy.deepcopy(_loaded(name))
-    said = [_mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
+    said = [mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
     return _dumped(data, name), "; ".join(said)
 
 
 @cache
 def _loaded(name: str) -> Any:
-    return BASES[name]()
+    return (BASES | documents.BASES)[name]()
 
 
 @cache
 def _right(name: str) -> bytes:
     """Return a document as it should be."""
-    return _dumped(_loaded(name), name)
+    content = _dumped(_loaded(name), name)
+    return checksums.sealed(content.decode()).encode() if name in documents.SEALED else content
 
 
 def _dumped(data: object, name: str) -> bytes:
@@ -520,7 +605,7 @@ def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from _places(value, (*path, key))
 
 
-def _mutated(rng: random.Random, data: Any) -> str:
+def mutated(rng: random.Random, data: Any) -> str:
     """Change one place of a document and say how."""
     every = list(_places(data))
     if not every:
@@ -633,14 +718,39 @@ def run(made: Case, parent: Path) -> str | None:
     work = folder / "work"
     (work / "folder").mkdir(parents=True)
     os.chdir(work)
+    (folder / "elsewhere").mkdir()
+    PRECIOUS.write_text("what a user has elsewhere")
     for path, make in made.files.items():
+        if not Path(path).parent.exists():
+            Path(path).parent.mkdir(parents=True)
+        # A trap's name may be that of a file of the case, which it replaces.
+        if make in TRAPS.values() and Path(path).is_file():
+            Path(path).unlink()
         make(Path(path))
-    return watched(lambda: cli.main(made.arguments), work, outputs=made.outputs)
+    before = _state(folder / "elsewhere")
+    command, *arguments = made.arguments
+    found = watched(
+        lambda: documents.read(*arguments) if command == READ else cli.main(made.arguments),
+        work,
+        outputs=made.outputs,
+        json_asked="--json" in made.arguments and made.arguments[0] != "run",
+    )
+    if found is None and _state(folder / "elsewhere") != before:
+        return "a file of the user outside of the case's folder was touched"
+    return found
 
 
-def watched(command: Callable[[], int], work: Path, *, outputs: int = 1) -> str | None:
+def _state(folder: Path) -> list[tuple[str, int, int, str]]:
+    return [(str(path), path.stat().st_mtime_ns, path.stat().st_mode, path.read_text())
+            for path in sorted(folder.iterdir())]  # fmt: skip
+
+
+def watched(
+    command: Callable[[], int], work: Path, *, outputs: int = 1, json_asked: bool = False
+) -> str | None:
     """Run a command where we stand, under audit; return what was wrong."""
     before = _listing(work)
+    _forget_peak()
     written: list[str] = []
     out, err = io.StringIO(), io.StringIO()
     _AUDITED.append((work, written))
@@ -660,8 +770,37 @@ def watched(command: Callable[[], int], work: Path, *, outputs: int = 1) -> str 
         f"said nothing but {said[-500:]!r}": code == 1 and "meshwright: " not in said,
         f"ended with {code} and left {new[:5]}": code and new and outputs < 2,
         f"left {half[:5]} half-written": half,
+        f"took {_peak_bytes() >> 20} MiB": _peak_bytes() > MOST_BYTES,
+        f"printed no JSON alone: {out.getvalue()[:80]!r}": json_asked
+        and not (_is_json(out.getvalue()) or (code and not out.getvalue())),
     }
     return next((text for text, seen in wrong.items() if seen), None)
+
+
+def _is_json(text: str) -> bool:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except ValueError:
+        return False
+    return True
+
+
+def _forget_peak() -> None:
+    """Count the most memory of this process from now on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    """Return the most memory of this process since; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _listing(work: Path) -> set[str]:
@@ -693,7 +832,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not isinstance(path, str | bytes | os.PathLike):
         return
     place = os.path.realpath(os.fsdecode(path))
-    if not place.startswith((str(work), "/dev", "/proc")):
+    if not place.startswith((str(work), os.environ["MESHWRIGHT_CACHE"], "/dev", "/proc")):
         written.append(f"{event} {place}")
 
 
@@ -716,7 +855,7 @@ def _batch(seed: int, numbers: list[int], parent: Path, told: int) -> None:
         found = run(made, parent)
         took_s = os.times().user - began_s
         signal.setitimer(signal.ITIMER_PROF, 0)
-        line = ["end", number, found and f"{made}\n{found}", round(took_s, 2)]
+        line = ["end", number, found and f"{made}\n{found}", round(took_s, 2), _peak_bytes() >> 20]
         os.write(told, json.dumps(line).encode() + b"\n")
 
 
@@ -725,7 +864,10 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
     waiting = list(range(first, first + count))
     found: dict[int, str] = {}
     seconds: dict[int, float] = {}
+    mebibytes: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as parent:
+        # The user's own cache, where what a machine measured is kept.
+        os.environ["MESHWRIGHT_CACHE"] = os.path.realpath(Path(parent, "cache"))
         while waiting:
             now, reading = waiting[:batch], os.pipe()
             child = os.fork()
@@ -741,6 +883,7 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
             found |= {line[1]: line[2] for line in ended if line[2]}
             print("\n".join(line[2] for line in ended if line[2]), file=sys.stderr)
             seconds |= {line[1]: line[3] for line in ended}
+            mebibytes |= {line[1]: line[4] for line in ended}
             if len(ended) < len(now):
                 bad = now[len(ended)]
                 signalled = (
@@ -750,7 +893,13 @@ def findings(seed: int, first: int, count: int, *, batch: int = 50) -> dict[str,
                 ended.append([])
             waiting = waiting[len(ended) :]
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:5]
-    return {"cases": count, "findings": found, "slowest": slowest, "cpu_s": sum(seconds.values())}
+    return {
+        "cases": count,
+        "findings": found,
+        "slowest": slowest,
+        "largest": sorted(mebibytes.items(), key=lambda item: -item[1])[:5],
+        "cpu_s": sum(seconds.values()),
+    }
 
 
 def main() -> None:
@@ -761,8 +910,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     asked = parser.parse_args()
     os.environ |= {"COLUMNS": "140", "TERM": "dumb"}
-    # What commands load where they use it, loaded once for all cases.
-
     json.dump(findings(asked.seed, asked.first, asked.count), sys.stdout, indent=1)
 
 

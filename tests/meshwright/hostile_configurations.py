@@ -95,7 +95,8 @@ _STATEMENTS = (
     "for i in 1; do A+=$A$A; done\n" * 3000, "\x0b\x0c\x85\u2028" * 30_000, "touch code-was-run",
 )  # fmt: skip
 
-_VALUES = re.compile(r"(?:=\s*|--[\w.-]+[ =])([^\s,=(){}\[\]]+)")
+_VALUES = re.compile(r"(?:=\s*|(?<![\w.-])--[\w.-]+[ =])([^\s,=(){}\[\]]+)")
+"""Of `key = value`, `key=value` and `--key value`, what stands behind."""
 Change = Callable[[random.Random, Any], str]
 """Changes data in one place, and says how."""
 
@@ -129,10 +130,7 @@ def _changed(rng: random.Random, of: str, text: str, change: Change) -> tuple[st
         at = rng.randrange(len(whole) + 1)
         indent = " " * rng.choice((0, 0, 4))
         return "".join([*whole[:at], f"{indent}{line}\n", *whole[at:]]), f"line {line[:30]!r}"
-    # `key = value`, `key=value`, `--key value`: mostly what stands behind
-    places = [
-        match.span(1) for match in re.finditer(r"(?:=\s*|--[\w.-]+[ =])([^\s,=(){}\[\]]+)", text)
-    ]
+    places = [match.span(1) for match in _VALUES.finditer(text)]
     others = [match.span() for match in re.finditer(r"[\w.]+|[^\w\s]", text)]
     begin, end = rng.choice(places if places and rng.random() < 0.8 else others or [(0, 0)])
     value = rng.choice(values)

@@ -15,6 +15,7 @@ import pytest
 
 from meshwright import cli
 from tests.meshwright import hostile
+from tests.meshwright import hostile_documents as documents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,10 @@ def found(count: int, *, first: int = 0) -> dict[str, str]:
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["cases"] == count
-    print(f"{result['cpu_s']:.0f} s of CPU, the slowest cases {result['slowest']}")
+    print(
+        f"{result['cpu_s']:.0f} s of CPU, the slowest cases {result['slowest']}, "
+        f"the largest in MiB {result['largest']}"
+    )
     return result["findings"]
 
 
@@ -41,8 +45,8 @@ def test_50_hostile_inputs_end_in_a_message() -> None:
 
 
 @pytest.mark.matrix
-def test_2000_hostile_inputs_end_in_a_message() -> None:
-    assert found(2000) == {}
+def test_3000_hostile_inputs_end_in_a_message() -> None:
+    assert found(3000) == {}
 
 
 def test_every_command_and_option_is_tried() -> None:
@@ -54,6 +58,18 @@ def test_every_command_and_option_is_tried() -> None:
     for option in (option for options in every.values() for option in options):
         words = hostile._option(rng, option)
         assert option.flag is None or words[0] == option.flag
+
+
+@pytest.mark.parametrize("name", documents.BASES)
+def test_documents_that_the_cases_break_are_right(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for path, content in (*documents.DATA.items(), (name, hostile._right(name))):
+        Path(path).write_bytes(content)
+
+    assert documents.read(name) == 0
 
 
 def test_the_same_numbers_give_the_same_case() -> None:

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import socket
+import tracemalloc
 import types
 import typing
 from functools import cache
@@ -635,3 +636,51 @@ def test_schemas_are_written_where_asked(tmp_path: Path) -> None:
 
     assert {file.name for file in tmp_path.iterdir()} == set(schemas.texts())
     assert json.loads((tmp_path / "plan.json").read_text())["title"] == "Plan"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [' + "1," * document.MAX_VALUES + "1]}",
+        "a: [" + "[]," * document.MAX_VALUES + "1]",
+        "- 1\n" * (document.MAX_VALUES + 1),
+        "a: {" + ", ".join(f"k{n}: 1" for n in range(document.MAX_VALUES // 2)) + "}",
+    ],
+)
+def test_a_document_of_too_many_values_is_refused(text: str) -> None:
+    with pytest.raises(DocumentError, match="has more than 200,000 keys and values"):
+        plain(text)
+
+
+def test_commas_in_text_count_no_values() -> None:
+    text = "," * (2 * document.MAX_VALUES)
+
+    assert plain(json.dumps({"a": text})) == {"a": text}
+
+
+def test_a_list_of_wrong_items_takes_no_memory() -> None:
+    wrong = {"name": "p", "layers": [{}] * 30_000}
+
+    tracemalloc.start()
+    with pytest.raises(DocumentError, match=r"layers\[0\]") as raised:
+        ModelGraph.of(wrong)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_bytes < 4 * 2**20
+    assert "layers[1]" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ",".join(f"c{n}" for n in range(1000)) + "\n" + "1\n" * 2001,
+        "a\n" + "," * (document.MAX_CELLS + 1),
+    ],
+)
+def test_a_table_of_too_many_cells_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(content)
+
+    with pytest.raises(DocumentError, match="has more than 2,000,000 cells; divide it"):
+        document.read_table(path)

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LaunchError
-from runtime import data
+from runtime import checksums, data
 from runtime.data import Corpus, Samples, files, prepare
 
 
@@ -390,3 +391,32 @@ def test_a_damaged_cache_is_named(poems: Path, cache: Path, file: str) -> None:
 
     with pytest.raises(LaunchError, match=f"{corpus.folder}.*; delete the folder"):
         prepare(files(poems), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["corpus.json", "starts.npy", "tokens.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, Path.touch])
+def test_a_prepared_corpus_has_regular_files_only(
+    name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    corpus = prepare(files(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    (corpus.folder / name).unlink()
+    make(corpus.folder / name)
+
+    with pytest.raises(LaunchError, match="delete the folder"):
+        Corpus.open(corpus.folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dtype", "O"), ("tokens", "x"), ("documents", None), ("checksums", [1])]
+)
+def test_a_corpus_described_anew_is_checked(key: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    corpus = prepare(files(tmp_path / "a.txt"), cache=tmp_path / "cache")
+    about = json.loads((corpus.folder / "corpus.json").read_text())
+    del about["checksum"]
+    text = checksums.sealed(json.dumps({**about, key: value}))
+    (corpus.folder / "corpus.json").write_text(text)
+
+    with pytest.raises(LaunchError, match="is no prepared corpus"):
+        Corpus.open(corpus.folder, verify=True)

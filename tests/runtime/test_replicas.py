@@ -87,6 +87,24 @@ def test_all_is_under_way_when_the_last_backward_ends() -> None:
     assert on_ranks(2, sent_before_the_end) == [[0, 6], [0, 6]]
 
 
+def of_two_stages() -> float:
+    """Return the gradient of a number that two stages of a rank read, each in its own backward."""
+    weight = nn.Parameter(torch.ones(()))
+    pair = (weight, dist.group.WORLD)
+    mean = Replicas([pair, pair], backwards=1)
+    (weight * 1.0).backward()
+    assert mean._sent == 0
+    (weight * (10.0 + dist.get_rank())).backward()
+    mean.finish()
+    assert weight.grad is not None
+    return float(weight.grad)
+
+
+@pytest.mark.ranks
+def test_what_two_stages_of_a_rank_read_is_sent_behind_both_backwards() -> None:
+    assert on_ranks(2, of_two_stages) == [11.5, 11.5]
+
+
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """torch's fused AdamW updates other weights where it does not, and says nothing."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ MOST_DIGITS = 18
 """Of a whole number: what counts bytes and parameters has fewer."""
 MOST_SHOWN = 80
 """Characters of an expression that is quoted."""
+
+
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:\.[ \t]*+{_PART}){{{MOST_DEPTH}}}")
+"""Names with more dots than a section is deep."""
 
 
 class Budget:
@@ -72,8 +78,10 @@ def json_settings(text: str, of: str) -> dict[str, Any]:
 
 def toml_or_module(text: str, of: str) -> dict[str, Any] | ast.Module:
     """Return the settings of a TOML document, or the tree of a Python module that is not run."""
+    if _LONG_KEY.search(sized(text, of)):  # of which tomllib keeps every beginning
+        raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep")
     try:
-        data = tomllib.loads(sized(text, of))
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as toml:
         try:
             return module(text, of)

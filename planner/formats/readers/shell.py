@@ -20,7 +20,7 @@ _ASSIGNED = re.compile(
 )
 _USED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?:(?::?[-=])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_ARRAY = re.compile(r"\s*[\w ]*\+?=\(")
+_ARRAY = re.compile(r"\s*+[\w ]*+\+?=\(")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 _GAP = re.compile(r"(?:\s+|#[^\n]*)*")
 _WORD = re.compile(r"""(?:\\.|'[^']*'|"[^"\\]*(?:\\.[^"\\]*)*"|[^\s'"\\])+""", re.DOTALL)

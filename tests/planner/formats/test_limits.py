@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shlex
+import time
 import tracemalloc
 
 import pytest
@@ -12,7 +14,7 @@ from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.imported import READERS, imported
 from planner.formats.readers import limits, shell
-from tests.meshwright import hostile_configurations
+from tests.meshwright import hostile, hostile_configurations
 
 MODEL = resolve_model("gpt2")
 CLUSTER = resolve_cluster("8xh100-sxm-80gb")
@@ -83,3 +85,39 @@ def test_what_no_configuration_says_is_refused_at_its_place(
 
 def test_every_reader_is_attacked() -> None:
     assert set(hostile_configurations.PUBLISHED) == set(READERS)
+
+
+@pytest.mark.parametrize("key", ["a" + ".a" * 100_000, '"a"' + ' . "b"' * 40_000])
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "x = {{{} = 1}}"])
+def test_names_with_many_dots_are_refused_within_their_budget(line: str, key: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(DocumentError, match="nested more than 60 deep"):
+        imported(line.format(key), "torchtitan", CLUSTER, model=MODEL)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_bytes < 20 * 2**20
+
+
+UNITS = (" ", "\\\n", "\n", "\t", "-", "--a ", "a.", "$A", "${A:-", "$((", "(", "[", "{", '"', "'",
+         "a ", "#", "a=", "a: ", "- ", ",", "A=$A$A\n", "#SBATCH --a\n")  # fmt: skip
+"""What a reader of text may look at again from every place that it comes to."""
+
+
+@pytest.mark.parametrize("of", READERS)
+def test_no_reader_takes_longer_than_its_text(of: str) -> None:
+    for unit in UNITS:
+        text = (unit * 40_000)[:40_000]
+        began_s = time.process_time()
+        with contextlib.suppress(DocumentError):
+            READERS[of](text)
+        # About 0.1 s; where every place looks at the rest, 5 s and more.
+        assert time.process_time() - began_s < 3, f"{len(text)} characters of {unit!r}"
+
+
+def test_150_mutated_configurations_are_read_or_refused() -> None:
+    for number in range(150):
+        rng = random.Random(f"configurations/{number}")
+        of, text, row, _ = hostile_configurations.drawn(rng, hostile.mutated, hostile=True)
+        with contextlib.suppress(DocumentError):
+            imported(text, of, resolve_cluster(row.cluster), model=MODEL)

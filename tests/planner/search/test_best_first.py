@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -376,11 +377,40 @@ def test_an_allowance_that_helps_is_told_and_holds() -> None:
         (Pins(tensor=3), "tp=3 stands in the way: it can be 1, 2, 4"),
         (Pins(expert=2), "ep=2 stands in the way: it can be 1"),
         (Pins(micro_batch=3), "micro_batch=3 stands in the way: it can be 1, 2, 4, 8"),
+        (Pins(tensor=2, context=2, zero=1), "zero=1 stands in the way: it can be 0"),
+        (Pins(data=4, data_shard=3), "shard=3 stands in the way: it can be 1, 4, 2"),
+        (Pins(pipeline=4, zero=3), "zero=3 stands in the way: it can be 0"),
     ],
 )
 def test_a_pin_that_divides_nothing_is_told_with_what_does(pins: Pins, told: str) -> None:
     with pytest.raises(NoPlanFits, match=told):
         Case("llama-3.2-3b", "4xa100-sxm-40gb", 4096, 32, pins).search()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 12), marks=pytest.mark.matrix)])
+def test_a_pin_that_is_blamed_is_to_blame(seed: int | range) -> None:
+    blamed = 0
+    for number in seed if isinstance(seed, range) else [seed]:
+        draw = random.Random(number)
+        for _ in range(8):
+            degrees = {name: draw.choice((1, 2, 4)) for name in ("tp", "cp", "pp")}
+            fixed = {**degrees, "zero": draw.randrange(4), "micro_batch": draw.choice((1, 3))}
+            pins = read_pins([f"{name}={value}" for name, value in fixed.items()])
+            case = Case("llama-3.2-1b", "4xa100-sxm-80gb", 512, 32, pins)
+            with contextlib.suppress(NoPlanFits):
+                case.search()
+                continue
+            with pytest.raises(NoPlanFits) as raised:
+                case.search()
+            told = re.findall(r"(\w+)=\w+ stands in the way: it can be (\d+)", str(raised.value))
+            for name, value in told:
+                changed = read_pins([f"{n}={v}" for n, v in {**fixed, name: value}.items()])
+                try:
+                    replace(case, pins=changed).search()
+                except NoPlanFits as error:
+                    assert f"{name}={value} stands in the way" not in str(error)
+                blamed += 1
+    assert blamed > 0
 
 
 def test_a_pin_that_leaves_no_room_is_told() -> None:
@@ -406,8 +436,13 @@ def test_a_pinned_recomputation_that_leaves_no_room_is_told() -> None:
 def test_pins_that_the_backend_refuses_everywhere_say_so() -> None:
     folded = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(schedule="zbv", pipeline=4))
 
-    with pytest.raises(NoPlanFits, match="tied embedding"):
+    with pytest.raises(NoPlanFits, match="tied embedding") as raised:
         folded.search()
+
+    # Other schedules use all devices and divide this batch: that is not what is in the way.
+    assert str(raised.value).endswith(
+        "Nothing else keeps all that is fixed (pp, schedule); fix less"
+    )
 
 
 def with_memory(cluster: ClusterSpec, memory_bytes: float) -> ClusterSpec:
