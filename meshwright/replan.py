@@ -8,8 +8,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from planner import document
+from planner.axes import LAYOUT_AXES
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError, LaunchError, NoPlanFits
 from planner.model import ModelGraph
@@ -95,12 +97,10 @@ def _allowed(wanted: Plan) -> frozenset[Allowance]:
     """Return what the plan does already and may do again."""
     treated = {item.activations for stage in wanted.stages for item in stage.layers}
     allowed: set[Allowance] = set()
-    if wanted.offload != "none" or "offload" in treated:
-        allowed.add("offload")
-    if wanted.gradient_wire != "full" or "compress" in treated:
-        allowed.add("compress")
-    if wanted.tensor_overlap != "none":
-        allowed.add("async-tensor")
+    for word in get_args(Allowance):
+        chosen = [axis for axis in LAYOUT_AXES if axis.allowance == word]
+        if word in treated or any(getattr(wanted, one.name) != one.usual for one in chosen):
+            allowed.add(word)
     return frozenset(allowed)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from planner.axes import LAYOUT_AXES, LayoutAxis
 from planner.document import nearest
 from planner.errors import DocumentError
 from planner.plan import (
@@ -46,16 +47,7 @@ SHORT_NAMES = {
     "v": "virtual_stages",
     "recompute": "recompute",
     "activations": "activations",
-    "offload": "offload",
-    "gradients": "gradient_wire",
-    "prefetch": "prefetch",
-    "reshard": "reshard",
-    "loss": "loss",
-    "scales": "scales",
-    "weights": "weight_wire",
-    "dispatch": "dispatch",
-    "compile": "compile",
-    "tensor_overlap": "tensor_overlap",
+    **{axis.short: axis.name for axis in LAYOUT_AXES},
     "order": "order",
 }
 LONGEST_NUMBER = 12
@@ -64,13 +56,7 @@ WORDS: dict[str, Collection[str]] = {
     "schedule": SCHEDULES,
     "recompute": get_args(Recompute),
     "activations": get_args(Activations),
-    "offload": get_args(Offload),
-    "gradient_wire": get_args(GradientWire),
-    "scales": get_args(Scales),
-    "weight_wire": get_args(WeightWire),
-    "dispatch": get_args(Dispatch),
-    "compile": get_args(Compile),
-    "tensor_overlap": get_args(TensorOverlap),
+    **{axis.name: axis.values for axis in LAYOUT_AXES if axis.values},
 }
 AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tensor",),
@@ -80,6 +66,10 @@ AXES: dict[str, tuple[Axis, ...]] = {
     "replicate": ("data_replicate",),
     "pp": ("pipeline",),
 }
+
+
+_LIKE_LAYOUTS = tuple(axis.name for axis in LAYOUT_AXES if axis.name != "loss")
+"""Axes that a pin gives as a layout does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,20 +127,19 @@ class Pins:
             (self.micro_batch, layout.micro_batch),
             (self.schedule, layout.schedule),
             (self.virtual_stages, layout.virtual_stages),
-            (self.offload, layout.offload),
-            (self.gradient_wire, layout.gradient_wire),
-            (self.prefetch, layout.prefetch),
-            (self.reshard, layout.reshard),
             (self.loss, layout.loss or "plain"),
-            (self.scales, layout.scales),
-            (self.weight_wire, layout.weight_wire),
-            (self.dispatch, layout.dispatch),
-            (self.compile, layout.compile),
-            (self.tensor_overlap, layout.tensor_overlap),
             (self.order, layout.order),
         )
         several = all(getattr(layout, axis) > 1 for axis in self.divided)
-        return several and all(pin in (None, value) for pin, value in pinned)
+        if not several or not all(pin in (None, value) for pin, value in pinned):
+            return False
+        return all(getattr(self, name) in (None, getattr(layout, name)) for name in _LIKE_LAYOUTS)
+
+    def axes(self) -> dict[str, Any]:
+        """Return what a layout that says no more has on each axis, by name."""
+        pinned = {axis.name: getattr(self, axis.name) for axis in LAYOUT_AXES}
+        usual = {axis.name: axis.usual for axis in LAYOUT_AXES}
+        return usual | {n: v for n, v in pinned.items() if v is not None} | {"loss": self.chunks}
 
 
 def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
@@ -204,8 +193,10 @@ def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
         for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
             if value is not None:
                 yield f"{name}={value} has no effect: pp=1, there is no pipeline"
-    if layout.tensor == 1 and pins.tensor_overlap == "async":
-        yield "tensor_overlap=async has no effect: tp=1, no block is divided"
+    for axis in LAYOUT_AXES:
+        value = getattr(pins, axis.name)
+        if axis.needs and getattr(layout, axis.needs) == 1 and value not in (None, axis.usual):
+            yield f"{axis.short}={value} has no effect: {axis.without}"
     if pins.order is not None:
         short = {axis: name for name in ("tp", "cp", "dp", "pp") for axis in AXES[name]}
         degrees = {"tp": layout.tensor, "cp": layout.context, "dp": layout.data}
@@ -235,14 +226,7 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         ("zero", sorted({0, *space.zero})),
         ("recompute", space.recompute),
         ("activations", space.activations),
-        ("offload", space.offload),
-        ("gradient_wire", space.wires),
-        ("prefetch", space.prefetch),
-        ("scales", space.scales),
-        ("weight_wire", space.weight_wires),
-        ("dispatch", space.dispatches),
-        ("compile", space.compile),
-        ("tensor_overlap", space.tensor_overlaps),
+        *((axis.name, getattr(space, axis.space)) for axis in LAYOUT_AXES if _listed(axis)),
         ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
     )
     for field, known in words:
@@ -255,14 +239,21 @@ def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[s
         yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
 
 
+def _listed(axis: LayoutAxis) -> bool:
+    """Whether a space lists the values that it has, and does not say yes or no."""
+    return axis.usual is not None
+
+
 def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
     """Yield pins that need an allowance, as they are written, and which."""
     if pins.schedule is not None and schedule_of(pins.schedule).stale:
         yield f"schedule={pins.schedule}", "stale"
     if pins.activations == "compress":
         yield "activations=compress", "compress"
-    if pins.gradient_wire not in (None, "full"):
-        yield f"gradients={pins.gradient_wire}", "compress"
+    for axis in LAYOUT_AXES:
+        value = getattr(pins, axis.name)
+        if axis.changes_training and value not in (None, axis.usual):
+            yield f"{axis.short}={value}", axis.allowance  # type: ignore[misc]
 
 
 def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from planner.axes import LAYOUT_AXES, axes_of
 from planner.cluster import Precision
 from planner.document import Document, Part, nearest
 from planner.errors import DocumentError
@@ -208,20 +209,9 @@ class Layout:
         if self.order != INSIDE_OUT:
             parts.append(f"order={self._order_text()}")
         parts += [
-            f"{name}={value}"
-            for name, value, usual in (
-                ("offload", self.offload, "none"),
-                ("gradients", self.gradient_wire, "full"),
-                ("scales", self.scales, "tensorwise"),
-                ("weights", self.weight_wire, "full"),
-                ("dispatch", self.dispatch, "alltoall"),
-                ("prefetch", self.prefetch, 0),
-                ("reshard", self.reshard, None),
-                ("loss", loss_text(self.loss), loss_text(None)),
-                ("compile", self.compile, "none"),
-                ("tensor_overlap", self.tensor_overlap, "none"),
-            )
-            if value != usual
+            f"{axis.short}={loss_text(self.loss) if axis.name == 'loss' else value}"
+            for axis in LAYOUT_AXES
+            if (value := getattr(self, axis.name)) != axis.usual
         ]
         return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
 
@@ -407,17 +397,8 @@ class Plan(Document):
         fields: dict[str, Any] = written(self)
         if self.batch is not None and self.seq_len == 1:
             del fields["seq_len"]
-        new = (
-            "document_len",
-            "scales",
-            "weight_wire",
-            "dispatch",
-            "prefetch",
-            "reshard",
-            "compile",
-            "tensor_overlap",
-        )
-        for name in new:
+        brief = (axis.name for axis in LAYOUT_AXES if not axis.always_written)
+        for name in ("document_len", *brief):
             if fields.get(name) == type(self).model_fields[name].default:
                 fields.pop(name, None)
         return fields
@@ -557,18 +538,9 @@ class Plan(Document):
             micro_batches=self.micro_batches,
             order=mesh.order,
             virtual_stages=self.virtual_stages,
-            offload=self.offload,
-            gradient_wire=self.gradient_wire,
-            prefetch=self.prefetch,
-            reshard=self.reshard,
-            scales=self.scales,
-            weight_wire=self.weight_wire,
-            dispatch=self.dispatch,
-            loss=self.loss,
-            compile=self.compile,
-            tensor_overlap=self.tensor_overlap,
             expert_tensor=mesh.expert_tensor,
             sequence_parallel=mesh.sequence_parallel,
+            **axes_of(self),
         )
 
     def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:

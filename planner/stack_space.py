@@ -18,6 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from planner.axes import LAYOUT_AXES
 from planner.cluster import ClusterSpec, Precision
 from planner.document import Part, nearest
 from planner.model import ModelGraph, is_script
@@ -64,12 +65,7 @@ _OF_LAYOUTS = (
     "stages",
     "micro_batch",
     "micro_batches",
-    "offload",
-    "gradient_wire",
-    "scales",
-    "weight_wire",
-    "dispatch",
-    "tensor_overlap",
+    *(axis.name for axis in LAYOUT_AXES if axis.values),
 )
 """What layouts of the same degrees do not share."""
 _OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
@@ -118,7 +114,6 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
     ),
     "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
     "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
-    "compile": attrgetter("layout.compile"),
     "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
     "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
     "devices_per_node": _devices_per_node,
@@ -127,12 +122,7 @@ FACTS: dict[str, Callable[[Facts], Value]] = {
 WORDS = frozenset(
     {
         "schedule",
-        "offload",
-        "gradient_wire",
-        "scales",
-        "weight_wire",
-        "dispatch",
-        "tensor_overlap",
+        *(axis.name for axis in LAYOUT_AXES if axis.values),
         "precision",
         "adapters",
         "attention",
@@ -140,7 +130,6 @@ WORDS = frozenset(
         "layers_form",
         "updates",
         "loss",
-        "compile",
         "backward",
     }
 )
@@ -419,20 +408,10 @@ def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
         yield f"{layout.virtual_stages} stages on a rank"
     if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
         yield "another order of axes"
-    chunked, kept = layout.loss is not None, layout.reshard is not None
-    chosen: tuple[tuple[object, tuple[object, ...], str], ...] = (
-        (layout.offload, space.offload, f"{layout.offload} on the host"),
-        (layout.gradient_wire, space.wires, f"gradients that travel as {layout.gradient_wire}"),
-        (layout.scales, space.scales, f"{layout.scales} scales"),
-        (layout.weight_wire, space.weight_wires, f"weights that travel as {layout.weight_wire}"),
-        (layout.prefetch, space.prefetch, f"prefetch {layout.prefetch}"),
-        (kept, (False, space.reshard), f"parameters kept among {layout.reshard} ranks"),
-        (chunked, (False, space.chunked_loss), "a loss in chunks"),
-        (layout.dispatch, space.dispatches, f"tokens dispatched by {layout.dispatch}"),
-        (layout.compile, space.compile, f"compile {layout.compile}"),
-        (layout.tensor_overlap, space.tensor_overlaps, "asynchronous tensor parallelism"),
-    )
-    yield from (what for value, known, what in chosen if value not in known)
+    for choice in LAYOUT_AXES:
+        value, listed = getattr(layout, choice.name), getattr(space, choice.space)
+        if value not in listed if isinstance(listed, tuple) else not (listed or value is None):
+            yield choice.refused.format(value)
 
 
 @cache
@@ -441,7 +420,7 @@ def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
     each = [product_of(text) for text in products]
     each += [condition_of(text).product for text in conditions]
     return any(
-        name in (*_OF_LAYOUTS, "loss", "compile", "backward", "idle_ranks")
+        name in (*_OF_LAYOUTS, "loss", "backward", "idle_ranks")
         for product in each
         for name in product.names
     )

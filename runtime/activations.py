@@ -17,9 +17,10 @@ Both count storages of at least LEAST_ELEMENTS elements; compress only floating 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
 
@@ -39,6 +40,8 @@ GROUP = 128
 _LARGEST = 127
 _HIDDEN = -128
 """What stands for -inf."""
+Beside = Callable[[], Iterable[Tensor]]
+"""Tensors beside a layer that it reads and that are no activations, as they are now."""
 
 
 class Parcel(Protocol):
@@ -85,8 +88,10 @@ class _Call:
 class Packing:
     """What becomes of the tensors that one layer saves."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, beside: Beside = tuple) -> None:
+        """Leave where it is what the layer holds, and what `beside` returns in each forward."""
         self._layer = layer
+        self._beside = beside
         self._constants = {_storage(tensor) for tensor in _constants(layer)}
         self._call: _Call | None = None
 
@@ -95,16 +100,33 @@ class Packing:
         forward = layer.forward
 
         def packed(*args: Any, **kwargs: Any) -> Any:
-            self._call = self._begun()
-            try:
-                with saved_tensors_hooks(self.pack, self.unpack):
-                    return forward(*args, **kwargs)
-            finally:
-                self._call.seen.clear()
-                self._call = None
-                self._ended()
+            with self.acting():
+                return forward(*args, **kwargs)
 
         layer.forward = packed
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        """Act on what autograd saves inside: one forward of the layer."""
+        self._call = self._begun()
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._call.seen.clear()
+            self._call = None
+            self._ended()
+
+    def leave_parameters(self, unit: nn.Module) -> None:
+        """Leave the parameters of a unit where they are, which it gathers inside of the layer."""
+        forward = unit.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._call is not None:
+                self._call.resident |= {_storage(one) for one in unit.parameters()}
+            return forward(*args, **kwargs)
+
+        unit.forward = noted
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -144,8 +166,8 @@ class Packing:
 
     def _begun(self) -> _Call:
         # Anew in each forward, since data parallelism puts gathered parameters in their place.
-        parameters = {_storage(parameter) for parameter in self._layer.parameters()}
-        return _Call(self._constants | parameters, None)
+        stay = {_storage(one) for one in (*self._layer.parameters(), *self._beside())}
+        return _Call(self._constants | stay, None)
 
     def _ended(self) -> None:
         """The layer's forward is done."""
@@ -234,8 +256,10 @@ class Traffic:
 class Offloading(Packing):
     """Moves tensors to the host."""
 
-    def __init__(self, layer: nn.Module, traffic: Traffic, *, first: bool, last: bool) -> None:
-        super().__init__(layer)
+    def __init__(
+        self, layer: nn.Module, traffic: Traffic, *, first: bool, last: bool, beside: Beside = tuple
+    ) -> None:
+        super().__init__(layer, beside)
         self._traffic, self._first, self._last = traffic, first, last
 
     def _begun(self) -> _Call:
@@ -322,7 +346,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def packing(
-    layer: nn.Module, activations: Activations, traffic: Traffic, *, first: bool, last: bool
+    layer: nn.Module,
+    activations: Activations,
+    traffic: Traffic,
+    *,
+    first: bool,
+    last: bool,
+    beside: Beside = tuple,
 ) -> Packing | None:
     """Return what packs a layer's tensors as its plan says; None keeps them.
 
@@ -332,8 +362,18 @@ def packing(
         case "keep":
             return None
         case "compress":
-            return Compressing(layer)
+            return Compressing(layer, beside)
         case "offload":
-            return Offloading(layer, traffic, first=first, last=last)
+            return Offloading(layer, traffic, first=first, last=last, beside=beside)
         case _:
             assert_never(activations)
+
+
+def row_ends(choices: Iterable[Activations]) -> list[tuple[bool, bool]]:
+    """[layer of a stage] Whether a row of layers that all offload begins with it, and ends.
+
+    >>> row_ends(["offload", "offload", "keep"])[:2]
+    [(True, False), (False, True)]
+    """
+    moved = [False, *(choice == "offload" for choice in choices), False]
+    return [(not before, not behind) for before, behind in zip(moved, moved[2:], strict=False)]

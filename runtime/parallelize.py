@@ -125,10 +125,10 @@ def parallel_stage(
     narrow = _narrow_weights(plan, place)
     sharded = wraps and place.sharded and weights is not None
     traffic = Traffic(device)
-    moved = [False, *(item.activations == "offload" for item in placed), False]
     done: dict[int, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for at, item in enumerate(placed):
+    ends = activations.row_ends(item.activations for item in placed)
+    for at, (item, (first, last)) in enumerate(zip(placed, ends, strict=True)):
         layer = layers[item.layer]
         materialize(
             item.layer,
@@ -146,9 +146,7 @@ def parallel_stage(
                 over_data(module, plan, place.expert_data, device, root=False)
         if chunked and item.layer == HEAD:  # it keeps gradients, or recomputes by itself
             item = PlacedLayer(layer=HEAD)  # noqa: PLW2901
-        packing = activations.packing(
-            layer, item.activations, traffic, first=not moved[at], last=not moved[at + 2]
-        )
+        packing = activations.packing(layer, item.activations, traffic, first=first, last=last)
         compiles = compiler if repeats(adapter.model, item.layer) else None
         layer = _treated(layer, item, packing, compiles)
         chain.place(item.layer, layer)

@@ -12,6 +12,7 @@ masks depend on no plan, and a recomputation draws the same ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,10 @@ from torch.utils._pytree import tree_unflatten as unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from planner.errors import RecordError
+from planner.plan import Activations
 from planner.profile import Recompute
-from runtime import inner_loss
+from runtime import activations, inner_loss
+from runtime.activations import Packing, Traffic, row_ends
 from runtime.participation import BackwardOrder
 from runtime.recent import Recent
 from runtime.recompute import selective_contexts
@@ -115,6 +118,8 @@ class RecordedStage(nn.Module):
         self._programs = Recent[_Program](MOST_RECORDINGS)
         self.recompute: dict[str, Recompute] = {}
         """How each layer is recomputed; those that are not named keep what they made."""
+        self._packings: dict[str, Packing] = {}
+        """What each layer's stored tensors go through; those that are not named stay."""
         self.micro_batches: Sequence[MicroBatch] = ()
         """Those of the step that a pipeline runs."""
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
@@ -145,6 +150,35 @@ class RecordedStage(nn.Module):
         for name in sorted(held):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
+
+    def pack(self, choices: Mapping[str, Activations]) -> None:
+        """Offload or compress what layers store, as a plan says of each; units are in place."""
+        traffic = Traffic(self.device)
+        ends = row_ends(choices[layer.name] for layer in self.layers)
+        nodes = self._recorder.first.nodes
+        for layer, (first, last) in zip(self.layers, ends, strict=True):
+            called = nodes[layer.first : layer.last]
+            units = nn.ModuleList(
+                self.part(unit) if unit else self._whole[0]
+                for unit in dict.fromkeys(node.unit for node in called)
+                if unit is not None
+            )
+            names = {leaf.name for node in called for leaf in node.leaves if isinstance(leaf, Held)}
+            packing = activations.packing(
+                units,
+                choices[layer.name],
+                traffic,
+                first=first,
+                last=last,
+                beside=functools.partial(self._tensors, tuple(sorted(names))),
+            )
+            if packing is not None:
+                self._packings[layer.name] = packing
+                for unit in units:
+                    packing.leave_parameters(unit)
+
+    def _tensors(self, names: Sequence[str]) -> list[Tensor]:
+        return [one for one in map(self.held, names) if isinstance(one, Tensor)]
 
     def place(self, name: str, part: nn.Module) -> None:
         """Put a unit under its path, in place of what stood there."""
@@ -245,11 +279,14 @@ class RecordedStage(nn.Module):
             run.call(node)
         for part, done in zip(program.parts, program.done, strict=True):
             recompute = self.recompute.get(part.name, "none")
-            if recompute == "none" or not torch.is_grad_enabled():
-                for node in part.nodes:
-                    run.call(node)
-            else:
-                run.recomputed(part, recompute)
+            trains = torch.is_grad_enabled()
+            packing = self._packings.get(part.name) if trains else None
+            with packing.acting() if packing is not None else contextlib.nullcontext():
+                if recompute == "none" or not trains:
+                    for node in part.nodes:
+                        run.call(node)
+                else:
+                    run.recomputed(part, recompute, packing)
             for value in done:
                 run.values.pop(value, None)
         if self._is_last:
@@ -398,7 +435,7 @@ class _Run:
         for place, value in node.made:
             self.values[value] = made[place]
 
-    def recomputed(self, part: _Part, recompute: Recompute) -> None:
+    def recomputed(self, part: _Part, recompute: Recompute, packing: Packing | None) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""
 
         def layer(*taken: Tensor) -> tuple[Tensor, ...]:
@@ -417,6 +454,8 @@ class _Run:
             *taken,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=selective_contexts if selective else noop_context_fn,
+            context_fn=functools.partial(selective_contexts, packing)
+            if selective
+            else noop_context_fn,
         )
         self.values.update(zip(part.gives, made, strict=True))

@@ -23,6 +23,7 @@ FIELDS = (
     "micro_batch",
     "micro_batches",
     "recompute",
+    "activations",
     "precision",
     "offload",
     "shares",
@@ -90,7 +91,8 @@ def script_plan(
     least, more = divmod(len(layers), stages)
     cuts = layout.get("cuts") or [least + (stage < more) for stage in range(stages)]
     ends = list(itertools.accumulate(cuts))
-    placed = [PlacedLayer(layer=one, recompute=layout.get("recompute", "none")) for one in layers]
+    treated = {name: layout[name] for name in ("recompute", "activations") if name in layout}
+    placed = [PlacedLayer(layer=one, **treated) for one in layers]
     label = name_of(name)
     return Plan(
         model=PlannedModel(name=label, source=f"script:{label}", digest=recorder.first.digest),

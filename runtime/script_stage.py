@@ -96,14 +96,6 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
                 f"training.{name}: is {value}, {not_by_engine}; leave it out, and say it in "
                 "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
             )
-    for stage, one in enumerate(plan.stages):
-        for item in one.layers:
-            if item.activations != "keep":
-                yield (
-                    f"stages[{stage}].layers: {item.layer}: activations are {item.activations}, "
-                    "and those of a module of your own are kept on the device; use keep or "
-                    "recompute"
-                )
     for text in _unequal(plan, module, loss):
         yield f"shares: are unequal, {not_by_engine}; {text}"
 
@@ -232,6 +224,7 @@ def script_stage(
     if store is not None:
         for unit in made.units.values():
             defer(unit, store, PLAIN)
+    made.pack({item.layer: item.activations for item in plan.stages[stage].layers})
     apart = reduces_apart(plan, place)
     wraps = wraps_stages(plan, place)
     # FSDP divides along a dim, and these have none.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from planner.axes import LAYOUT_AXES
 from planner.cluster import ClusterSpec
 from planner.model import ModelGraph
 from planner.plan import INSIDE_OUT, Plan
@@ -105,18 +106,14 @@ def compile_text(wanted: Wanted) -> Iterator[str]:
 
 _WRITTEN = {
     *("format", "model", "cluster", "backend", "seq_len", "global_batch", "precision", "mesh"),
-    *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches", "offload", "compile"),
-    *("training", "timeout_s", "groups", "shares", "stages", "loss", "prefetch"),
+    *("zero", "schedule", "virtual_stages", "micro_batch", "micro_batches"),
+    *("training", "timeout_s", "groups", "shares", "stages"),
+    *(axis.name for axis in LAYOUT_AXES if axis.exported is None),
 }
 """Fields of a plan that configurations say, or that are refused by name."""
 _UNSUPPORTED = {
-    "gradient_wire": "gradients travel as {}",
-    "weight_wire": "weights travel as {}",
-    "scales": "scales of 8-bit operands are {}",
-    "tensor_overlap": "collectives of tensor parallelism are {}",
-    "dispatch": "tokens come to experts by {}",
+    **{axis.name: axis.exported for axis in LAYOUT_AXES if axis.exported is not None},
     "document_len": "attention stays within documents of {} tokens, which the data says there",
-    "reshard": "parameters stay divided over {} ranks from forward to backward",
     "batch": "its batches are a script's own",
 }
 """How the others are refused, where a plan uses them."""

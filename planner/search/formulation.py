@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from planner.axes import axes_of
 from planner.cluster import ClusterSpec
 from planner.costs.crossings import colocated
 from planner.costs.hosts import hosts
@@ -253,16 +254,7 @@ def plan_with(
         virtual_stages=layout.virtual_stages,
         micro_batch=layout.micro_batch,
         micro_batches=layout.micro_batches,
-        offload=layout.offload,
-        gradient_wire=layout.gradient_wire,
-        prefetch=layout.prefetch,
-        reshard=layout.reshard,
-        scales=layout.scales,
-        weight_wire=layout.weight_wire,
-        dispatch=layout.dispatch,
-        loss=layout.loss,
-        compile=layout.compile,
-        tensor_overlap=layout.tensor_overlap,
+        **axes_of(layout),
         timeout_s=min(max(SHORTEST_TIMEOUT_S, 10.0 * step_s), LONGEST_S),
         training=Training(lora=job.lora),
         stages=stages,

@@ -26,8 +26,9 @@ class Workers:
     """Processes that start with the first tasks that are many, and end with the study."""
 
     def __init__(self, processes: int | None = None) -> None:
-        """As many as there are cores if it is not said."""
-        self._count = processes or os.cpu_count() or 1
+        """As many as there are cores if it is not said, and never more."""
+        cores = os.cpu_count() or 1
+        self._count = min(processes or cores, cores)
         self._pool: ProcessPoolExecutor | None = None
         self._store = FigureStore()
 

@@ -162,10 +162,13 @@ def test_what_the_cases_break_is_right(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = hostile.Case(number=0, arguments=arguments)
-    hostile._files(random.Random(0), made, hostile=0)
+    rng = random.Random(" ".join(arguments))
+    made = hostile.Case(number=0, arguments=[*arguments])
+    hostile._files(rng, made, hostile=0)
+    if "@framework" in arguments:
+        hostile._configuration(rng, made, hostile=False)
     (tmp_path / "folder").mkdir()
     for path, make in made.files.items():
         make(Path(path))
 
-    assert cli.main(arguments) == 0
+    assert cli.main(made.arguments) == 0

@@ -223,8 +223,6 @@ def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
         ("unet", "1f1b"),
         ("encoder_decoder", "1f1b"),
         ("two_towers", "zb-h1"),
-        ("unet", "interleaved"),
-        pytest.param("unet", "zbv", marks=pytest.mark.matrix),
     ],
 )
 def test_what_the_search_plans_trains_like_one_process(name: str, schedule: ScheduleName) -> None:

@@ -57,6 +57,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     "fix",
     [
         ["dp=2", "zero=0"],
+        ["dp=2", "zero=0", "activations=offload"],
         ["dp=2", "zero=3"],
         ["pp=2"],
         ["tensor=2"],
