@@ -42,7 +42,7 @@ def batches(kind: str) -> list[Any]:
 
 def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
     target = torch.linspace(-1, 1, outputs.shape[-1])
-    return (outputs - target).square().sum(), SAMPLES if isinstance(batch, tuple) else len(batch)
+    return (outputs - target).square().sum(), len(outputs)
 
 
 def adamw(groups: Any) -> torch.optim.Optimizer:
