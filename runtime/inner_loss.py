@@ -76,6 +76,11 @@ class BatchSums:
             self._found[key] = value.detach().clone()
         return self._found[key]
 
+    def asked_too(self, other: BatchSums) -> None:
+        """Add nothing at the places of another forward, so that all ranks sum the same places."""
+        for key, value in other._found.items():
+            self._found.setdefault(key, torch.zeros_like(value))
+
     def finish(self, of_all: Callable[[Tensor], Tensor]) -> None:
         """Add what other ranks have, by `of_all`; no more micro-batches are added."""
         self.adding = False

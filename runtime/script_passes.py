@@ -245,7 +245,7 @@ class Passes:
         self._surveyed = Totals(self._device)
         try:
             with running(InnerLosses(_forget, None, sums)):
-                self._forward(micros)
+                self._forward(micros, sums)
             counts = self.of_all(self._surveyed.values)
         finally:
             self._surveyed = None
@@ -262,15 +262,18 @@ class Passes:
             dist.all_reduce(values, group=self._place.data_group)
         return values
 
-    def _forward(self, micros: Sequence[MicroBatch]) -> None:
+    def _forward(self, micros: Sequence[MicroBatch], sums: BatchSums | None = None) -> None:
         self._run_forward(micros)
         size = self._plan.micro_batch
         count = max((-(-count // size) for count in self._counts or ()), default=0) - len(micros)
         if count > 0:
             self._filling = bool(micros)
             try:
-                with running(InnerLosses(_forget, None, BatchSums() if self._sums else None)):
+                filled = BatchSums() if self._sums else None
+                with running(InnerLosses(_forget, None, filled)):
                     self._run_forward([MicroBatch(self._filler)] * count)
+                if sums is not None and filled is not None:
+                    sums.asked_too(filled)
             finally:
                 self._filling = False
 
