@@ -240,7 +240,7 @@ def with_interval(
         where = f"every {every} steps" if every < run.steps else "after the last step alone"
         print(
             f"meshwright: checkpoints are saved {where}: the least is lost at one every {took}, "
-            f"with {rate:g} failures a device and hour, in {hours:.3g} hours; "
+            f"with {rate:.3g} failures a device and hour, in {hours:.3g} hours; "
             "--checkpoint-every sets another interval",
             file=sys.stderr,
         )

@@ -89,7 +89,7 @@ def test_a_group_of_both_losses_has_the_choices_of_either_for_the_head_alone() -
     model, machine = resolve_model("llama-3.2-1b"), resolve_cluster("2x8xa100-sxm-40gb")
     tables = CostTables(Request(model, machine, Job(seq_len=2048, global_batch=16)))
     candidates = Candidates(Request(model, machine, Job(seq_len=2048, global_batch=16)))
-    both = [family for family in candidates.families if len(family.losses) == 2][::40]
+    both = [family for family in candidates.families if len(family.losses) >= 2][::40]
     assert len(both) > 5
     each = [
         [family.layout(family.sharings[0], family.timetables[0], place=place) for family in both]
