@@ -61,13 +61,15 @@ def recomputed(
         case "none":
             return call
         case "full":
-            contexts = {}
+            contexts: dict[str, Any] = {}
         case "selective":
             contexts = {"context_fn": functools.partial(selective_contexts, packing)}
         case _:
             assert_never(recompute)
     # The compiler sees through a partial, and not through what a closure holds.
-    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **contexts)
+    again: Callable[..., Any] = functools.partial(
+        checkpoint, use_reentrant=False, preserve_rng_state=False, **contexts
+    )
 
     def made_again(*args: Any, **kwargs: Any) -> Any:
         return again(call, *args, **kwargs)

@@ -255,7 +255,7 @@ def script_stage(
         for one in (*units, root):
             participation.watch(one)
         made.order = BackwardOrder(root, units)
-        prefetch(units, plan.prefetch)
+        prefetch(list(made.units.values()), plan.prefetch)
     return ScriptStage(
         module=made,
         wrapped=wraps,
