@@ -1,7 +1,7 @@
 """Stages of a recorded module under a schedule: what crosses is theirs, the batch is everywhere.
 
-Every rank gives all micro-batches of its slice to `run`, and torch moves only numbers of
-micro-batches along the schedule; a stage takes the micro-batch itself.
+Every rank gives all micro-batches of its slice to `run_all`, and a stage takes the one whose number
+the schedule says.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class RecordedPipeline(Pipeline):
                 inputs=stage.received(recording) or (number,),
                 outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
                 store=stores[at] if stores else None,
+                select=stage.select,
             )
             for at, stage in stages.items()
         ]
@@ -62,7 +63,6 @@ class RecordedPipeline(Pipeline):
             groups=groups,
             device=device,
             loss=lambda made, _: made,
-            everywhere="at",
         )
 
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
