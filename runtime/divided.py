@@ -137,7 +137,7 @@ def divide_dropout(module: nn.Module, dim: int, across: Across) -> None:
             return inner(x)
         return x * part_of_dropout(x, module.p, dim, across)
 
-    module.forward = dropped  # type: ignore[method-assign]
+    module.forward = dropped  # type: ignore[method-assign, assignment]
 
 
 def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
