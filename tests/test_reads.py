@@ -47,7 +47,6 @@ READS: dict[tuple[str, str], str] = {
     ("profiler/kept.py", "read_bytes"): PROGRAM,
     ("profiler/machine.py", "read_text"): SYSTEM,
     ("profiler/noise.py", "read_text"): SYSTEM,
-    ("profiler/profile.py", "read_text"): CACHE,
     ("profiler/ranks.py", "json.loads"): OURS,
     ("profiler/ranks.py", "read_text"): OURS,
     ("runtime/addresses.py", "read_text"): SYSTEM,
