@@ -183,24 +183,22 @@ class Chain:
 
     def layers(self, case: Case) -> dict[str, nn.Module]:
         """Return the layers in order, each recomputing itself, and compiled, as a case asks."""
-        wrapped = {
-            name: recomputing.wrapped(layer, case.recompute)
+        key = case.recompute, case.micro_batch
+        if key in self._compiled and case.compiled:
+            return self._compiled[key]
+        layers = {
+            name: recomputing.wrapped(_Around(layer), case.recompute)
+            if case.compiled or case.recompute != "none"
+            else layer
             for name, layer in self.module.layers.items()
         }
-        if not case.compiled:
-            return wrapped
-        key = case.recompute, case.micro_batch
-        if key not in self._compiled:
-            around = {
-                name: _Around(layer) if repeats(self._adapter.model, name) else layer
-                for name, layer in wrapped.items()
-            }
+        if case.compiled:
             compiler = Compiler(self.device)
-            for name, layer in around.items():
-                if isinstance(layer, _Around):
+            for name, layer in layers.items():
+                if repeats(self._adapter.model, name):
                     compiler.compile(name, layer)
-            self._compiled[key] = around
-        return self._compiled[key]
+            self._compiled[key] = layers
+        return layers
 
     def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and targets of one micro-batch.
@@ -238,7 +236,7 @@ class Chain:
 
 
 class _Around(nn.Module):
-    """A layer whose own forward stays as it is when this one is compiled."""
+    """A layer whose own forward stays as it is when this one recomputes or is compiled."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

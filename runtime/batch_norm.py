@@ -24,7 +24,7 @@ from planner.errors import LaunchError
 from planner.plan import Axis
 from runtime.mesh import Place
 from runtime.synchronised_norm import synchronised_batch_norm
-from runtime.torch_internals import in_backward
+from runtime.torch_internals import in_backward, refuse_graph
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 Kind = Literal["per_micro_batch", "synchronised"]
@@ -62,6 +62,7 @@ class RunningStatistics:
     def _forward(self, norm: _BatchNorm, x: Tensor) -> Tensor:
         if not norm.training:
             return type(norm).forward(norm, x)
+        refuse_graph()
         norm._check_input_dim(x)
         made, mean, variance = (
             synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._groups())

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from planner.errors import BatchError
+from runtime.torch_internals import refuse_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def batch_sum(value: Tensor) -> Tensor:
     if has_torch_function_variadic(value):
         made: Tensor = handle_torch_function(batch_sum, (value,), value)
         return made
+    refuse_graph()
     _asked += 1
     if _running is None:
         return value.detach()
@@ -170,6 +172,7 @@ def add_loss(x: Tensor, value: Tensor, *, count: Tensor | float | None = None) -
     if has_torch_function_variadic(x, value):
         made: Tensor = handle_torch_function(add_loss, (x, value), x, value, count=count)
         return made
+    refuse_graph()
     if value.numel() != 1:
         raise BatchError(
             f"add_loss: the value has shape {tuple(value.shape)}; it is one number: add .sum()"

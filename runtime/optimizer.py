@@ -18,7 +18,6 @@ from runtime.gradients import Gradients, Slot, copies_of, whole_part
 from runtime.learning_rate import learning_rate
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
-from runtime.recompute import PREFIX
 
 
 class Optimizer(Gradients):
@@ -107,8 +106,7 @@ def _slots(
 ) -> Iterator[Slot]:
     world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
     ends = place.ends() if place.degrees.pipeline > 1 else None
-    for raw_name, parameter in (pair for chain in chains for pair in chain.named_parameters()):
-        name = raw_name.replace(PREFIX, "")
+    for name, parameter in (pair for chain in chains for pair in chain.named_parameters()):
         if not parameter.requires_grad:
             continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -162,7 +162,7 @@ def parallel_stage(
     if wraps:
         over_data(chain, plan, place.data, device, root=True)
         _let_go(chain, [chain.get_submodule(item.layer) for item in placed], plan, place)
-    _prefetch([chain.get_submodule(item.layer) for item in placed], plan.prefetch)
+    prefetch([chain.get_submodule(item.layer) for item in placed], plan.prefetch)
     return ParallelStage(
         chain=chain,
         summed=frozenset(summed),
@@ -419,7 +419,7 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
             return plan.reshard
 
 
-def _prefetch(layers: Sequence[nn.Module], depth: int) -> None:
+def prefetch(layers: Sequence[nn.Module], depth: int) -> None:
     """Let each unit of FSDP ask for so many units ahead; 0 leaves that to FSDP."""
     units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for at, unit in enumerate(units if depth else ()):

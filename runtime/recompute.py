@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -12,20 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from planner.profile import Recompute
 from runtime.activations import Packing
-from runtime.torch_internals import (
-    CheckpointImpl,
-    KeptByCall,
-    VersionWrapper,
-    checkpoint_wrapper,
-)
-
-PREFIX = "_checkpoint_wrapped_module."
-"""Stands in the parameter names of a wrapped layer; names that leave this package have it not."""
+from runtime.torch_internals import KeptByCall, VersionWrapper
 
 KEPT_OPERATORS = (
     "aten.mm",
@@ -50,26 +44,37 @@ KEPT_OPERATORS = (
 
 
 def wrapped(layer: nn.Module, recompute: Recompute, packing: Packing | None = None) -> nn.Module:
-    """Return the layer, or the layer that recomputes itself.
+    """Return the layer, whose forward recomputes itself in backward if it is to."""
+    if recompute != "none":
+        layer.forward = recomputed(layer.forward, recompute, packing)
+    return layer
+
+
+def recomputed(
+    call: Callable[..., Any], recompute: Recompute, packing: Packing | None = None
+) -> Callable[..., Any]:
+    """Return a call that keeps what it takes, and makes again in backward what it did not keep.
 
     What `selective` keeps never comes by autograd's hooks, so it is handed to `packing` here.
     """
     match recompute:
         case "none":
-            return layer
+            return call
         case "full":
-            return checkpoint_wrapper(
-                layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
-            )
+            contexts: dict[str, Any] = {}
         case "selective":
-            return checkpoint_wrapper(
-                layer,
-                checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-                preserve_rng_state=False,
-                context_fn=functools.partial(selective_contexts, packing),
-            )
+            contexts = {"context_fn": functools.partial(selective_contexts, packing)}
         case _:
             assert_never(recompute)
+    # The compiler sees through a partial, and not through what a closure holds.
+    again: Callable[..., Any] = functools.partial(
+        checkpoint, use_reentrant=False, preserve_rng_state=False, **contexts
+    )
+
+    def made_again(*args: Any, **kwargs: Any) -> Any:
+        return again(call, *args, **kwargs)
+
+    return made_again
 
 
 def selective_contexts(packing: Packing | None = None) -> tuple[Any, Any]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_unflatten as unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from planner.errors import RecordError
 from planner.plan import Activations
@@ -31,7 +30,7 @@ from runtime import activations, inner_loss
 from runtime.activations import Packing, Traffic, row_ends
 from runtime.participation import BackwardOrder
 from runtime.recent import Recent
-from runtime.recompute import selective_contexts
+from runtime.recompute import recomputed
 from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
 from runtime.recording import (
     Device,
@@ -449,13 +448,5 @@ class _Run:
         taken = [self.values[value] for value in part.takes]
         # What is changed in place cannot be kept; it is then made again with all else.
         selective = recompute == "selective" and not any(node.changed for node in part.nodes)
-        made = checkpoint(
-            layer,
-            *taken,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=functools.partial(selective_contexts, packing)
-            if selective
-            else noop_context_fn,
-        )
+        made = recomputed(layer, "selective" if selective else "full", packing)(*taken)
         self.values.update(zip(part.gives, made, strict=True))

@@ -23,7 +23,7 @@ from torch import Tensor
 from planner.errors import LaunchError
 from planner.guarded_files import opened
 from planner.plan import Plan
-from runtime import checkpoint, parts, tensor_index, unfinished
+from runtime import checkpoint, checksums, parts, tensor_index, unfinished
 from runtime.checkpoint import Progress
 from runtime.exchange import broadcast_json
 from runtime.held import alone_in
@@ -129,8 +129,9 @@ def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
     if not path.exists():
         path = place / _own_file(0)
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, pickle.UnpicklingError, RuntimeError) as error:
+        with checksums.opened(path) as file:
+            state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle ends in any error
         raise LaunchError(
             f"{path}: cannot be read as plain data: {checkpoint.short(error)}; let state_dict() "
             "return numbers, strings, lists, dicts and tensors"

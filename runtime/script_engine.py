@@ -28,6 +28,7 @@ from runtime import batches, inner_loss, script_checkpoint
 from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
+from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Measured, Slot, copies_of
 from runtime.loss import Totals, divisor_near
@@ -173,6 +174,7 @@ class Engine:
         every = grouped(module.named_parameters(), optimizer, groups)
         self.stages = plan.stages_of_rank(self._place.stage)
         participation = Participation()
+        self._compiler = Compiler(self.device) if plan.compile == "block" else None
         parts = tuple(
             script_stage(
                 plan,
@@ -183,6 +185,7 @@ class Engine:
                 device=self.device,
                 styles=styles,
                 participation=participation,
+                compiler=self._compiler,
             )
             for stage, own in zip(
                 self.stages,
@@ -259,6 +262,14 @@ class Engine:
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """One for each factory."""
         return self._optimizers.optimizers
+
+    @property
+    def not_compiled(self) -> Mapping[str, str]:
+        """Why units run eager that the plan compiles, by name; a unit is tried by its first call.
+
+        Empty where the plan compiles none.
+        """
+        return {} if self._compiler is None else dict(self._compiler.fallbacks)
 
     @property
     def steps(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,9 +20,11 @@ from planner.errors import LaunchError
 from planner.plan import Plan
 from planner.schedules import schedule_of
 from planner.training import Training
+from runtime.compiled import Compiler
 from runtime.mesh import Place, wants_mesh
-from runtime.parallelize import no_view, over_data, reduces_apart, replicated
+from runtime.parallelize import no_view, over_data, prefetch, reduces_apart, replicated
 from runtime.participation import BackwardOrder, Participation
+from runtime.recompute import wrapped
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import DividedStage, ScriptStyles, divide
@@ -209,8 +212,12 @@ def script_stage(
     device: torch.device,
     styles: ScriptStyles,
     participation: Participation,
+    compiler: Compiler | None = None,
 ) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device."""
+    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
+
+    A `compiler` compiles the units that repeat.
+    """
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
@@ -224,6 +231,8 @@ def script_stage(
     if store is not None:
         for unit in made.units.values():
             defer(unit, store, PLAIN)
+    if compiler is not None:
+        _compile(made, module, recorder, compiler)
     made.pack({item.layer: item.activations for item in plan.stages[stage].layers})
     apart = reduces_apart(plan, place)
     wraps = wraps_stages(plan, place)
@@ -246,6 +255,7 @@ def script_stage(
         for one in (*units, root):
             participation.watch(one)
         made.order = BackwardOrder(root, units)
+        prefetch(list(made.units.values()), plan.prefetch)
     return ScriptStage(
         module=made,
         wrapped=wraps,
@@ -262,6 +272,37 @@ def script_stage(
             and all(parameter is not one for one in unused)
         ),
     )
+
+
+def _compile(
+    made: RecordedStage, module: nn.Module, recorder: Recorder, compiler: Compiler
+) -> None:
+    """Compile the units of a stage that repeat; one that is recomputed is so inside its graph.
+
+    Those that draw stay eager: their numbers follow the sample, and a graph draws its own.
+    """
+    nodes = recorder.first.nodes
+    calls = Counter(node.unit for node in nodes if node.unit is not None)
+    alike = Counter(type(module.get_submodule(name)) for name in calls)
+    for layer in made.layers:
+        inside = [
+            nodes[at] for at in range(layer.first, layer.last) if at not in recorder.first.derived
+        ]
+        for node in inside:
+            unit = made.unit(node.unit) if node.unit is not None else None
+            if unit is None or alike[type(unit)] == 1 or not any(True for _ in unit.children()):
+                continue
+            name, choice = str(node.unit), made.recompute[layer.name]
+            if node.draws:
+                compiler.fallbacks[name] = "it draws random numbers, which follow the sample"
+            elif calls[name] > 1:
+                compiler.fallbacks[name] = "the forward calls it more than once"
+            elif choice != "none" and len(inside) > 1:
+                compiler.fallbacks[name] = "it is recomputed together with what runs beside it"
+            else:
+                wrapped(unit, "full" if choice == "selective" and node.changed else choice)
+                made.recompute[layer.name] = "none"
+                compiler.compile(name, unit)
 
 
 def _make_contiguous(module: nn.Module) -> None:

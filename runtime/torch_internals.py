@@ -18,10 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -36,7 +32,6 @@ from planner.errors import LaunchError
 
 __all__ = [
     "AsyncCollectiveTensor",
-    "CheckpointImpl",
     "DTensorSpec",
     "KeptByCall",
     "PipelineAction",
@@ -49,7 +44,6 @@ __all__ = [
     "attention_draws_nothing",
     "before_reduction",
     "begin_backward",
-    "checkpoint_wrapper",
     "compile_failures",
     "compiled_code",
     "compiled_graphs",
@@ -66,6 +60,7 @@ __all__ = [
     "is_traced",
     "let_go_of_reduced",
     "reduce_scatter",
+    "refuse_graph",
     "replicate",
     "shapes_found_in",
     "share_memory",
@@ -75,11 +70,12 @@ __all__ = [
 # torch's compiler takes a second to import, so only who compiles does.
 
 
-def compile_failures() -> type[Exception]:
+def compile_failures() -> tuple[type[Exception], ...]:
     """Return what the compiler raises where it cannot make one graph of a function."""
     import torch._dynamo.exc  # noqa: PLC0415
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # noqa: PLC0415
 
-    return torch._dynamo.exc.TorchDynamoException
+    return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
 
 
 def compiled_code(run: Callable[[], None]) -> list[str]:
@@ -190,6 +186,12 @@ def attention_draws_nothing() -> None:
 def is_traced() -> bool:
     """Tell whether what is called now is being written down as a graph, and not run."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def refuse_graph() -> None:
+    """Let no graph hold the caller: the compiler gives up where it comes by, and it runs eager."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
 
 
 def in_backward() -> bool:

@@ -204,8 +204,13 @@ Run = tuple[list[StepResult], dict[str, Tensor]]
 Plain = tuple[list[float], list[float], list[float], dict[str, Tensor]]
 
 
-def trained(plan: Any, module: Callable[[], nn.Module] = build) -> Run:
-    engine = new_engine(plan, module)
+def trained(
+    plan: Any,
+    module: Callable[[], nn.Module] = build,
+    *,
+    new: Callable[..., Engine] = new_engine,
+) -> Run:
+    engine = new(plan, module)
     results = []
     for step in range(STEPS):
         batch = engine.slice(batch_of(step))
@@ -386,7 +391,6 @@ def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state
         ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
         ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
         ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
-        ({"compile": "block"}, "compile: is block, .* compile modules in build"),
         ({"backend": "megatron"}, "backend: is megatron, .*meshwright export"),
     ],
 )
