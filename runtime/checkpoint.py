@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import MAX_BYTES, Document, unreadable, write, write_text
+from planner.document import MAX_BYTES, Document, opened, unreadable, write, write_text
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -140,8 +140,8 @@ def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
         return f"first values of seed {plan.training.seed}"
     digest = hashlib.sha256()
     for file in sorted(weights.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + opened.read(2**20))
+        with opened(file) as weight_file:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + weight_file.read(2**20))
     return f"sha256:{digest.hexdigest()[:16]}"
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.errors import LaunchError
 from planner.plan import Plan
-from runtime import checkpoint, unfinished
+from runtime import checkpoint, checksums, unfinished
 from runtime.averaged import Averaged
 from runtime.checkpoint import Progress
 from runtime.exchange import agreed, all_gather_json, broadcast_json
@@ -117,7 +116,7 @@ class ScriptState:
             raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
         with agreed():
             stored = set(checkpoint.stored_names(place))
-            own = _own_state(place, self._place.data_rank)
+            own = own_state(place, self._place.data_rank)
             absent = next((name for name in extra if name not in own["extra"]), None)
             if absent is not None:
                 having = ", ".join(own["extra"]) or "none"
@@ -213,7 +212,7 @@ def _in(folder: Path) -> str | None:
 def _plain(name: str, state: Any) -> Any:
     """Return state of the script's own; refuse what could be written and never be read."""
     try:
-        _unpickled(_pickled(state))
+        _unpickled(io.BytesIO(_pickled(state)))
     except Exception as error:  # state of the user's own may fail in any way
         raise LaunchError(
             f"{name}: cannot be saved as plain data: {checkpoint.short(error)}; let "
@@ -228,18 +227,19 @@ def _pickled(value: Any) -> bytes:
     return made.getvalue()
 
 
-def _unpickled(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def _unpickled(file: BinaryIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _own_state(place: Path, slice_rank: int) -> dict[str, Any]:
+def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
     """Return what this slice kept; where there were fewer slices, what the first one did."""
     path = place / _own_file(slice_rank)
     if not path.exists():
         path = place / _own_file(0)
     try:
-        state: dict[str, Any] = _unpickled(path.read_bytes())
-    except (OSError, pickle.UnpicklingError, RuntimeError) as error:
+        with checksums.opened(path) as file:
+            state: dict[str, Any] = _unpickled(file)
+    except Exception as error:  # a damaged pickle ends in any error
         raise LaunchError(
             f"{path}: cannot be read as plain data: {checkpoint.short(error)}"
         ) from error
