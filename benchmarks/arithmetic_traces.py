@@ -43,7 +43,7 @@ from planner.model import Architecture, Layer, ModelGraph
 from planner.native import obstacle
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
-from profiler.chain import plan_of, short_chain
+from profiler.chain import plan_of, short_chain, whole_stage
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
 from runtime.adapter import Adapter

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from planner.document import first_error, is_file, is_folder, is_there, read_text
+from planner.document import first_error, is_file, is_folder, is_there, json_data, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import folder_within
 from planner.machine_figures import cache_folder
@@ -119,9 +119,9 @@ class Pretrained:
         """Return the token that ends a text, by the names that configurations have for it."""
         file = folder / "tokenizer_config.json"
         try:
-            settings = json.loads(read_text(file)) if is_there(file) else {}
-        except ValueError as error:
-            raise DocumentError("", f"is not JSON: {error}", file=str(file)) from error
+            settings = json_data(read_text(file)) if is_there(file) else {}
+        except DocumentError as error:
+            raise error.in_file(str(file)) from error
         for key in ("eos_token", "sep_token"):
             named = settings.get(key) if isinstance(settings, dict) else None
             content = named.get("content") if isinstance(named, dict) else named
@@ -258,7 +258,7 @@ class Corpus:
             text = read_text(folder / "corpus.json")
             if not checksums.seal_holds(text):
                 raise ValueError("corpus.json has another checksum than was written")
-            about = json.loads(text)
+            about = json_data(text)
             del about["checksum"]
             try:
                 corpus = TypeAdapter(cls).validate_python({**about, "folder": folder})

@@ -2,15 +2,16 @@
 
 In each unit of a recording: Linears or convolutions whose outputs go into one other and nowhere
 else (attention's q, k, v and o; an MLP's up and down), tables of words, nn.MultiheadAttention.  A
-region is believed only once it was run in parts (runtime.divided_trial).
+region is believed only once it was run in parts (runtime.divided_trial); the user's code is not
+changed, and must run on a part.
 
-What is not found stays whole on every rank, with the reason.
+What is not found stays whole on every rank, with the reason, and styles to write where they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class DerivedStyles:
         kept = self._kept_whole(name)
         key = (_identity(unit), node.draws, node.grad, self._given.identity(node), tuple(kept))
         if key not in self._studies:
-            self._studies[key] = Study(unit, lambda: self._given.of(node), kept, node.draws)
+            self._studies[key] = Study(unit, lambda: self._given.of(node), kept)
         return self._studies[key]
 
     def _kept_whole(self, name: str) -> dict[str, str]:
@@ -111,6 +112,9 @@ class TensorStyles:
     """Styles in torch's words."""
     whole: Mapping[str, str]
     """Why a product or a table stays whole on every rank."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Of what is whole, styles for `tensor=` that divide it, with other random numbers than those
+    of one process."""
 
     @classmethod
     def of(cls, units: Mapping[str, DividedUnit], ranks: int) -> TensorStyles:
@@ -120,7 +124,12 @@ class TensorStyles:
             for name, unit in units.items()
             for path, reason in unit.whole.items()
         }
-        return cls(ranks=ranks, divided=style_text(units), whole=_patterns(reasons))
+        return cls(
+            ranks=ranks,
+            divided=style_text(units),
+            whole=_patterns(reasons),
+            given=given_text(units),
+        )
 
     def __str__(self) -> str:
         """Return both as text."""
@@ -132,6 +141,11 @@ class TensorStyles:
             if found:
                 width = max(map(len, found))
                 lines += [title, *(f"  {path:{width}}  {said}" for path, said in found.items())]
+        if self.given:
+            lines += [
+                "with random numbers other than those of one process:",
+                f"  {line_of(self.given)}",
+            ]
         return "\n".join(lines)
 
 
@@ -140,11 +154,29 @@ def style_text(divided: Mapping[str, DividedUnit]) -> dict[str, str]:
 
     Units of one list that are divided alike are one pattern.
     """
+    return _styles_of({name: unit.regions for name, unit in divided.items()})
+
+
+def given_text(units: Mapping[str, DividedUnit]) -> dict[str, str]:
+    """Return styles that divide what draws otherwise than one process, by pattern."""
+    return _styles_of({name: unit.undrawn for name, unit in units.items()})
+
+
+def line_of(styles: Mapping[str, str]) -> str:
+    """Return styles as an argument of Engine.
+
+    >>> line_of({"blocks.*.up": "ColwiseParallel()"})
+    'tensor={"blocks.*.up": ColwiseParallel()}'
+    """
+    return "tensor={" + ", ".join(f'"{path}": {style}' for path, style in styles.items()) + "}"
+
+
+def _styles_of(regions: Mapping[str, Sequence[Region]]) -> dict[str, str]:
     return _patterns(
         {
             (name, path): _style_of(region, path)
-            for name, unit in divided.items()
-            for region in unit.regions
+            for name, found in regions.items()
+            for region in found
             for path in region.paths
         }
     )

@@ -5,8 +5,9 @@
     table     an Embedding that holds this rank's rows; outputs are summed
     heads     nn.MultiheadAttention with this rank's heads
 
-Between columns and rows runs the user's own code (runtime.divided_code).  Parameters may be plain
-or DTensors.  Whether any of this is right, runtime.divided_trial finds out.
+Between columns and rows runs the user's own code as it is; only modules of Dropout between them
+draw this rank's part of what one process would draw.  Parameters may be plain or DTensors.
+Whether any of this is right, runtime.divided_trial finds out.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from runtime.divided_code import Across, Entry, Following, Mode, Rules, surround
 from runtime.divided_heads import run_heads
-from runtime.tensor import on_local_parts
+from runtime.tensor import on_local_parts, table_rows
+from runtime.tensor_axis import Across, Entry, part_of_dropout
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRODUCTS = (nn.Linear, *CONVOLUTIONS)
@@ -47,49 +47,6 @@ class Region:
     def paths(self) -> tuple[str, ...]:
         """The modules whose parameters are divided."""
         return (*self.columns, self.rows) if self.kind == "products" else (self.owner,)
-
-
-class Ranks:
-    """The real tensor axis."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.degree = group.rank(), group.size()
-        self._group = group
-
-    def copy(self, x: Tensor, place: Any = None) -> Tensor:
-        """Return x; its gradient is summed."""
-        return _Copy.apply(x, self._group)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks."""
-        return _Sum.apply(x, self._group)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # The functional collective, since selective recompute must see an operator with a result.
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def part_of(whole: Tensor, dim: int, pieces: Sequence[int], rank: int, degree: int) -> Tensor:
@@ -134,13 +91,33 @@ def shards(unit: nn.Module, region: Region) -> Iterator[tuple[str, int, tuple[in
             yield f"{region.rows}.weight", 1, (rows.shape[1],)
 
 
-def run_divided(
-    unit: nn.Module, region: Region, rules: Rules, across: Across, around: Mode | None = None
-) -> None:
-    """Let a unit whose parameters are this rank's parts run a region over the tensor axis.
+def take_parts(
+    unit: nn.Module,
+    regions: Sequence[Region],
+    rank: int,
+    degree: int,
+    made: Callable[[Tensor, int], Tensor] = lambda local, _: local,
+) -> dict[str, tuple[int, ...]]:
+    """Leave a unit a rank's parts of what is divided; return the matrices of each, by name.
 
-    `around` takes the place of the mode that follows the rules.
+    A part along a dim is stored as `made(part, dim)`.
     """
+    taken = {}
+    for region in regions:
+        for name, dim, pieces in list(shards(unit, region)):
+            path, _, attribute = name.rpartition(".")
+            holder = unit.get_submodule(path)
+            whole = holder._parameters.get(attribute)
+            if whole is None:
+                continue
+            local = part_of(whole.detach(), dim, pieces, rank, degree).clone()
+            holder._parameters[attribute] = nn.Parameter(made(local, dim), whole.requires_grad)
+            taken[name] = pieces
+    return taken
+
+
+def run_divided(unit: nn.Module, region: Region, across: Across) -> None:
+    """Let a unit whose parameters are this rank's parts run a region over the tensor axis."""
     match region.kind:
         case "table":
             _run_table(unit.get_submodule(region.owner), across)
@@ -148,7 +125,19 @@ def run_divided(
             run_heads(unit, region.owner, across)
         case "products":
             _run_products(unit, region, across)
-            surround(unit.get_submodule(region.owner), around or (lambda: Following(rules, across)))
+
+
+def divide_dropout(module: nn.Module, dim: int, across: Across) -> None:
+    """Let a Dropout of parts along a dim draw this rank's part of one process's draws."""
+    assert isinstance(module, nn.Dropout)
+    inner = module.forward
+
+    def dropped(x: Tensor) -> Tensor:
+        if not module.training:
+            return inner(x)
+        return x * part_of_dropout(x, module.p, dim, across)
+
+    module.forward = dropped  # type: ignore[method-assign, assignment]
 
 
 def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
@@ -185,18 +174,7 @@ def _rows(module: nn.Module, entry: Entry, across: Across, x: Tensor) -> Tensor:
 def _run_table(module: nn.Module, across: Across) -> None:
     assert isinstance(module, nn.Embedding)
 
-    def rows() -> Callable[[Tensor], Tensor]:
-        def of(ids: Tensor) -> Tensor:
-            count = module.weight.shape[0]
-            index = ids - across.rank * count
-            elsewhere = (index < 0) | (index >= count)
-            padding = module.padding_idx
-            if padding is not None:
-                padding -= across.rank * count
-                padding = padding if 0 <= padding < count else None
-            found = functional.embedding(index.masked_fill(elsewhere, 0), module.weight, padding)
-            return across.sum(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+    def rows(ids: Tensor) -> Tensor:
+        return across.sum(table_rows(ids, module.weight, across.rank, module.padding_idx))
 
-        return of
-
-    module.forward = on_local_parts(module, rows())  # type: ignore[method-assign]
+    module.forward = on_local_parts(module, rows)  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from planner.errors import RecordError
-from runtime.divided_code import Across, Entry, noise
 from runtime.tensor import on_local_parts
+from runtime.tensor_axis import Across, Entry, part_of_dropout
 
 
 def run_heads(unit: nn.Module, path: str, across: Across) -> None:
@@ -57,7 +57,7 @@ def _heads(
     scores = q @ k.transpose(-2, -1) / math.sqrt(module.head_dim)
     shares = torch.softmax(scores if mask is None else scores + mask, -1)
     if module.training and module.dropout:
-        shares = shares * noise(shares, module.dropout, 1, across)
+        shares = shares * part_of_dropout(shares, module.dropout, 1, across)
     # In memory [query, sample, feature], as torch has it: draws follow memory.
     mixed = (shares @ v).permute(2, 0, 1, 3).flatten(2)
     made = across.sum(functional.linear(mixed, module.out_proj.weight))

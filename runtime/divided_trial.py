@@ -2,14 +2,14 @@
 
 On two samples the unit runs whole and as the part of every rank, forward and backward.  What a
 collective makes is what one process had there, and what the ranks gave must add up to it; outputs
-and all gradients must be equal.  The runs also tell which sizes in the user's code are divided,
-along which dim dropout draws, and which parameters get a part of their gradient on each rank.
+and all gradients must be equal.  The runs also tell along which dim modules of Dropout see a part,
+and which parameters get a part of their gradient on each rank.  The user's code is not changed: a
+region whose code names sizes of the whole stays whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +21,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import MeshwrightError
-from runtime.divided import CONVOLUTIONS, PRODUCTS, Region, part_of, run_divided, shards
-from runtime.divided_code import Across, Rules
-from runtime.divided_learning import Learning, Log, Logging
+from runtime.divided import (
+    CONVOLUTIONS,
+    PRODUCTS,
+    Region,
+    divide_dropout,
+    part_of,
+    run_divided,
+    shards,
+    take_parts,
+)
 from runtime.product_flow import Flow, Refused, flow_of, own_leaf
 from runtime.recorder import has_data
+from runtime.tensor_axis import Across
 from runtime.trial import copied, untouched
 
 MOST_CHECKED_FLOPS = 1e11
@@ -35,8 +43,10 @@ CLOSE = 2e-4
 sums in another order differ by 1e-6, another head's numbers by 1."""
 NOISE = 1e-5
 """The same over the largest gradient of the unit."""
-MOST_TRIALS = 8
-"""Ways in which one region's fused matrices are tried."""
+ON_A_PART = (
+    "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
+    "rather than their numbers"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +55,21 @@ class DividedUnit:
 
     degree: int
     regions: tuple[Region, ...] = ()
-    rules: Rules = field(default_factory=Rules)
     partial: frozenset[str] = frozenset()
     """Whole parameters whose gradient is the sum over the ranks."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """Why a product or table is not divided, by path."""
+    dropouts: Mapping[str, int] = field(default_factory=dict)
+    """By path, modules of nn.Dropout that see a part, and along which dim."""
+    undrawn: tuple[Region, ...] = ()
+    """Whole regions that styles of the user's own divide, with other random numbers."""
 
     def apply(self, unit: nn.Module, across: Across) -> None:
         """Let a unit whose parameters are this rank's parts run over the tensor axis."""
         for region in self.regions:
-            run_divided(unit, region, self.rules, across)
+            run_divided(unit, region, across)
+        for path, dim in self.dropouts.items():
+            divide_dropout(unit.get_submodule(path), dim, across)
 
 
 def with_data(leaf: Any) -> Any:
@@ -85,42 +100,36 @@ def _one_thread() -> Iterator[None]:
 class _Watch:
     """One process as a tensor axis: notes what is copied and summed."""
 
-    rank, degree = 0, 1
-
     def __init__(self) -> None:
+        self.rank, self.degree = 0, 1
         self.sums: list[Tensor] = []
-        self.grads: dict[Any, Tensor | None] = {}
-        self._entered = 0
+        self.grads: dict[int, Tensor | None] = {}
 
-    def copy(self, x: Tensor, place: Any = None) -> Tensor:
-        if place is None:
-            place, self._entered = self._entered, self._entered + 1
-        self.grads[place] = None
-        return _Noted.apply(x, self.grads, place, None)
+    def copy(self, x: Tensor) -> Tensor:
+        at = len(self.grads)
+        self.grads[at] = None
+        return _Noted.apply(x, self.grads, at, None)
 
     def sum(self, x: Tensor) -> Tensor:
         self.sums.append(x.detach().clone())
         return x
 
 
-class _Part:
+class _Part(_Watch):
     """One rank of a tensor axis whose other ranks ran before or run later.
 
     What a collective makes is what one process had there; what this rank gave is noted.
     """
 
     def __init__(self, rank: int, degree: int, whole: _Watch) -> None:
+        super().__init__()
         self.rank, self.degree = rank, degree
-        self.sums: list[Tensor] = []
-        self.grads: dict[Any, Tensor | None] = {}
         self._whole = whole
-        self._entered = 0
 
-    def copy(self, x: Tensor, place: Any = None) -> Tensor:
-        if place is None:
-            place, self._entered = self._entered, self._entered + 1
-        self.grads[place] = None
-        return _Noted.apply(x, self.grads, place, self._whole.grads.get(place))
+    def copy(self, x: Tensor) -> Tensor:
+        at = len(self.grads)
+        self.grads[at] = None
+        return _Noted.apply(x, self.grads, at, self._whole.grads.get(at))
 
     def sum(self, x: Tensor) -> Tensor:
         at = len(self.sums)
@@ -133,7 +142,7 @@ class _Part:
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, grads: dict[Any, Tensor | None], at: Any, known: Tensor | None
+        ctx: Any, x: Tensor, grads: dict[int, Tensor | None], at: int, known: Tensor | None
     ) -> Tensor:
         ctx.grads, ctx.at, ctx.known = grads, at, known
         return x.view_as(x)
@@ -162,6 +171,20 @@ class _Run:
     grads: dict[str, Tensor | None]
     inputs: list[Tensor | None]
     across: Any
+    drew: bool
+    """It drew random numbers."""
+
+
+class _DrawsOtherwise(Refused):
+    """A region's parts are equal to the whole but for random numbers."""
+
+    def __init__(self, partial: bool) -> None:
+        super().__init__(
+            "its code draws random numbers that cannot be divided (functional dropout, dropout_p "
+            "of attention); use modules of nn.Dropout, or a probability of 0"
+        )
+        self.partial = partial
+        """It has whole parameters whose gradients are summed."""
 
 
 class Study:
@@ -172,16 +195,12 @@ class Study:
         unit: nn.Module,
         arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
         kept_whole: Mapping[str, str],
-        draws: bool,
     ) -> None:
         self._user_unit = unit
         self._arguments = arguments
-        self._draws = draws
         self._whole: dict[str, str] = {}
         self._kept = dict(kept_whole)
         self._ready: tuple[nn.Module, Any, list[Region]] | None = None
-        self._logs: dict[Any, Log] = {}
-        """Of the last run as a whole, by region."""
 
     def divided(self, degree: int) -> DividedUnit:
         """Return how the unit is divided over so many ranks."""
@@ -195,38 +214,28 @@ class Study:
             return self._best(candidates, degree)
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
-        whole = dict(self._whole)
         with contextlib.suppress(Refused):  # all at once, as most are
-            for region in candidates:
-                _refuse_indivisible(self._user_unit, region, degree)
-            rules, partial = self._checked(candidates, degree)
-            return DividedUnit(
-                degree=degree,
-                regions=tuple(candidates),
-                rules=rules,
-                partial=partial,
-                whole=whole,
-            )
+            return replace(self._checked(candidates, degree), whole=dict(self._whole))
+        whole = dict(self._whole)
         accepted: list[Region] = []
+        undrawn: list[Region] = []
         for region in candidates:
             try:
                 accepted.append(self._accepted(region, degree))
             except Refused as error:
                 whole |= dict.fromkeys(region.paths, str(error))
+                if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
+                    self._user_unit, region, partial=error.partial
+                ):
+                    undrawn.append(region)
+        made = DividedUnit(degree=degree)
         while accepted:
             try:
-                rules, partial = self._checked(accepted, degree)
+                made = self._checked(accepted, degree)
+                break
             except Refused as error:
                 whole |= dict.fromkeys(accepted.pop().paths, str(error))
-                continue
-            return DividedUnit(
-                degree=degree,
-                regions=tuple(accepted),
-                rules=rules,
-                partial=partial,
-                whole=whole,
-            )
-        return DividedUnit(degree=degree, whole=whole)
+        return replace(made, whole=whole, undrawn=tuple(undrawn))
 
     # --- candidates ---
 
@@ -301,10 +310,11 @@ class Study:
 
     def _accepted(self, region: Region, degree: int) -> Region:
         first: Refused | None = None
-        for way in itertools.islice(self._ways(region), MOST_TRIALS):
+        for way in _ways(region):
             try:
-                _refuse_indivisible(self._user_unit, way, degree)
                 self._checked([way], degree)
+            except _DrawsOtherwise:
+                raise
             except Refused as error:
                 first = first or error
             else:
@@ -312,102 +322,56 @@ class Study:
         assert first is not None
         raise first
 
-    def _ways(self, region: Region) -> Iterator[Region]:
-        """Yield a region with its columns as one matrix each, then as several."""
-        yield region
-        if len(region.columns) not in (1, 2):
-            return
-        choices = []  # the run above has told what is split
-        for path, (size,) in region.columns.items():
-            sections = self._sections.get(path)
-            own = [(size,), *([sections] if sections else ())]
-            own += [(size // n,) * n for n in (3, 2) if size % n == 0]
-            choices.append(list(dict.fromkeys(own)))
-        for chosen in itertools.islice(itertools.product(*choices), 1, None):
-            yield replace(region, columns=dict(zip(region.columns, chosen, strict=True)))
-
-    @property
-    def _sections(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for log in self._logs.values():
-            found |= log.sections
-        return found
-
-    def _checked(self, regions: list[Region], degree: int) -> tuple[Rules, frozenset[str]]:
-        """Run the unit whole and in parts; return the rules and the partial parameters."""
+    def _checked(self, regions: Sequence[Region], degree: int) -> DividedUnit:
+        """Run the unit whole and in parts; return how it is divided where they are equal."""
         assert self._ready is not None
         unit, given, _ = self._ready
-        rules = Rules()
-        partial: frozenset[str] = frozenset()
-        for training in (True, False):
+        for region in regions:
+            _refuse_indivisible(self._user_unit, region, degree)
+        made = DividedUnit(degree=degree, regions=tuple(regions))
+        for training in (False, True):  # in eval mode nothing draws
             plain = _run(unit, given, None, training=training)
             watch = _Watch()
-            self._logs = logs = {region.paths: Log() for region in regions}
-            whole = self._run_whole(regions, logs, watch, training=training)
+            twin = copied(unit)
+            whole_shapes = _dropped_shapes(twin)
+            made.apply(twin, watch)
+            whole = _run(twin, given, watch, training=training)
             _compare(whole.outputs, plain.outputs, "its own code makes something else")
-            parts = []
-            for rank in range(degree):
-                across = _Part(rank, degree, watch)
-                learned = logs if rank == 0 else None
-                parts.append(self._run_part(regions, rules, across, learned, training=training))
-            partial |= self._equal(regions, plain, watch, parts, degree, training=training)
-        return rules, partial
-
-    def _run_whole(
-        self, regions: list[Region], logs: Mapping[Any, Log], watch: _Watch, *, training: bool
-    ) -> _Run:
-        assert self._ready is not None
-        unit, given, _ = self._ready
-        twin = copied(unit)
-        for region in regions:
-            log = logs[region.paths]
-            _note_outputs(twin, {path: path for path in region.columns}, log.columns)
-            around = functools.partial(Logging, log, watch)
-            run_divided(twin, region, Rules(), watch, around=around)
-        return _run(twin, given, watch, training=training)
-
-    def _run_part(
-        self,
-        regions: list[Region],
-        rules: Rules,
-        across: _Part,
-        logs: Mapping[Any, Log] | None,
-        *,
-        training: bool,
-    ) -> _Run:
-        assert self._ready is not None
-        unit, given, _ = self._ready
-        twin = part_unit(unit, regions, across.rank, across.degree)
-        for region in regions:
-            fused: dict[int, tuple[Tensor, int]] = {}
-            _note_outputs(twin, {path: len(of) for path, of in region.columns.items()}, fused)
-            around = None
-            if logs is not None:
-                around = functools.partial(Learning, rules, across, logs[region.paths], fused)
-            run_divided(twin, region, rules, across, around=around)
-        return _run(twin, given, across, training=training)
+            try:
+                parts = []
+                for rank in range(degree):
+                    twin = copied(unit)
+                    take_parts(twin, regions, rank, degree)
+                    shapes = _dropped_shapes(twin)
+                    made.apply(twin, part := _Part(rank, degree, watch))
+                    parts.append(_run(twin, given, part, training=training))
+                partial = self._equal(regions, plain, watch, parts, degree)
+            except Refused as error:
+                if training and plain.drew:
+                    raise _DrawsOtherwise(bool(made.partial)) from error
+                raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
+            made = replace(made, partial=made.partial | partial)
+            if not training:
+                made = replace(made, dropouts=_dropouts(whole_shapes, shapes, degree))
+        return made
 
     def _equal(
         self,
-        regions: list[Region],
+        regions: Sequence[Region],
         plain: _Run,
         watch: _Watch,
         parts: list[_Run],
         degree: int,
-        *,
-        training: bool,
     ) -> frozenset[str]:
         """Refuse parts that do not make the whole; return which parameters' gradients are parts."""
         assert self._ready is not None
         for part in parts:
-            _compare(part.outputs, plain.outputs, "what its parts make is not what the whole makes")
+            _compare(part.outputs, plain.outputs, "its parts do not make the whole")
         for at, whole in enumerate(watch.sums):
             made = _sum([part.across.sums[at] for part in parts])
             _compare([made], [whole], "its parts do not add up")
-        if not training:
-            return frozenset()
         for at, whole_grad in watch.grads.items():
-            if whole_grad is not None and any(at in part.across.grads for part in parts):
+            if whole_grad is not None:
                 made = _sum([part.across.grads.get(at) for part in parts])
                 _compare([made], [whole_grad], "gradients of its parts do not add up")
         for part in parts:
@@ -442,33 +406,51 @@ class Study:
         return frozenset(partial)
 
 
-def part_unit(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> nn.Module:
-    """Return a copy of a unit with a rank's parts of what is divided."""
-    twin = copied(unit)
-    take_parts(twin, regions, rank, degree)
-    return twin
+def _ways(region: Region) -> Iterator[Region]:
+    """Yield a region with its columns as one matrix each, then as three or two."""
+    yield region
+    if len(region.columns) not in (1, 2):
+        return
+    choices = [
+        [(size,), *((size // n,) * n for n in (3, 2) if size % n == 0)]
+        for (size,) in region.columns.values()
+    ]
+    for chosen in itertools.islice(itertools.product(*choices), 1, None):
+        yield replace(region, columns=dict(zip(region.columns, chosen, strict=True)))
 
 
-def take_parts(unit: nn.Module, regions: Sequence[Region], rank: int, degree: int) -> None:
-    """Leave a unit a rank's parts of what is divided."""
-    for region in regions:
-        for name, dim, pieces in list(shards(unit, region)):
-            path, _, attribute = name.rpartition(".")
-            owner = unit.get_submodule(path)
-            whole = owner._parameters.get(attribute)
-            if whole is not None:
-                part = part_of(whole.detach(), dim, pieces, rank, degree).clone()
-                owner._parameters[attribute] = nn.Parameter(part, whole.requires_grad)
+def _in_torch_styles(unit: nn.Module, region: Region, *, partial: bool) -> bool:
+    """Whether torch's ColwiseParallel and RowwiseParallel divide a region as it would be here."""
+    parts = [unit.get_submodule(path) for path in region.paths]
+    return not partial and all(isinstance(part, nn.Linear) for part in parts)
 
 
-def _note_outputs(unit: nn.Module, paths: Mapping[str, Any], found: dict[int, Any]) -> None:
-    """Let modules note their outputs by id, each with what is known of its path."""
-    for path, known in paths.items():
+def _dropped_shapes(unit: nn.Module) -> dict[str, set[tuple[int, ...]]]:
+    """Let modules of nn.Dropout note the shapes that they are given, by path."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for path, part in unit.named_modules():
+        if type(part) is nn.Dropout:
+            shapes[path] = set()
+            part.register_forward_pre_hook(
+                lambda _, args, seen=shapes[path]: seen.update(tuple(x.shape) for x in args)
+            )
+    return shapes
 
-        def note(_module: Any, _args: Any, out: Tensor, known: Any = known) -> None:
-            found[id(out)] = (out, known)
 
-        unit.get_submodule(path).register_forward_hook(note)
+def _dropouts(
+    whole: Mapping[str, set[tuple[int, ...]]], part: Mapping[str, set[tuple[int, ...]]], degree: int
+) -> dict[str, int]:
+    """Return the modules that are given a part, by path, and along which dim."""
+    result = {}
+    for path, shapes in whole.items():
+        if shapes == part[path]:
+            continue
+        (one, *_), (other, *_) = shapes, part[path]
+        dims = [at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a == b * degree]
+        if len(shapes) > 1 or len(part[path]) > 1 or len(dims) != 1:
+            raise Refused(f"{path} is given tensors of several shapes, not all of them divided")
+        result[path] = dims[0]
+    return result
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -515,11 +497,12 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     unit = unit.train(training) if across is not None else copied(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
+    seeded = torch.get_rng_state()
     try:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        if training:
-            _backward(outputs)
+        drew = not torch.equal(seeded, torch.get_rng_state())
+        _backward(outputs)
     except Refused:
         raise
     except (
@@ -531,13 +514,14 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         MeshwrightError,
     ) as error:
         line = (str(error).splitlines() or [""])[0]
-        raise Refused(f"on a part: {type(error).__name__}: {line}") from error
+        raise Refused(f"{type(error).__name__}: {line}") from error
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return _Run(
         outputs=[one.detach() for one in outputs],
         grads={name: p.grad for name, p in unit.named_parameters()},
         inputs=[x.grad for x in taken],
         across=across,
+        drew=drew,
     )
 
 

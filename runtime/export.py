@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from planner.document import read, read_text
-from planner.errors import LaunchError
+from planner.document import json_data, read, read_text
+from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import folder_beside
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -117,12 +117,12 @@ def to_peft(saved: Path, output: Path) -> Exported:
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
     folder = Path(plan.model.source)
-    config = json.loads(read_text(source / CONFIG))
+    config = _config_of(source)
     tensors, settings = lora.peft_files(
         {key.removeprefix("model."): tensor for key, tensor in state.items()},
         plan.training.lora,
         base=str(folder.resolve()) if folder.exists() else plan.model.source,
-        transposed=config["model_type"] == "gpt2",
+        transposed=config.get("model_type") == "gpt2",
     )
     temporary = _new(output)
     try:
@@ -210,12 +210,24 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
 def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    config = json.loads(read_text(source / CONFIG))
+    config = _config_of(source)
     config["dtype"] = names[dtype]
     config.pop("auto_map", None)  # code of a folder that this one is not
     path = folder / CONFIG
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _config_of(source: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint's model."""
+    file = source / CONFIG
+    try:
+        config = json_data(read_text(file))
+    except DocumentError as error:
+        raise error.in_file(str(file)) from error
+    if not isinstance(config, dict):
+        raise DocumentError("", "is no object of keys; a configuration is one", file=str(file))
+    return config
 
 
 def _companions(source: Path, done: Progress, model: str | None, folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from planner.plan import Plan
 from planner.units import name_of
 from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
-from runtime.divided_trial import take_parts
+from runtime.divided import take_parts
 from runtime.loss import counted
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, own_tensors
@@ -434,7 +434,7 @@ class _Counting:
         self.copies: list[int] = []
         self.saved = 0
 
-    def copy(self, x: Tensor, place: Any = None) -> Tensor:
+    def copy(self, x: Tensor) -> Tensor:
         """Return x; its gradient is counted, and takes the memory of a sum."""
         self.copies.append(x.numel() * x.element_size())
         return _Copied.apply(x)

@@ -18,17 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from planner.errors import LaunchError
+from planner.errors import LaunchError, PlanError
 from planner.plan import Plan
 from planner.schedules import schedule_of
-from runtime.derived_styles import DerivedStyles
-from runtime.divided import Ranks, part_of, shards
+from runtime.derived_styles import DerivedStyles, given_text, line_of
+from runtime.divided import shards, take_parts
 from runtime.divided_trial import DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.recording import Held
+from runtime.tensor_axis import Ranks
 
 Styles = Mapping[str, ParallelStyle]
+EXAMPLE = {"blocks.*.up": "ColwiseParallel()", "blocks.*.down": "RowwiseParallel()"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +73,49 @@ def styles_by_name(
         )
         raise LaunchError(
             f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); say how "
-            'with Engine(tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": '
-            "RowwiseParallel()}), or plan with tensor 1"
+            f"with Engine({line_of(given_text(units) or EXAMPLE)}), or plan with tensor 1"
         )
+    if not given:
+        _refuse_other_figures(plan, module, units)
     return ScriptStyles(given=given, derived=derived)
+
+
+def _refuse_other_figures(plan: Plan, module: nn.Module, units: Mapping[str, DividedUnit]) -> None:
+    """Refuse a plan whose figures are those of a module that more or less of is divided.
+
+    Older versions divided code that names sizes of the whole, by changing it while it ran.
+    """
+    graph, degree = plan.model.graph, plan.mesh.tensor
+    if graph is None:
+        return
+    planned = sum(
+        layer.repeat * (layer.parameters - one.parameters)
+        for layer in graph.layers
+        if (one := layer.at(degree)) is not None
+    )
+    here = 0
+    for name, unit in units.items():
+        whole = module.get_submodule(name)
+        for region in unit.regions:
+            for own, _, _ in shards(whole, region):
+                path, _, attribute = own.rpartition(".")
+                parameter = whole.get_submodule(path)._parameters.get(attribute)
+                count = 0 if parameter is None else parameter.numel()
+                here += count - count // degree
+    if here == planned:
+        return
+    name, reason = next(
+        (
+            (f"{name}.{path}", text)
+            for name, unit in units.items()
+            for path, text in unit.whole.items()
+        ),
+        ("the module", "it is divided otherwise than by the version that made the plan"),
+    )
+    raise PlanError(
+        f"mesh.tensor: is {degree}, and the plan's figures leave {planned:,} parameters to other "
+        f"ranks, where {here:,} can be left ({name}: {reason}); plan again with meshwright.plan"
+    )
 
 
 def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, ParallelStyle]:
@@ -127,20 +168,15 @@ def divide(
         if unit is None:
             continue
         prefix = f"{name}." if name else ""
-        for region in divided.regions:
-            for own, dim, pieces in list(shards(unit, region)):
-                path, _, attribute = own.rpartition(".")
-                holder = unit.get_submodule(path)
-                whole = holder._parameters.get(attribute)
-                if whole is None:
-                    continue
-                local = part_of(whole.detach(), dim, pieces, group.rank(), group.size()).clone()
-                holder._parameters[attribute] = nn.Parameter(
-                    DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
-                    requires_grad=whole.requires_grad,
-                )
-                if len(pieces) > 1:
-                    sections[f"{prefix}{own}"] = pieces
+        for own, pieces in take_parts(
+            unit,
+            divided.regions,
+            group.rank(),
+            group.size(),
+            lambda local, dim: DTensor.from_local(local, mesh, [Shard(dim)], run_check=False),
+        ).items():
+            if len(pieces) > 1:
+                sections[f"{prefix}{own}"] = pieces
         divided.apply(unit, Ranks(group))
         summed |= {f"{prefix}{own}" for own in divided.partial}
     return summed, sections

@@ -314,14 +314,19 @@ def _rows(module: nn.Module, x: Tensor, group: dist.ProcessGroup, *, pieces: boo
 def _vocabulary(module: nn.Module, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
     weight = _part(module, "weight")
     assert weight is not None
-    index = tokens - group.rank() * weight.shape[0]
-    elsewhere = (index < 0) | (index >= weight.shape[0])
     padding: int | None = getattr(module, "padding_idx", None)
+    return scatter(table_rows(tokens, weight, group.rank(), padding), group)
+
+
+def table_rows(tokens: Tensor, weight: Tensor, rank: int, padding: int | None) -> Tensor:
+    """Return the rows of a table of which `weight` is this rank's part; 0 for those of others."""
+    index = tokens - rank * weight.shape[0]
+    elsewhere = (index < 0) | (index >= weight.shape[0])
     if padding is not None:
-        padding -= group.rank() * weight.shape[0]
+        padding -= rank * weight.shape[0]
         padding = padding if 0 <= padding < weight.shape[0] else None
     found = functional.embedding(index.masked_fill(elsewhere, 0), weight, padding)
-    return scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Modules that tensor parallelism can divide, written as people write them, none for it.
+"""Modules that tensor parallelism can divide, written as people write them, and some it cannot.
 
 `MODULES` has one function per kind, with an example of its batch; `STYLES` what of them is divided
 over two ranks, read off their code by hand.
@@ -21,7 +21,7 @@ WIDTH, HEADS = 16, 4
 
 
 class Fused(nn.Module):
-    """nanoGPT's attention: one Linear for q, k and v, split by the width."""
+    """nanoGPT's attention: one Linear for q, k and v; -1 stands for the number of heads."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -29,52 +29,82 @@ class Fused(nn.Module):
         self.attn_dropout, self.resid_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
         self.register_buffer("bias", torch.tril(torch.ones(1, 1, 16, 16)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor) -> Any:
         B, T, C = x.size()  # noqa: N806 - as in nanoGPT
-        q, k, v = self.c_attn(x).split(WIDTH, dim=2)
-        q, k, v = (a.view(B, T, HEADS, C // HEADS).transpose(1, 2) for a in (q, k, v))
+        q, k, v = self.c_attn(x).chunk(3, dim=2)
+        return (a.view(B, T, -1, C // HEADS).transpose(1, 2) for a in (q, k, v))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        T = x.shape[1]  # noqa: N806 - as in nanoGPT
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
         y = self.attn_dropout(functional.softmax(att, dim=-1)) @ v
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+
+class SizedFused(Fused):
+    """The same, split by the width: a part has another."""
+
+    def split(self, x: Tensor) -> Any:
+        B, T, C = x.size()  # noqa: N806 - as in nanoGPT
+        q, k, v = self.c_attn(x).split(WIDTH, dim=2)
+        return (a.view(B, T, HEADS, C // HEADS).transpose(1, 2) for a in (q, k, v))
 
 
 class Reshaped(nn.Module):
     """timm's attention: one Linear, reshaped to [3, heads, width of a head]; norms of each head."""
 
+    heads = -1
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.q_norm = self.k_norm = nn.Identity()
         self.q_norm, self.k_norm = nn.LayerNorm(WIDTH // HEADS), nn.LayerNorm(WIDTH // HEADS)
-        self.dropout = dropout
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, C = x.shape  # noqa: N806 - as in timm
-        qkv = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).reshape(B, N, 3, self.heads, C // HEADS).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        p = self.dropout if self.training else 0.0
-        x = functional.scaled_dot_product_attention(q, k, v, dropout_p=p)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+        x = functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(self.drop(x.transpose(1, 2).flatten(2)))
+
+
+class SizedReshaped(Reshaped):
+    """The same, with the number of heads."""
+
+    heads = HEADS
 
 
 class Grouped(nn.Module):
-    """Fewer keys and values than queries, all in one Linear, cut by slices."""
+    """Fewer keys and values than queries, those in one Linear."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.inside = nn.Linear(WIDTH, WIDTH + 2 * 8, bias=False)
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * 8)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
+    def split(self, x: Tensor) -> Any:
+        return self.q(x), *self.kv(x).chunk(2, dim=-1)
+
     def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        q, k, v = self.inside(x).split([WIDTH, 8, 8], dim=-1)
-        q = q.view(b, s, -1, 4).transpose(1, 2)
-        k, v = (a.view(b, s, -1, 4).transpose(1, 2).repeat_interleave(2, 1) for a in (k, v))
+        q, k, v = (a.unflatten(-1, (-1, 4)).transpose(1, 2) for a in self.split(x))
+        k, v = (a.repeat_interleave(2, 1) for a in (k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+class SizedGrouped(Grouped):
+    """All in one Linear, cut by slices of the whole."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inside, self.q, self.kv = nn.Linear(WIDTH, WIDTH + 2 * 8, bias=False), None, None
+
+    def split(self, x: Tensor) -> Any:
+        return self.inside(x).split([WIDTH, 8, 8], dim=-1)
 
 
 class Gated(nn.Module):
@@ -158,11 +188,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "grouped": (lambda: Model(lambda: Block(Grouped, P)), _ids),
     "torch": (lambda: Model(lambda: encoder_layer(P)), _ids),
     "vit": (own_modules.ViT, _images),
-    "bert": (lambda: own_modules.Bert(P), _bert),
-    "t5": (lambda: own_modules.T5(P), lambda: (_ids(), _ids())),
+    "bert": (own_modules.Bert, _bert),
+    "t5": (own_modules.T5, lambda: (_ids(), _ids())),
     "tied": (lambda: own_modules.GPT(P, tied="module"), _ids),
     "convolutions": (Images, _images),
 }
+SIZED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "fused": (lambda: Model(lambda: Block(SizedFused, P)), _ids),
+    "reshaped": (lambda: Model(lambda: Block(SizedReshaped, P)), _ids),
+    "grouped": (lambda: Model(lambda: Block(SizedGrouped, P)), _ids),
+}
+"""The same modules, their attention written with sizes that only the whole has."""
 _ATTENTION = {
     **dict.fromkeys(("q", "k", "v"), "ColwiseParallel()"),
     "o": "RowwiseParallel()",
@@ -191,7 +227,8 @@ STYLES: dict[str, dict[str, str]] = {
     },
     "grouped": {
         "words": _TABLE,
-        "blocks.*.attn.inside": "ColwiseParallel() of 3 matrices",
+        "blocks.*.attn.q": "ColwiseParallel()",
+        "blocks.*.attn.kv": "ColwiseParallel() of 2 matrices",
         "blocks.*.attn.out": "RowwiseParallel()",
         **_of("blocks.*", _OWN),
     },
@@ -210,12 +247,11 @@ STYLES: dict[str, dict[str, str]] = {
     },
     "t5": {
         "bias": _TABLE,
-        **_of("encoder.*.attention", _ATTENTION),
         **_of("encoder.*", _MLP),
         **_of("decoder.*.attention", _ATTENTION),
         **_of("decoder.*.cross", _ATTENTION),
         **_of("decoder.*", _MLP),
     },
-    "tied": {**_of("blocks.*.attention", _ATTENTION), **_of("blocks.*", _MLP)},
+    "tied": _of("blocks.*", _MLP),
     "convolutions": {"blocks.*.one": "ColwiseParallel()", "blocks.*.two": "RowwiseParallel()"},
 }

@@ -95,7 +95,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         source = x if memory is None else memory
         q, k, v = (
-            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, WIDTH // 2)).transpose(1, 2)
             for part in (self.q(x), self.k(source), self.v(source))
         )
         made = functional.scaled_dot_product_attention(

@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (  # noqa: F401 - written styles name them
+    ColwiseParallel,
+    RowwiseParallel,
+)
 
 import meshwright
-from runtime.derived_styles import DerivedStyles, style_text
+from planner.errors import PlanError
+from runtime.derived_styles import DerivedStyles, TensorStyles, line_of, style_text
 from runtime.recorder import Recorder
 from runtime.script_engine import Engine
 from runtime.script_model import few_samples
-from tests.runtime.divisible import MODULES, STYLES
+from tests.runtime import own_modules
+from tests.runtime.divisible import MODULES, SIZED, STYLES
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, STEPS = 8, 2
@@ -33,6 +39,79 @@ def test_what_can_be_divided_is_found(kind: str) -> None:
     torch.manual_seed(0)
     build, example = MODULES[kind]
     assert style_text(found(build(), example()).of(2)) == STYLES[kind]
+
+
+def styles_of(module: nn.Module, batch: Any) -> TensorStyles:
+    torch.manual_seed(0)
+    return TensorStyles.of(found(module, batch).of(2), 2)
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_code_with_sizes_of_the_whole_stays_whole_and_says_what_to_write(kind: str) -> None:
+    build, example = SIZED[kind]
+    styles = styles_of(build(), example())
+    inside = {path for path in styles.whole if ".attn." in path}
+    assert len(inside) == 2
+    assert all("view(..., -1, head_size)" in styles.whole[path] for path in inside)
+    assert not any(".attn." in path for path in styles.divided)
+    assert "blocks.*.mlp.both" in styles.divided
+    assert not styles.given
+
+
+class Drawing(nn.Module):
+    """Draws for the features between two products, without a module of Dropout."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(4) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2)
+        return x + self.down(nn.functional.dropout(inner, 0.5, self.training))
+
+
+def drawing(**settings: Any) -> nn.Module:
+    return own_modules.Language(lambda: Drawing(**settings), width=8)
+
+
+def test_what_draws_stays_whole_and_has_styles_to_write_where_they_are_right() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, own_modules.WORDS, (8, 7))
+    wanted = {"blocks.*.up": "ColwiseParallel()", "blocks.*.down": "RowwiseParallel()"}
+    styles = styles_of(drawing(), ids)
+    assert styles.given == wanted
+    assert "draws random numbers" in styles.whole["blocks.*.up"]
+    assert str(styles).endswith(
+        'tensor={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}'
+    )
+    # The norm's gradient would be a part on each rank, which styles of torch do not add up.
+    assert not styles_of(drawing(norm=True), ids).given
+
+
+def test_a_plan_whose_figures_divide_more_than_can_be_divided_is_refused() -> None:
+    build, example = MODULES["fused"]
+    batch = example()
+    plan = meshwright.plan(build, "2xa100-sxm-80gb", batch=batch, loss=loss, fix=["tensor=2"])
+    graph = plan.model.graph
+    assert graph is not None
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "divided": tuple(
+                    one.model_copy(update={"parameters": one.parameters - 64})
+                    for one in layer.divided
+                )
+            }
+        )
+        if layer.divided
+        else layer
+        for layer in graph.layers
+    )
+    model = plan.model.model_copy(update={"graph": graph.model_copy(update={"layers": layers})})
+    older = plan.model_copy(update={"model": model})
+    with pytest.raises(PlanError, match=r"mesh\.tensor: is 2.*can be left .*plan again"):
+        Engine(build, older, loss=loss, optimizer=adamw, batch=batch)
 
 
 def batches(kind: str) -> list[Any]:
@@ -97,7 +176,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+def check_written_styles() -> None:
+    """Styles as they are said to be written give the losses of the module itself, without draws."""
+    torch.manual_seed(0)
+    module, ids = drawing(), torch.randint(0, own_modules.WORDS, (8, 7))
+    written = eval(line_of(styles_of(module, ids).given).removeprefix("tensor="))
+    layout = {"tensor": 2, "seed": 0}
+    engine = Engine(drawing, layout, loss=loss, optimizer=adamw, batch=ids, tensor=written)
+    assert engine.state()["model.blocks.0.up.weight"].to_local().shape == (8, 8)
+    module.load_state_dict(engine.state_dict())
+    with torch.no_grad():
+        total, count = loss(module.eval()(ids), ids)
+    assert engine.evaluate(ids).loss == pytest.approx(float(total) / count, rel=1e-5)
+    assert engine.step(ids).grad_norm > 0
+
+
 def every(ranks: int, folder: str) -> dict[str, Run]:
+    if ranks == 2:
+        check_written_styles()
     return {
         f"{kind}: {name}": trained(
             kind, layout, Path(folder, name) if kind in ("fused", "tied") else None

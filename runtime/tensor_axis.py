@@ -1,0 +1,102 @@
+"""The tensor axis as one rank sees it: what enters a divided region, and what leaves it.
+
+Backward of a copy is a sum, and backward of a sum is a copy (Megatron-LM's f and g).  Ranks draw
+alike, so each can make what one process draws and take its own part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+
+class Across(Protocol):
+    """The tensor axis."""
+
+    rank: int
+    degree: int
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return x, whose gradient will be the sum of the gradients on all ranks."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks; its gradient is that of x."""
+
+
+class Ranks:
+    """The real tensor axis."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.degree = group.rank(), group.size()
+        self._group = group
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return x; its gradient is summed."""
+        return _Copy.apply(x, self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        return _Sum.apply(x, self._group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The functional collective, since selective recompute must see an operator with a result.
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+class Entry:
+    """Where activations enter a region: what several columns read is copied once."""
+
+    def __init__(self, across: Across) -> None:
+        self._across = across
+        self._known: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x inside the region."""
+        for given, made in self._known:
+            if given is x:
+                return made
+        self._known.append((x, self._across.copy(x)))
+        return self._known[-1][1]
+
+    def left(self) -> None:
+        """Forget what entered."""
+        self._known.clear()
+
+
+def part_of_dropout(like: Tensor, p: float, dim: int, across: Across) -> Tensor:
+    """Return this rank's part of what a dropout of the whole tensor multiplies with."""
+    shape = list(like.shape)
+    shape[dim] *= across.degree
+    # Draws follow memory, in which dims may lie in another order.
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    ones = torch.ones([shape[at] for at in order], dtype=like.dtype, device=like.device)
+    drawn = functional.dropout(ones.permute([order.index(at) for at in range(like.ndim)]), p, True)
+    own = like.shape[dim]
+    return drawn.narrow(dim, across.rank * own, own)
