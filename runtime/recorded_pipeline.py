@@ -6,7 +6,8 @@ the schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,22 +65,23 @@ class RecordedPipeline(Pipeline):
             device=device,
             loss=lambda made, _: made,
         )
+        # What torch cuts and hands on; on the device, where it would be copied to.
+        self._numbers = torch.arange(micro_batches, device=device)
 
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
-        numbers = self._given(micro_batches)
-        losses = self.run(numbers, numbers)
-        self._given(())
-        return losses
+        with self._given(micro_batches) as numbers:
+            return self.run(numbers, numbers)
 
     def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage."""
-        numbers = self._given(micro_batches)
-        losses = self.evaluate(numbers, numbers)
-        self._given(())
-        return losses
+        with self._given(micro_batches) as numbers:
+            return self.evaluate(numbers, numbers)
 
-    def _given(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    @contextlib.contextmanager
+    def _given(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
         for stage in self._recorded:
             stage.micro_batches = tuple(micro_batches)
-        return torch.arange(len(micro_batches))
+        yield self._numbers[: len(micro_batches)]
+        for stage in self._recorded:
+            stage.micro_batches = ()

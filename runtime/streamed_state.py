@@ -63,7 +63,11 @@ class StreamedState:
         coming = self._coming(*buckets[0]) if buckets else []
         going: list[_OnItsWay] = []
         for at, (optimizer, bucket) in enumerate(buckets):
-            homes = {(id(one.state), one.key): one.source for one in coming}
+            homes = {
+                (id(one.state), one.key): one.source
+                for one in coming
+                if host.on_host(one.source)  # what a checkpoint was read into may not be yet
+            }
             for one in coming:
                 one.state[one.key] = one.copied.wait()
             coming = self._coming(*buckets[at + 1]) if at + 1 < len(buckets) else []
