@@ -32,14 +32,26 @@ from planner.profile import Calibration, Overheads, Profile
 from planner.stack import Stack
 from planner.units import bytes_text
 
-Hidden = Literal["units", "gather", "reduce"]
-"""What is hidden: collectives of units in each pass, or once per step."""
+Hidden = Literal["units", "copies", "gather", "reduce"]
+"""What is hidden: collectives of units in each pass, the same with copies over the host link, whose
+engines do not wait for products, or collectives once per step."""
 
 POLLED_MESSAGES = 3
 """Of a transfer between stages whose host polls, the mean of 4 forward and 2 backward."""
+BESIDE_PRODUCTS = 1 / 3
+"""Rate of a collective of FSDP's units that runs beside computation over that of one that runs
+alone: its kernels wait for multiprocessors, and share memory with products.  Three readings agree.
+Four devices of one node overlapped in full compute 1.189 times as long, and are 1.102 times as fast
+as one after the other (arXiv:2507.03114, means of A100, H100, MI210 and MI250), so that 0.61 of
+what is hidden is seen: 0.18 to 0.22 of multiprocessors over that is 0.30 to 0.36.  Llama-2-7B under
+FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055): 36 % at a third, 29 % at
+a half, 9 % at the whole rate.  Of runs of llm_foundry and prime_rl the errors fall with it
+(docs/accuracy.md)."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
+LONG_WINDOW_S = 1e3
+"""Behind which a second of communication hides as much as it ever does."""
 USUAL_MULTIPROCESSORS = 132
 """Of a device that does not say: those of H100."""
 USUAL_HOST_MEMORY_BYTES_PER_S = 4e11
@@ -165,10 +177,19 @@ class Rates:
         return self.memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
 
     def exposed_s(self, communication_s: float, window_s: float, hidden: Hidden = "units") -> float:
-        """Seconds of a sharding collective that computation of `window_s` does not hide."""
-        rule = self.stack.sharding
+        """Seconds of a sharding collective that computation of `window_s` does not hide.
+
+        `planner.costs.sharding` has the law.  A measured overlap has it in itself.
+        """
+        if self.overheads:
+            return shown_s(communication_s, window_s, self.overheads.overlap)
+        if self.on_cpu:
+            return communication_s
+        rule, rate = self.stack.sharding, 1.0
         match hidden:
             case "units":
+                overlap, rate = rule.overlap, BESIDE_PRODUCTS
+            case "copies":
                 overlap = rule.overlap
             case "gather":
                 overlap = rule.gather_overlap
@@ -176,12 +197,12 @@ class Rates:
                 overlap = rule.reduce_overlap
             case _:
                 assert_never(hidden)
-        overlap *= 1 - rule.channels / self.multiprocessors
-        if self.on_cpu:
-            overlap = 0.0
-        if self.overheads:
-            overlap = self.overheads.overlap
-        return shown_s(communication_s, window_s, overlap)
+        taken = min(1.0, rule.channels / self.multiprocessors)
+        rate = max(rate, taken)
+        progress = (rate - taken) / (1 - taken) if taken < 1 else 0.0
+        beside_s = overlap * communication_s
+        seen_s = larger(beside_s * taken / rate, beside_s - window_s * progress)
+        return (1 - overlap) * communication_s + seen_s
 
     def unit_s(self, ahead_s: float) -> float:
         """Seconds that a sharded unit adds to a pass, beside its collectives.
@@ -319,7 +340,7 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what="overlap, optimizer and runtime overheads", provenance="measured", source=measured
         )
         return
-    hidden = 1 - used.exposed_s(1.0, 1.0)
+    hidden = 1 - used.exposed_s(1.0, LONG_WINDOW_S)
     yield Assumption(
         what=f"up to {hidden:.0%} of sharding communication hides behind computation; "
         "the optimizer reads and writes each of its states once; a pipeline action takes "

@@ -17,11 +17,13 @@ and reduced over the ranks that hold the same ones.  Parameters on the host: eve
 brings their shard, 4 N/d bytes, over the host link, every reduction takes 4 N/d bytes of gradients
 back, and where the host adds them up it moves 12 N/d bytes in its own memory.
 
-Exposure.  A collective runs beside its own layer's computation, of w seconds, which is slower
-meanwhile, as its kernel has k of the n multiprocessors.  Of the w seconds c (1 - k/n) are done when
-it ends after c, so that both take the longer of c and w + c k/n, and
+Exposure.  A collective of c seconds runs beside its own layer's computation, of w seconds, which is
+slower meanwhile, as its kernel has the share k of the multiprocessors; the collective itself goes
+at the rate r of one that runs alone (`rates.BESIDE_PRODUCTS`; 1 for what runs once per step).  If
+it ends first, it takes c/r, in which (1 - k) c/r of the computation are done.  Else the computation
+takes w/(1 - k), in which r w/(1 - k) of the collective are done, and the rest goes alone.  So
 
-    max(c k/n, c - w)
+    max(c k/r, c - w (r - k)/(1 - k))
 
 is seen.  Of the share that does not run beside anything all is.  Gradients of FSDP's units in a
 pipeline are reduced after the last backward, seen in full.
@@ -288,7 +290,9 @@ def _seen(links_s: float, host_s: float, window_s: float, rates: Rates, hidden: 
     seen_s = rates.exposed_s(links_s, window_s, hidden)
     if isinstance(host_s, float) and not host_s:
         return Seen(seen_s, 0.0)
-    return Seen(seen_s, rates.exposed_s(links_s + host_s, window_s, hidden) - seen_s)
+    among: Hidden = "copies" if hidden == "units" else hidden
+    links_alone_s = rates.exposed_s(links_s, window_s, among)
+    return Seen(seen_s, rates.exposed_s(links_s + host_s, window_s, among) - links_alone_s)
 
 
 def accumulated_bytes(types: StateTypes, accumulation: Accumulation) -> float:

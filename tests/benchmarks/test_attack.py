@@ -30,6 +30,18 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
+@pytest.mark.long(
+    "unequal-v100",
+    "mixtral-16",
+    "gemma2-a100",
+    "13b-v100",
+    "gpt2-xl-4090",
+    "pcie-l40s",
+    "deep-3b",
+    "offload-13b",
+    "qwen3-moe-16",
+    "70b-64",
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.matrix) if name in LONG else name for name in REQUESTS],
@@ -82,6 +94,7 @@ CLOSED = ("pcie-l40s", "deep-3b")
 """Requests with pipelines in their answers whose gap takes a second to close."""
 
 
+@pytest.mark.long("deep-3b")
 @pytest.mark.parametrize(
     "name",
     [name if name in CLOSED else pytest.param(name, marks=pytest.mark.matrix) for name in REQUESTS],

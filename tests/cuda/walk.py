@@ -283,6 +283,10 @@ COVERED = (
     "tensor",
     "compiled, tensor",
     "last stage",
+    "selective, offloaded",
+    "zero 3, within groups",
+    "compiled, zero bubble",
+    "compiled, tensor in pieces",
 )
 """Paths whose every part is in another one: `-m matrix` walks them."""
 

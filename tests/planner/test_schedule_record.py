@@ -99,6 +99,7 @@ def answer(node: ClusterSpec, name: str, **pins: int) -> Answer:
     return search(Request(resolve_model("llama-3.1-8b"), node, JOB, pins=wanted))
 
 
+@pytest.mark.long("1f1b-eager", "late-weights")
 @pytest.mark.parametrize("name", ["gpipe-reversed", "1f1b-eager", "late-weights"])
 def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) -> None:
     found = answer(node, name)

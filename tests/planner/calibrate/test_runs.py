@@ -26,9 +26,18 @@ LAYOUTS = [
 ]
 
 
+made_before: dict[str, dict[float, str]] = {}
+
+
 def table(path: Path, truth: Calibration, slack: float = 1.05) -> Path:
     """Write runs whose times are the model's own with other constants."""
+    if slack not in made_before.setdefault(truth.model_dump_json(), {}):
+        made_before[truth.model_dump_json()][slack] = made(path, truth, slack)
+    path.write_text(made_before[truth.model_dump_json()][slack])
+    return path
 
+
+def made(path: Path, truth: Calibration, slack: float) -> str:
     def line(n: int, seen: tuple[float, float] = (1.0, 1.0)) -> str:
         tp, pp, nodes, hidden = LAYOUTS[n]
         return (
@@ -45,8 +54,7 @@ def table(path: Path, truth: Calibration, slack: float = 1.05) -> Path:
         told = predicted(replace(setup, request=changed))
         memory = told.memory_bytes("reserved", "max") / 2**30 * slack / 1.05
         found.append((told.step_time_s, memory))
-    path.write_text(HEADER + "".join(line(n, seen) for n, seen in enumerate(found)))
-    return path
+    return HEADER + "".join(line(n, seen) for n, seen in enumerate(found))
 
 
 TRUTH = Calibration(

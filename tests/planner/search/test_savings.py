@@ -50,6 +50,7 @@ def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> fl
     )
 
 
+@pytest.mark.long("2600000000.0-6000000000.0", "2600000000.0-None", "6000000000.0-None")
 @pytest.mark.parametrize(
     ("memory", "host"), [(2.6e9, None), (3.5e9, None), (2.6e9, 6e9), (6e9, None)]
 )

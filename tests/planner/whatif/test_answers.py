@@ -37,6 +37,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
     assert f"{100 * (1 - fast / slow):.0f} % less time" in text
 
 
+@pytest.mark.matrix
 def test_a_change_that_makes_a_model_fit_is_said() -> None:
     offer = {"cluster": "4xa10g", "tuning": "full", "rent": PRICE}
     more = {**offer, "name": "more", "change": {"memory": 8.0}}
@@ -75,6 +76,7 @@ def test_a_days_price_by_hand() -> None:
     assert f"{100 * base.link_share:.1f} %" in links
 
 
+@pytest.mark.matrix
 def test_mixed_devices_are_compared_with_each_kind_alone() -> None:
     result = run(
         study(

@@ -42,6 +42,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
         tuned(Request(model, four, JOB), quantised=False)
 
 
+@pytest.mark.matrix
 def test_host_memory_holds_what_devices_cannot() -> None:
     model = resolve_model("llama-3.1-70b")
     small = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=128 * GB)
