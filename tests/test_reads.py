@@ -15,7 +15,7 @@ from planner import document
 from planner.document import json_data
 from planner.errors import DocumentError, LaunchError
 from runtime import checksums, parts, records, tensor_index
-from runtime.script_checkpoint import own_state
+from runtime.script_state import own_state
 from tests.meshwright import hostile_documents
 from tests.test_writes import PACKAGES, ROOT, _writes
 
@@ -72,7 +72,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/conversations.py", "read_bytes"): "tokenizer/tokenizer.json",
     ("runtime/library_families.py", "from_pretrained"): "saved/config.json",
     ("runtime/published.py", "safe_open"): "weights/model.safetensors",
-    ("runtime/script_checkpoint.py", "torch.load"): "saved/user-00000.pt",
+    ("runtime/script_state.py", "torch.load"): "saved/user-00000.pt",
     ("runtime/tensor_files.py", "torch.load"): "saved/user-00000.pt",
     ("runtime/faults.py", "pickle"): "flight/rank-0",
 }

@@ -191,7 +191,7 @@ def _weights() -> object:
 
 
 def _own() -> object:
-    from runtime.script_checkpoint import own_state
+    from runtime.script_state import own_state
 
     return own_state(Path("saved"), 0)
 
@@ -204,7 +204,7 @@ def _metrics() -> object:
 
 
 def _pending() -> object:
-    return unfinished.commit(Path())
+    return unfinished.commit(Path(), say=print)
 
 
 def _rows() -> object:
