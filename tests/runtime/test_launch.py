@@ -471,6 +471,7 @@ def test_nonsense_in_training_is_told_in_one_message(room: Room) -> None:
     assert room.ranks() == {}
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_launch_from_another_thread_runs_too(room: Room) -> None:
     pytest.importorskip("torch")
