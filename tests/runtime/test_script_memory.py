@@ -53,7 +53,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-@pytest.mark.long("dp=2 zero=0", "tensor=2", "dp=2 zero=0 activations=offload")
+@pytest.mark.long("dp=2 zero=0", "tensor=2", "dp=2 zero=0 activations=offload", "pp=2")
 @pytest.mark.parametrize(
     "fix",
     [
