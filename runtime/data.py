@@ -409,22 +409,27 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
         raise DocumentError(
             "", f"has no text to train on ({skipped} files are not UTF-8)", file=str(corpus.source)
         )
+    _describe(
+        corpus,
+        folder,
+        starts,
+        tokenizer=tokenizer.name,
+        vocabulary=largest + 1,
+        skipped=skipped,
+        dtype=tokenizer.dtype.name,
+        digest="sha256:" + digest.hexdigest()[:16],
+    )
+
+
+def _describe(corpus: Files, folder: Path, starts: array[int], **more: str | int) -> None:
+    """Write where documents start and what a prepared corpus is, with checksums of its files."""
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     about = {
         "source": str(corpus.source),
-        "tokenizer": tokenizer.name,
         "documents": len(starts) - 1,
         "tokens": starts[-1],
-        "vocabulary": largest + 1,
-        "skipped": skipped,
-        "dtype": tokenizer.dtype.name,
-        "digest": "sha256:" + digest.hexdigest()[:16],
+        **more,
     }
-    _describe(folder, about)
-
-
-def _describe(folder: Path, about: dict[str, Any]) -> None:
-    """Write what a prepared corpus is, with the checksums of its files."""
     files = {path.name: checksums.of_file(path) for path in sorted(folder.iterdir())}
     text = checksums.sealed(json.dumps({**about, "checksums": files}))
     (folder / "corpus.json").write_text(text, encoding="utf-8")
@@ -488,20 +493,18 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
             file=str(corpus.source),
         )
     digest.update(starts.tobytes())
-    np.save(folder / "starts.npy", np.array(starts, np.int64))
-    about = {
-        "source": str(corpus.source),
-        "tokenizer": chosen.name,
-        "documents": len(starts) - 1,
-        "tokens": starts[-1],
-        "vocabulary": largest + 1,
-        "skipped": skipped,
-        "dtype": dtype.name,
-        "digest": "sha256:" + digest.hexdigest()[:16],
-        "kind": "conversations",
-        "counted": counted,
-    }
-    _describe(folder, about)
+    _describe(
+        corpus,
+        folder,
+        starts,
+        tokenizer=chosen.name,
+        vocabulary=largest + 1,
+        skipped=skipped,
+        dtype=dtype.name,
+        digest="sha256:" + digest.hexdigest()[:16],
+        kind="conversations",
+        counted=counted,
+    )
 
 
 def pieces(path: Path) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import MeshwrightError
@@ -43,6 +44,11 @@ CLOSE = 2e-4
 sums in another order differ by 1e-6, another head's numbers by 1."""
 NOISE = 1e-5
 """The same over the largest gradient of the unit."""
+DROPOUTS = frozenset(
+    (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    )
+)  # fmt: skip
 ON_A_PART = (
     "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
     "rather than their numbers"
@@ -108,11 +114,15 @@ class _Watch:
     def copy(self, x: Tensor) -> Tensor:
         at = len(self.grads)
         self.grads[at] = None
-        return _Noted.apply(x, self.grads, at, None)
+        return _Noted.apply(x, self.grads, at, self._gradient(at))
 
     def sum(self, x: Tensor) -> Tensor:
         self.sums.append(x.detach().clone())
         return x
+
+    def _gradient(self, at: int) -> Tensor | None:
+        """Return what backward is to see, if not its own."""
+        return None
 
 
 class _Part(_Watch):
@@ -126,17 +136,30 @@ class _Part(_Watch):
         self.rank, self.degree = rank, degree
         self._whole = whole
 
-    def copy(self, x: Tensor) -> Tensor:
-        at = len(self.grads)
-        self.grads[at] = None
-        return _Noted.apply(x, self.grads, at, self._whole.grads.get(at))
+    def _gradient(self, at: int) -> Tensor | None:
+        return self._whole.grads.get(at)
 
     def sum(self, x: Tensor) -> Tensor:
         at = len(self.sums)
-        self.sums.append(x.detach().clone())
+        super().sum(x)
         if at >= len(self._whole.sums) or self._whole.sums[at].shape != x.shape:
             raise Refused("what its parts add up to has another shape")
         return _Replaced.apply(x, self._whole.sums[at])
+
+
+class _NoDraws(TorchFunctionMode):
+    """Lets dropout, also that of attention, drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in DROPOUTS:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
 
 
 class _Noted(torch.autograd.Function):
@@ -171,8 +194,6 @@ class _Run:
     grads: dict[str, Tensor | None]
     inputs: list[Tensor | None]
     across: Any
-    drew: bool
-    """It drew random numbers."""
 
 
 class _DrawsOtherwise(Refused):
@@ -324,36 +345,41 @@ class Study:
 
     def _checked(self, regions: Sequence[Region], degree: int) -> DividedUnit:
         """Run the unit whole and in parts; return how it is divided where they are equal."""
-        assert self._ready is not None
-        unit, given, _ = self._ready
         for region in regions:
             _refuse_indivisible(self._user_unit, region, degree)
         made = DividedUnit(degree=degree, regions=tuple(regions))
-        for training in (False, True):  # in eval mode nothing draws
-            plain = _run(unit, given, None, training=training)
-            watch = _Watch()
-            twin = copied(unit)
-            whole_shapes = _dropped_shapes(twin)
-            made.apply(twin, watch)
-            whole = _run(twin, given, watch, training=training)
-            _compare(whole.outputs, plain.outputs, "its own code makes something else")
-            try:
-                parts = []
-                for rank in range(degree):
-                    twin = copied(unit)
-                    take_parts(twin, regions, rank, degree)
-                    shapes = _dropped_shapes(twin)
-                    made.apply(twin, part := _Part(rank, degree, watch))
-                    parts.append(_run(twin, given, part, training=training))
-                partial = self._equal(regions, plain, watch, parts, degree)
-            except Refused as error:
-                if training and plain.drew:
-                    raise _DrawsOtherwise(bool(made.partial)) from error
-                raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
-            made = replace(made, partial=made.partial | partial)
-            if not training:
-                made = replace(made, dropouts=_dropouts(whole_shapes, shapes, degree))
-        return made
+        made = self._tried(made, training=False)  # here nothing draws
+        try:
+            return self._tried(made, training=True)
+        except Refused:
+            with _NoDraws():
+                undrawn = self._tried(made, training=True)
+            raise _DrawsOtherwise(bool(undrawn.partial)) from None
+
+    def _tried(self, made: DividedUnit, *, training: bool) -> DividedUnit:
+        """Refuse what is not equal to the whole; return it with what the runs tell."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        plain = _run(unit, given, None, training=training)
+        watch = _Watch()
+        twin = copied(unit)
+        whole_shapes = _dropped_shapes(twin)
+        made.apply(twin, watch)
+        whole = _run(twin, given, watch, training=training)
+        _compare(whole.outputs, plain.outputs, "its own code makes something else")
+        try:
+            parts = []
+            for rank in range(made.degree):
+                twin = copied(unit)
+                take_parts(twin, made.regions, rank, made.degree)
+                shapes = _dropped_shapes(twin)
+                made.apply(twin, part := _Part(rank, made.degree, watch))
+                parts.append(_run(twin, given, part, training=training))
+            partial = self._equal(made.regions, plain, watch, parts, made.degree)
+            dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
+        except Refused as error:
+            raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
+        return replace(made, partial=made.partial | partial, dropouts=dropouts)
 
     def _equal(
         self,
@@ -393,13 +419,8 @@ class Study:
                 continue
             if name in divided:
                 dim, pieces = divided[name]
-                for rank, one in enumerate(own):
-                    _compare(
-                        [one],
-                        [part_of(grad, dim, pieces, rank, degree)],
-                        f"the gradient of {name} differs",
-                        noise,
-                    )
+                wanted = [part_of(grad, dim, pieces, rank, degree) for rank in range(degree)]
+                _compare(own, wanted, f"the gradient of {name} differs", noise)
             elif _summed(own, grad, noise):
                 _compare([_sum(own)], [grad], f"the gradient of {name} differs", noise)
                 partial.add(name)
@@ -497,11 +518,9 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     unit = unit.train(training) if across is not None else copied(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
-    seeded = torch.get_rng_state()
     try:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        drew = not torch.equal(seeded, torch.get_rng_state())
         _backward(outputs)
     except Refused:
         raise
@@ -521,7 +540,6 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         grads={name: p.grad for name, p in unit.named_parameters()},
         inputs=[x.grad for x in taken],
         across=across,
-        drew=drew,
     )
 
 

@@ -5,6 +5,7 @@ No process group is needed, and only one file's tensors are in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -73,8 +74,7 @@ def to_huggingface(
     parameters = _parameters(source, done)
     width = 4 if dtype == "fp32" else 2
     groups = list(_groups(parameters, largest=file_bytes // width))
-    temporary = _new(output)
-    try:
+    with _new(output) as temporary:
         from runtime.published import write_shards  # noqa: PLC0415 - needs torch
 
         total = sum(stored.elements for stored in parameters)
@@ -86,11 +86,6 @@ def to_huggingface(
         )
         files.append(_configuration(source, temporary, dtype))
         files += _companions(source, done, model.source, temporary)
-        temporary.rename(output)
-    except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Exported(
         checkpoint=source,
         step=done.step,
@@ -124,16 +119,10 @@ def to_peft(saved: Path, output: Path) -> Exported:
         base=str(folder.resolve()) if folder.exists() else plan.model.source,
         transposed=config.get("model_type") == "gpt2",
     )
-    temporary = _new(output)
-    try:
+    with _new(output) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
         beside = _companions(source, done, plan.model.source, temporary)
-        temporary.rename(output)
-    except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     files = ("adapter_model.safetensors", "adapter_config.json", *(one.name for one in beside))
     return Exported(
         checkpoint=source,
@@ -237,12 +226,21 @@ def _companions(source: Path, done: Progress, model: str | None, folder: Path) -
     return [Path(shutil.copyfile(file, folder / name)) for name, file in others.items()]
 
 
-def _new(output: Path) -> Path:
-    """Return a hidden folder beside a new one, which may not hold anything yet."""
+@contextlib.contextmanager
+def _new(output: Path) -> Iterator[Path]:
+    """Give a hidden folder that becomes a new one in the end, or nothing.
+
+    The new one may not hold anything yet.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise LaunchError(f"{output}: is there already; name a new folder")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        return folder_beside(output)
+        temporary = folder_beside(output)
+        try:
+            yield temporary
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror}") from error
+        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error

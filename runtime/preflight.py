@@ -67,7 +67,7 @@ class Preflight:
     plan: Plan
     model: ModelGraph
     run: Run
-    """As it was asked for, with absolute paths."""
+    """As it was asked for; its `checkpoint` and `weights` are absolute, other paths as given."""
     ranks: LocalRanks
     files: Files
     held_out: Files | None

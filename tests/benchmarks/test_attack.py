@@ -94,7 +94,7 @@ CLOSED = ("pcie-l40s", "deep-3b")
 """Requests with pipelines in their answers whose gap takes a second to close."""
 
 
-@pytest.mark.long("deep-3b")
+@pytest.mark.long("deep-3b", "pcie-l40s")
 @pytest.mark.parametrize(
     "name",
     [name if name in CLOSED else pytest.param(name, marks=pytest.mark.matrix) for name in REQUESTS],

@@ -40,8 +40,8 @@ def found(count: int, *, first: int = 0) -> dict[str, str]:
     return result["findings"]
 
 
-def test_50_hostile_inputs_end_in_a_message() -> None:
-    assert found(50) == {}
+def test_25_hostile_inputs_end_in_a_message() -> None:
+    assert found(25) == {}
 
 
 @pytest.mark.matrix

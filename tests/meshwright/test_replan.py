@@ -113,6 +113,7 @@ def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     assert again <= fastest * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_one_rank_peaks_where_predicted(recompute: str) -> None:
     "bf16-none-mesh6-3-1f1b",
     "fp32-none-mesh4-0-1f1b",
     "bf16-none-mesh0-0-1f1b",
+    "bf16-full-mesh2-3-1f1b",
 )
 @pytest.mark.ranks
 @pytest.mark.parametrize(

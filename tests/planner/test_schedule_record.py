@@ -115,6 +115,7 @@ def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) 
     assert every.certificate.objective_s <= found.certificate.objective_s * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 def test_backwards_in_reverse_take_as_long_and_hold_as_much_as_those_of_gpipe(
     node: ClusterSpec,
 ) -> None:

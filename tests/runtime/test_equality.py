@@ -117,6 +117,7 @@ def check(rows: tuple[Case, ...], world: int) -> None:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.long("2")
 @pytest.mark.long("4")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "rows"), [(2, TWO), (4, FOUR)], ids=["2", "4"])

@@ -109,6 +109,7 @@ def test_a_rehearsed_rank_peaks_where_a_real_one_does(
         assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=near)
 
 
+@pytest.mark.matrix
 def test_the_copies_of_a_small_model_peak_where_predicted() -> None:
     graph = resolve_model("demo-4m")
     plan = cases.plan(graph, global_batch=16, data_replicate=2, micro_batches=1)

@@ -161,6 +161,7 @@ def test_a_cpu_is_its_own_host() -> None:
     assert activations(local, Pins(allowed=HOST)) == ("keep",)
 
 
+@pytest.mark.matrix
 def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> None:
     cluster, job = small(16e9), Job(seq_len=1024, global_batch=8)
     names = [name for name, _ in gpt2.chain]
@@ -182,6 +183,7 @@ def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> Non
     assert kept.certificate.objective_s == pytest.approx(expected_s, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
     pins = Pins(pipeline=2, tensor=1, virtual_stages=1, require=(Requirement(at_most=3),))
     job = Job(seq_len=1024, global_batch=8)

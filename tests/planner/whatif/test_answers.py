@@ -26,7 +26,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
         study(
             offers=[
                 {"cluster": "2x8xa10g", "rent": PRICE},
-                {"name": "fast", "cluster": "2x8xa10g", "change": {"network": 4.0}, "rent": PRICE},
+                {"name": "fast", "cluster": "2x8xa10g", "change": {"network": 4.0}},
             ]
         ),
         processes=1,
@@ -40,7 +40,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
 @pytest.mark.matrix
 def test_a_change_that_makes_a_model_fit_is_said() -> None:
     offer = {"cluster": "4xa10g", "tuning": "full", "rent": PRICE}
-    more = {**offer, "name": "more", "change": {"memory": 8.0}}
+    more = {**offer, "name": "more", "change": {"memory": 8.0}, "rent": None}
     result = run(
         study(
             models=["llama-3.1-8b"],
@@ -54,6 +54,7 @@ def test_a_change_that_makes_a_model_fit_is_said() -> None:
     assert said(result, "llama-3.1-8b fits") == ("llama-3.1-8b fits more; it does not fit 4xa10g.")
 
 
+@pytest.mark.matrix
 def test_a_days_price_by_hand() -> None:
     result = run(
         study(
@@ -159,6 +160,7 @@ def test_terms_alone_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert expensive.plan is not None and expensive.plan.cluster == "dear"
 
 
+@pytest.mark.matrix
 def test_nodes_stay_idle_where_a_plan_is_faster_without_them() -> None:
     # 64 sequences: on 9 x 8 devices 72 divide nothing so well as fewer of them.
     asked = study(offers=[{"cluster": "9x8xa10g", "rent": PRICE}])

@@ -185,6 +185,7 @@ def test_processes_side_by_side_find_the_same() -> None:
     assert seen[-1] == (4, 4)
 
 
+@pytest.mark.matrix
 def test_marginal_values_are_planned_again() -> None:
     asked = study(
         models=["llama-3.2-1b"],

@@ -195,6 +195,7 @@ def test_activations_go_to_the_host_or_into_8_bits_where_that_is_allowed() -> No
     assert predict(treated.plan, case.model, resolve_cluster(case.cluster)) == treated.prediction
 
 
+@pytest.mark.matrix
 def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -> None:
     pins = Pins(pipeline=2, data=2, tensor=1, micro_batch=1, zero=1, schedule="1f1b")
     case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, replace(pins, loss="plain"))
