@@ -25,15 +25,16 @@ ALIKE = 1e-9
 """Relative difference below which two candidates come first together, and share that future."""
 
 
-def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float] | None:
-    """Return by outcome the probability that its figure is the least; None if one has none."""
+def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | None]:
+    """Return by outcome the probability that its figure is the least of those that are known."""
     figures = [drawn_figure(outcome, by) for outcome in outcomes]
     known = [figure for figure in figures if figure is not None]
-    if not known or len(known) < len(figures):
-        return None
+    if not known:
+        return [None] * len(figures)
     table = np.stack(known)
     first = table <= table.min(axis=0) * (1 + ALIKE)
-    return [float(share) for share in (first / first.sum(axis=0)).mean(axis=1)]
+    shares = iter((first / first.sum(axis=0)).mean(axis=1))
+    return [None if figure is None else float(next(shares)) for figure in figures]
 
 
 def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:

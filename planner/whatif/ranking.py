@@ -35,7 +35,7 @@ class Rank:
     """The price at which it would cost what the first one costs."""
     first: dict[Order, float] = field(default_factory=dict)
     """Probability that it has the least time, cost and energy of all that can be chosen: what is
-    sold and misses no goal at its midpoint."""
+    sold, misses no goal at its midpoint, and has that figure."""
 
 
 def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
@@ -104,8 +104,9 @@ def _first(outcomes: Sequence[Outcome]) -> dict[int, dict[Order, float]]:
     chosen = [o for o in outcomes if not (o.misses or o.hypothetical)]
     found: dict[int, dict[Order, float]] = {id(outcome): {} for outcome in chosen}
     for by in get_args(Order):
-        for outcome, chance in zip(chosen, chances_to_be_first(chosen, by) or (), strict=False):
-            found[id(outcome)][by] = chance
+        for outcome, chance in zip(chosen, chances_to_be_first(chosen, by), strict=True):
+            if chance is not None:
+                found[id(outcome)][by] = chance
     return found
 
 
