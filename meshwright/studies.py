@@ -32,6 +32,7 @@ COLUMNS = (
     "mfu",
     "goodput",
     "hours",
+    "lead_days",
     "usd",
     "usd_low",
     "usd_high",
@@ -40,8 +41,13 @@ COLUMNS = (
     "headroom_bytes",
     "host_bytes",
     "capital_usd",
+    "outlay_usd",
+    "outlay_usd_low",
+    "outlay_usd_high",
     "misses",
     "probability",
+    "probability_cheapest",
+    "probability_fastest",
     "binding",
     "price",
 )
@@ -216,8 +222,10 @@ def table_text(result: Result) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS)
     writer.writeheader()
+    ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
     for outcome in result.outcomes:
         step, usd = outcome.step_s, outcome.usd
+        first = ranks[id(outcome)].first if id(outcome) in ranks else {}
         writer.writerow(
             {
                 "model": cell(outcome.model),
@@ -235,6 +243,7 @@ def table_text(result: Result) -> str:
                 "mfu": outcome.mfu if outcome.fits else "",
                 "goodput": outcome.goodput.value if outcome.goodput else "",
                 "hours": outcome.hours.value if outcome.hours else "",
+                "lead_days": outcome.lead_days.value if outcome.lead_days else "",
                 "usd": usd.value if usd else "",
                 "usd_low": usd.low if usd else "",
                 "usd_high": usd.high if usd else "",
@@ -243,8 +252,13 @@ def table_text(result: Result) -> str:
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
+                "outlay_usd": outcome.outlay_usd.value if outcome.outlay_usd else "",
+                "outlay_usd_low": outcome.outlay_usd.low if outcome.outlay_usd else "",
+                "outlay_usd_high": outcome.outlay_usd.high if outcome.outlay_usd else "",
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
+                "probability_cheapest": first.get("cost", ""),
+                "probability_fastest": first.get("time", ""),
                 "binding": cell(outcome.binding),
                 "price": cell(outcome.price),
             }

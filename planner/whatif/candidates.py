@@ -76,6 +76,18 @@ class Priced:
             return self.reservation.usd_per_device_hour.value * term_hours
         return None
 
+    def outlay_usd_per_device(self, utilisation: float) -> Span | None:
+        """Return what binding terms take out of a budget for each device; None on others.
+
+        A purchase takes its price and what its years cost, a contract its whole term.
+        """
+        if self.purchase is not None:
+            return self.purchase.outlay_usd(utilisation)
+        if self.reservation is not None:
+            term_hours = self.reservation.years * HOURS_PER_YEAR
+            return self.reservation.usd_per_device_hour.times(term_hours)
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -104,6 +116,11 @@ class Candidate:
         return self.cluster.devices
 
     @property
+    def lead_days(self) -> Span | None:
+        """Days until bought devices are there; None of what can be used at once."""
+        return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
+
+    @property
     def limited(self) -> ClusterSpec:
         """The cluster as fast as its devices are at their power limit."""
         if self.power_limit == 1:
@@ -114,10 +131,13 @@ class Candidate:
         assert slower is not None  # every device computes
         return slower
 
+    quoted: bool = False
+    """Its offer has a price of its own: somebody sells it."""
+
     @property
     def hypothetical(self) -> bool:
         """Whether no such product is sold."""
-        return any(change not in SOLD for change, _ in self.changes)
+        return not self.quoted and any(change not in SOLD for change, _ in self.changes)
 
 
 def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
@@ -281,7 +301,13 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         allow=offer.allow,
         changes=tuple(offer.change.items()),
         plain=text,
+        quoted=_has_price(offer),
     )
+
+
+def _has_price(offer: Offer) -> bool:
+    rented = offer.rent is not None and offer.rent.usd_per_device_hour is not None
+    return rented or (offer.buy is not None and offer.buy.usd_per_device is not None)
 
 
 def _name(offer: Offer, text: str) -> str:
