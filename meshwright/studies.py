@@ -46,6 +46,8 @@ COLUMNS = (
     "outlay_usd_high",
     "misses",
     "probability",
+    "probability_cheapest",
+    "probability_fastest",
     "binding",
     "price",
 )
@@ -128,10 +130,10 @@ def study_of(
 ) -> Study:
     """Return the study that compares clusters for one model.
 
-    `clusters` are rented at the catalogue's offers; `owned` ones take power alone; `reserved` are
-    quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for so many months; `buy`
-    as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands in a cluster, `solve`
-    finds it.
+    `clusters` are rented at the catalogue's offers; of `owned` ones all but the hardware is paid;
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for so
+    many months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands in
+    a cluster, `solve` finds it.
     """
     offers: list[dict[str, Any]] = [
         *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),
@@ -220,8 +222,10 @@ def table_text(result: Result) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS)
     writer.writeheader()
+    ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
     for outcome in result.outcomes:
         step, usd = outcome.step_s, outcome.usd
+        first = ranks[id(outcome)].first if id(outcome) in ranks else {}
         writer.writerow(
             {
                 "model": cell(outcome.model),
@@ -253,6 +257,8 @@ def table_text(result: Result) -> str:
                 "outlay_usd_high": outcome.outlay_usd.high if outcome.outlay_usd else "",
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
+                "probability_cheapest": first.get("cost", ""),
+                "probability_fastest": first.get("time", ""),
                 "binding": cell(outcome.binding),
                 "price": cell(outcome.price),
             }
