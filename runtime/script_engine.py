@@ -49,7 +49,6 @@ from runtime.script_passes import Passes
 from runtime.script_plan import script_plan
 from runtime.script_records import ScriptRecords
 from runtime.script_stage import (
-    ScriptStage,
     check_layers,
     frozen_and_buffers,
     holders_of,
@@ -64,6 +63,7 @@ from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.transforms import Staged
 from runtime.whole_batch import whole_batch
 
 
@@ -503,7 +503,7 @@ def _mean(total: float, count: float) -> LossValue:
 
 
 def _slots(
-    parts: Sequence[ScriptStage],
+    parts: Sequence[Staged],
     place: Place,
     aliases: Mapping[str, str],
     holders: Mapping[str, dist.ProcessGroup],
@@ -530,9 +530,9 @@ def _slots(
                 parameter=parameter,
                 local=local.detach(),
                 copies=copies_of(parameter, world) * (tied.size() if tied else 1),
-                partial=name in part.divided.summed,
+                partial=name in part.summed,
                 pieces=1,
-                sections=part.divided.sections.get(name, ()),
+                sections=part.sections.get(name, ()),
                 tied=tied,
                 factor=1.0,
             )

@@ -47,16 +47,6 @@ class ScriptStyles:
         return bool(self.given) or bool(self.derived)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DividedStage:
-    """What dividing a stage leaves to be known of its parameters, by name."""
-
-    summed: frozenset[str] = frozenset()
-    """Whole ones whose gradients must be summed over the tensor axis."""
-    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Sizes of the matrices that lie one behind the other in dim 0, each divided by itself."""
-
-
 def styles_by_name(
     plan: Plan, module: nn.Module, recorder: Recorder, styles: Styles | None
 ) -> ScriptStyles:
@@ -156,8 +146,14 @@ def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, P
     return found
 
 
-def divide(stage: RecordedStage, styles: ScriptStyles, mesh: DeviceMesh) -> DividedStage:
-    """Divide the modules of a stage over the tensor axis; those of other stages stay."""
+def divide(
+    stage: RecordedStage, styles: ScriptStyles, mesh: DeviceMesh
+) -> tuple[set[str], dict[str, tuple[int, ...]]]:
+    """Divide the modules of a stage over the tensor axis; those of other stages stay.
+
+    Return the whole parameters whose gradients must be summed over that axis, and the sizes of
+    matrices that lie one behind the other in dim 0 of a parameter, each divided by itself.
+    """
     for name, style in styles.given.items():
         try:
             part = stage.part(name)
@@ -183,7 +179,7 @@ def divide(stage: RecordedStage, styles: ScriptStyles, mesh: DeviceMesh) -> Divi
                 sections[f"{prefix}{own}"] = pieces
         divided.apply(unit, Ranks(group))
         summed |= {f"{prefix}{own}" for own in divided.partial}
-    return DividedStage(summed=frozenset(summed), sections=sections)
+    return summed, sections
 
 
 def _matches(name: str, pattern: str) -> bool:
