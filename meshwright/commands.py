@@ -38,7 +38,7 @@ from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile, Profiles
-from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
+from planner.request import FACTORY_SEQ_LEN, SURE_TO_FIT, Request, pinned_layout
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
 from planner.search.preferred import (
@@ -84,6 +84,7 @@ def plan(
     backend: str = "native",
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
+    fit_probability: float = SURE_TO_FIT,
     output: str | None = None,
     html: str | None = None,
     progress: Progress | None = None,
@@ -101,6 +102,9 @@ def plan(
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
     `stale` weights and `compress`.
     `require` says in words what its stages must keep (see planner.solver.requirements).
+
+    Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
+    (`planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
     `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
     profile another stack than ours takes constants of the cluster; layers measured in our runtime
@@ -124,6 +128,7 @@ def plan(
         profile=measured,
         stack=backend,
         called=cluster,
+        fit_probability=fit_probability,
     )
     answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if output is not None:
