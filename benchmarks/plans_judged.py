@@ -11,7 +11,6 @@ under that stack.  Why our answer differs is worked out from the seconds by caus
 from __future__ import annotations
 
 import csv
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from planner.prediction import Prediction
 from planner.request import SURE_TO_FIT
 from planner.search.best_first import search
 from planner.setup import Setup
-from planner.units import bytes_text, seconds_text
+from planner.units import seconds_text
 
 JUDGED = Path(__file__).with_name("judged_layouts.csv")
 STATED = (
