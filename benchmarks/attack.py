@@ -54,7 +54,6 @@ from itertools import accumulate
 from benchmarks.attack_plans import (
     LARGEST_CONTEXT,
     LARGEST_MICRO_BATCH,
-    MOST_STAGES,
     Choice,
     Draft,
     Drafts,
@@ -85,6 +84,7 @@ from planner.profile import ChunkedLoss
 from planner.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
+from planner.search.certificate import UNSEARCHED
 from planner.search.ranks import shares_of
 from planner.search.simulated_proof import EFFORTS, Prove
 
@@ -253,20 +253,18 @@ class Attack:
     def outside(self, draft: Draft) -> str | None:
         """Return why a draft is not in the space that the certificate speaks of, None if it is."""
         layout = draft.layout
-        reasons = {
-            "devices are idle": layout.devices != self.cluster.devices,
-            "micro-batch": layout.micro_batch > LARGEST_MICRO_BATCH,
-            "ranks that share a sequence": layout.context > LARGEST_CONTEXT,
-            "stages on a rank": layout.virtual_stages > MOST_STAGES,
-            "experts in another order": layout.expert > 1 and layout.order != INSIDE_OUT,
-            "how the loss is computed": layout.loss not in self._losses,
-            "how parameters are gathered": self._gathered(layout),
-            "scales": layout.scales != "tensorwise",
-            "how tokens are dispatched": layout.dispatch != "alltoall",
-        }
-        if layout.virtual_stages > 1:
-            reasons["layers unevenly on a rank's stages"] = not self._even(draft)
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        is_so = (
+            layout.devices != self.cluster.devices,
+            layout.loss not in self._losses,
+            layout.micro_batch > LARGEST_MICRO_BATCH,
+            layout.context > LARGEST_CONTEXT,
+            layout.virtual_stages > 1 and not self._even(draft),
+            layout.expert > 1 and layout.order != INSIDE_OUT,
+            self._gathered(layout),
+            layout.scales != "tensorwise",
+            layout.dispatch != "alltoall",
+        )
+        return next((what for what, so in zip(UNSEARCHED, is_so, strict=True) if so), None)
 
     @property
     def _losses(self) -> tuple[ChunkedLoss | None, ...]:

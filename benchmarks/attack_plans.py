@@ -29,6 +29,7 @@ from planner.plan import (
     Offload,
     Plan,
     Prefetch,
+    TensorOverlap,
     WeightWire,
 )
 from planner.predict import balanced_cuts
@@ -37,6 +38,7 @@ from planner.schedule import obstacle, rank_of_stage
 from planner.schedules import PLAIN, SCHEDULES, Schedule
 
 LARGEST_MICRO_BATCH = 64
+"""Samples; of the space, not of what is drawn."""
 LARGEST_CONTEXT = 64
 SCALES = ("tensorwise", "rowwise")
 """By which the runtime rounds; others are of other frameworks."""
@@ -90,6 +92,7 @@ class Drafts:
         self.cluster = cluster
         self.job = job
         self.rng = rng
+        self.allowed = allowed
         self.run = longest_run(model.chain_kinds)
         every: tuple[Activations, ...] = ("keep", "offload", "compress")
         self.activations = tuple(one for one in every if one == "keep" or one in allowed)
@@ -116,6 +119,8 @@ class Drafts:
             found["prefetch"] = get_args(Prefetch)
             within = [d for d in divisors(self.cluster.devices) if d < self.cluster.devices]
             found["reshard"] = (None, *within)
+        if "async-tensor" in self.allowed:
+            found["tensor_overlap"] = get_args(TensorOverlap)
         if self.job.precision == "fp8":
             found |= {"scales": SCALES, "weight_wire": get_args(WeightWire)}
         a = self.model.architecture
@@ -177,7 +182,7 @@ class Drafts:
 
     def some(self) -> Draft | None:
         """Return a random draft; None if what was drawn cannot be."""
-        rng, devices = self.rng, self.cluster.devices
+        rng, devices = self.rng, self._devices()
         tensor = self._divisor(devices, most=self._most_tensor())
         context = self._divisor(devices // tensor, most=LARGEST_CONTEXT, like_one=0.7)
         pipeline = self._divisor(devices // tensor // context, most=len(self.model.chain))
@@ -189,7 +194,7 @@ class Drafts:
         if self.job.global_batch % data:
             return None
         share = self.job.global_batch // data
-        size = rng.choice([d for d in divisors(share) if d <= LARGEST_MICRO_BATCH])
+        size = rng.choice(divisors(share))
         schedule, virtual = self._timetable() if pipeline > 1 else (PLAIN, 1)
         layout = Layout(
             tensor=tensor,
@@ -210,6 +215,13 @@ class Drafts:
         )
         kind: Choice = (rng.choice(("none", "selective", "full")), rng.choice(self.activations))
         return self.laid(layout, (kind,) * len(self.model.chain))
+
+    def _devices(self) -> int:
+        """Return how many devices a random layout uses: all, or some of those that are alike."""
+        devices = self.cluster.devices
+        if self.cluster.mixed or self.rng.random() < 0.8:
+            return devices
+        return self.rng.randint(1, devices)
 
     def _drawn(self, *, gathers: bool) -> dict[str, Any]:
         """Return what a random layout says of how it trains, most of it plain."""
@@ -381,6 +393,7 @@ class Drafts:
             (1, self._reshard),
             (0 if self.cluster.mixed else 1, self._reorder),
             (2, self._choose),
+            (0 if self.cluster.mixed else 1, self._leave_idle),
         ]
         if self.model.architecture is not None and self.model.architecture.experts is not None:
             moves.append((1, self._move_experts))
@@ -461,12 +474,25 @@ class Drafts:
         factor = self.rng.choice(factors)
         degrees[one] //= factor
         degrees[other] *= factor
+        return self._of_degrees(draft, degrees)
+
+    def _leave_idle(self, draft: Draft) -> Draft | None:
+        """Give one axis any degree that leaves devices over, or takes such as are left over."""
+        axes = ("tensor", "context", "pipeline", "data")
+        degrees = {axis: getattr(draft.layout, axis) for axis in axes}
+        one = self.rng.choice(axes)
+        others = draft.layout.devices // degrees[one]
+        degrees[one] = self.rng.randint(1, self.cluster.devices // others)
+        return self._of_degrees(draft, degrees)
+
+    def _of_degrees(self, draft: Draft, degrees: dict[str, int]) -> Draft | None:
+        """Return a draft of these degrees, the rest as near as can be."""
+        layout = draft.layout
         data = degrees.pop("data")
         if self.job.global_batch % data:
             return None
         share = self.job.global_batch // data
-        sizes = [d for d in divisors(share) if d <= LARGEST_MICRO_BATCH]
-        size = min(sizes, key=lambda d: abs(d - layout.micro_batch))
+        size = min(divisors(share), key=lambda d: abs(d - layout.micro_batch))
         zero = layout.zero if data > 1 else 0
         if data > 1 and not zero:
             zero = self.rng.randrange(4)

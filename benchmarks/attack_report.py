@@ -93,8 +93,9 @@ def page(outcomes: Sequence[Outcome], command: str) -> list[str]:
         "",
         f"{plans:,} plans from outside the search are compared with the answers to {len(outcomes)} "
         "requests: random plans and neighbours of the answers (cuts, recomputation, schedules, "
-        "micro-batches, degrees, ZeRO levels, orders of axes, experts, offload), written and read "
-        "as documents and predicted. No plan in the space of the certificate "
+        "micro-batches of any size, degrees, idle devices, ZeRO levels, orders of axes, experts, "
+        "gathering, the loss and its chunks, offload), written and read as documents and "
+        "predicted. No plan in the space of the certificate "
         "(`benchmarks/attack.py` defines it) may take less than the proven bounds, in closed form "
         "and simulated. No other plan may simulate more than "
         f"{100 * TOLERANCE:.0f} % faster than the answer. "

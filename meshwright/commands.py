@@ -32,7 +32,7 @@ from planner.costs.layout_costs import refusal
 from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph, is_factory
-from planner.pins import read_layout, read_pins, without_effect
+from planner.pins import outside, read_layout, read_pins, without_effect
 from planner.plan import Job, Plan
 from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
@@ -413,6 +413,7 @@ def priced(
             backend_prediction,
         )
 
+        _refuse_other_layers(request)
         theirs = backend_prediction(request, wanted_layout)
         said = theirs.on(machine.devices, used=wanted_layout.devices).noted(*notes)
         said = said.noted(*caveats(backend_plan(request, wanted_layout), graph, machine))
@@ -422,6 +423,17 @@ def priced(
             raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
         said = layout_prediction(request, wanted_layout).noted(*notes)
     return Priced(model=graph.name, cluster=cluster, job=request.job, prediction=said)
+
+
+def _refuse_other_layers(request: Request) -> None:
+    """Refuse pins of layers that the backend has not: blocks would be priced as something else.
+
+    Of a whole layout that it does not run there is a price all the same, with the reason.
+    """
+    space, devices = request.stack.space, request.cluster.groups[0].devices_per_node
+    for pin, what in () if space is None else outside(request.pins, space, devices):
+        if pin.partition("=")[0] in ("recompute", "activations"):
+            raise DocumentError("layout", f"{pin}: {request.stack.name} {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -175,28 +176,46 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
     """Return a regular file's bytes, at most so many.
 
-    All that a user names is read here.  A pipe or device may never end, and opening one may wait
-    for ever.
+    All that a user names is read here.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        try:
-            mode = os.fstat(handle).st_mode
-            if stat.S_ISDIR(mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if not stat.S_ISREG(mode):
-                raise DocumentError(
-                    "", "is no regular file; write what it gives to one first", file=str(path)
-                )
-            with os.fdopen(handle, "rb", closefd=False) as file:
-                data = file.read(most + 1)
-        finally:
-            os.close(handle)
+        with opened(path) as file:
+            data = file.read(most + 1)
     except (OSError, ValueError) as error:
         raise unreadable(error, path) from error
     if len(data) > most:
         raise DocumentError("", f"has more than {bytes_text(most)}", file=str(path))
     return data
+
+
+def opened(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file, or what a link to one leads to; OSError if it cannot be read.
+
+    DocumentError for a pipe or device: it may never end, and opening one may wait for ever.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise _irregular(path)
+
+
+def refuse_irregular(folder: str | os.PathLike[str]) -> None:
+    """Refuse pipes and devices in a folder that a library reads, and in those of one level more."""
+    for parent, folders, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if path.exists() and not path.is_file():
+                raise _irregular(path)
+        if Path(parent) != Path(folder):
+            folders.clear()
+
+
+def _irregular(path: str | os.PathLike[str]) -> DocumentError:
+    return DocumentError("", "is no regular file; write what it gives to one first", file=str(path))
 
 
 def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, str]]]:
@@ -252,9 +271,8 @@ def plain(text: str) -> object:
     """Return YAML or JSON text as dicts, lists and scalars, refusing whatever could do harm."""
     if len(text) > MAX_BYTES:
         raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB")
-    # JSON has at most so many keys and values; the YAML reader counts what may have more.
-    most = 1 + sum(text.count(mark) for mark in ",:{[")
-    if most <= MAX_VALUES and text.lstrip()[:1] in ("{", "["):
+    # The YAML reader counts what may have more.
+    if _values(text, MAX_VALUES) <= MAX_VALUES and text.lstrip()[:1] in ("{", "["):
         try:
             return _json(text)
         except (ValueError, RecursionError):
@@ -270,6 +288,23 @@ def plain(text: str) -> object:
         raise DocumentError("", f"is not YAML: {' '.join(str(error).split())}") from error
     except (RecursionError, ValueError, OverflowError) as error:
         raise DocumentError("", f"is not YAML that can be read: {error}") from error
+
+
+def json_data(text: str | bytes, *, most_values: int | None = MAX_VALUES) -> Any:
+    """Return JSON as plain data: no deeper than MAX_DEPTH, with at most so many keys and values.
+
+    None is for text whose bytes are few: 3 bytes of JSON take up to 72 in memory.  Raises
+    DocumentError, without a file, for what is no JSON, too deep or too much.
+    """
+    try:
+        whole = text.decode() if isinstance(text, bytes) else text
+        if most_values is not None and _values(whole, most_values) > most_values:
+            raise DocumentError("", f"has more than {most_values:,} keys and values")
+        data = json.loads(whole)
+        _refuse_deep(data)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError("", f"is not JSON: {one_line(str(error))[:200]}") from error
+    return data
 
 
 def schema(cls: type[Document]) -> dict[str, Any]:
@@ -365,19 +400,37 @@ def _json(text: str) -> object:
         raise ValueError(f"{name} is no number of JSON")
 
     data: object = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
-    level, depth = [data], 0
-    while level:
-        depth += 1
-        inner: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
-        if depth > MAX_DEPTH and any(isinstance(value, dict | list) for value in level):
-            raise ValueError("nested too deeply")
-        level = inner
+    _refuse_deep(data)
     return data
+
+
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+def _values(text: str, most: int) -> int:
+    """Return how many keys and values JSON has, or a number that is not smaller and up to `most`.
+
+    >>> _values('{"a": "b, c"}', 9), _values('{"a": "b, c"}', 3)
+    (4, 3)
+    """
+    found = 1 + sum(text.count(mark) for mark in ",:{[")
+    return found if found <= most else 1 + sum(_STRING.sub("", text).count(m) for m in ",:{[")
+
+
+def _refuse_deep(data: object) -> None:
+    """Refuse JSON of more levels than a document has; ValueError."""
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"is nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_harm(text: str) -> None:

@@ -7,14 +7,11 @@ import importlib
 import json
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 
 from planner.document import read, write_text
 from profiler.ranks import Orders, write_progress
-from runtime import run
-from runtime.rank import die_with_launcher
+from runtime.rank import carried_out, die_with_launcher, leave
 
 
 def main() -> int:
@@ -25,18 +22,7 @@ def main() -> int:
     orders = read(Orders, file)
     rank = int(os.environ["RANK"])
     folder = Path(orders.folder)
-    try:
-        _work(orders, rank, folder)
-    except BaseException as error:
-        traceback.print_exc()
-        run.write_json(
-            run.Failure(
-                rank=rank, kind=type(error).__name__, message=str(error), at_unix_s=time.time()
-            ),
-            run.failure_file(folder, rank),
-        )
-        return 1
-    return 0
+    return carried_out(lambda: _work(orders, rank, folder), rank=rank, output=folder)
 
 
 def _work(orders: Orders, rank: int, folder: Path) -> None:
@@ -58,8 +44,4 @@ def _work(orders: Orders, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of communication libraries may wait for peers that are gone; nothing is left to do.
-    os._exit(status)
+    leave(main())

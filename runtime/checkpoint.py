@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import MAX_BYTES, Document, unreadable, write, write_text
+from planner.document import MAX_BYTES, Document, opened, unreadable, write, write_text
 from planner.errors import DocumentError, LaunchError
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -45,7 +45,7 @@ from planner.units import Count, Positive, Text
 from runtime import checksums, parts, tensor_index
 from runtime.data import Corpus
 from runtime.parts import Checksum, FileName, WrittenPart, to_disk
-from runtime.tensor_index import INDEX, PICKLED_INDEX
+from runtime.tensor_index import INDEX, PICKLED_INDEX, TensorIndex
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,8 +140,8 @@ def frozen_weights(plan: Plan, weights: Path | None) -> str | None:
         return f"first values of seed {plan.training.seed}"
     digest = hashlib.sha256()
     for file in sorted(weights.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + opened.read(2**20))
+        with opened(file) as weight_file:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + weight_file.read(2**20))
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
@@ -162,6 +162,20 @@ def complete(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """Return the complete checkpoint of the latest step."""
     return next((path for path in reversed(all_steps(folder)) if problem(path) is None), None)
+
+
+def to_resume(folder: Path) -> Path | None:
+    """Return the checkpoint of the latest step in a folder, None where there is none.
+
+    Raises LaunchError where it is damaged: neither an older one nor a new start was asked for.
+    """
+    found = all_steps(folder)
+    if not found:
+        return None
+    wrong = problem(found[-1])
+    if wrong is not None:
+        raise refusal(found[-1], wrong)
+    return found[-1]
 
 
 def problem(checkpoint: Path) -> str | None:
@@ -309,9 +323,7 @@ def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = Fals
 
     try:
         done = progress(checkpoint)
-        index = tensor_index.read(
-            checkpoint, sizes=done.files or None, checksum=done.checksums.get(INDEX)
-        )
+        index = _index(checkpoint, done)
         unread = () if verified else index.files
         known = {name: done.checksums[name] for name in unread if name in done.checksums}
         with warnings.catch_warnings():
@@ -325,6 +337,17 @@ def load(checkpoint: Path, state: Mapping[str, Tensor], *, verified: bool = Fals
         if damage is not None:
             raise refusal(checkpoint, str(damage)) from error
         raise LaunchError(f"{checkpoint}: cannot be loaded: {short(error)}") from error
+
+
+def stored_names(checkpoint: Path) -> list[str]:
+    """Return the tensors that a checkpoint has."""
+    return list(_index(checkpoint, progress(checkpoint)).tensors)
+
+
+def _index(checkpoint: Path, done: Progress) -> TensorIndex:
+    return tensor_index.read(
+        checkpoint, sizes=done.files or None, checksum=done.checksums.get(INDEX)
+    )
 
 
 def _damage(error: BaseException) -> LaunchError | None:

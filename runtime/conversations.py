@@ -8,11 +8,11 @@ asks the assistant to speak.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planner.document import json_data, refuse_irregular
 from planner.errors import DocumentError
 from runtime.records import Row
 
@@ -32,6 +32,7 @@ class Conversations:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import
 
+        refuse_irregular(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -161,8 +162,8 @@ class _RowError(Exception):
 def _messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
+            value = json_data(value)
+        except DocumentError:
             raise _RowError("'messages' is a text; it is a list of role and content") from None
     if not isinstance(value, Sequence) or not value:
         raise _RowError("'messages' holds nothing; it is a list of role and content")

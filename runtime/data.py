@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from planner.document import first_error, is_file, is_folder, is_there, read_text
+from planner.document import first_error, is_file, is_folder, is_there, json_data, read_text
 from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import folder_within
 from planner.machine_figures import cache_folder
@@ -119,9 +119,9 @@ class Pretrained:
         """Return the token that ends a text, by the names that configurations have for it."""
         file = folder / "tokenizer_config.json"
         try:
-            settings = json.loads(read_text(file)) if is_there(file) else {}
-        except ValueError as error:
-            raise DocumentError("", f"is not JSON: {error}", file=str(file)) from error
+            settings = json_data(read_text(file)) if is_there(file) else {}
+        except DocumentError as error:
+            raise error.in_file(str(file)) from error
         for key in ("eos_token", "sep_token"):
             named = settings.get(key) if isinstance(settings, dict) else None
             content = named.get("content") if isinstance(named, dict) else named
@@ -258,7 +258,7 @@ class Corpus:
             text = read_text(folder / "corpus.json")
             if not checksums.seal_holds(text):
                 raise ValueError("corpus.json has another checksum than was written")
-            about = json.loads(text)
+            about = json_data(text)
             del about["checksum"]
             try:
                 corpus = TypeAdapter(cls).validate_python({**about, "folder": folder})
@@ -409,22 +409,27 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
         raise DocumentError(
             "", f"has no text to train on ({skipped} files are not UTF-8)", file=str(corpus.source)
         )
+    _describe(
+        corpus,
+        folder,
+        starts,
+        tokenizer=tokenizer.name,
+        vocabulary=largest + 1,
+        skipped=skipped,
+        dtype=tokenizer.dtype.name,
+        digest="sha256:" + digest.hexdigest()[:16],
+    )
+
+
+def _describe(corpus: Files, folder: Path, starts: array[int], **more: str | int) -> None:
+    """Write where documents start and what a prepared corpus is, with checksums of its files."""
     np.save(folder / "starts.npy", np.array(starts, np.int64))
     about = {
         "source": str(corpus.source),
-        "tokenizer": tokenizer.name,
         "documents": len(starts) - 1,
         "tokens": starts[-1],
-        "vocabulary": largest + 1,
-        "skipped": skipped,
-        "dtype": tokenizer.dtype.name,
-        "digest": "sha256:" + digest.hexdigest()[:16],
+        **more,
     }
-    _describe(folder, about)
-
-
-def _describe(folder: Path, about: dict[str, Any]) -> None:
-    """Write what a prepared corpus is, with the checksums of its files."""
     files = {path.name: checksums.of_file(path) for path in sorted(folder.iterdir())}
     text = checksums.sealed(json.dumps({**about, "checksums": files}))
     (folder / "corpus.json").write_text(text, encoding="utf-8")
@@ -488,20 +493,18 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
             file=str(corpus.source),
         )
     digest.update(starts.tobytes())
-    np.save(folder / "starts.npy", np.array(starts, np.int64))
-    about = {
-        "source": str(corpus.source),
-        "tokenizer": chosen.name,
-        "documents": len(starts) - 1,
-        "tokens": starts[-1],
-        "vocabulary": largest + 1,
-        "skipped": skipped,
-        "dtype": dtype.name,
-        "digest": "sha256:" + digest.hexdigest()[:16],
-        "kind": "conversations",
-        "counted": counted,
-    }
-    _describe(folder, about)
+    _describe(
+        corpus,
+        folder,
+        starts,
+        tokenizer=chosen.name,
+        vocabulary=largest + 1,
+        skipped=skipped,
+        dtype=dtype.name,
+        digest="sha256:" + digest.hexdigest()[:16],
+        kind="conversations",
+        counted=counted,
+    )
 
 
 def pieces(path: Path) -> Iterator[bytes]:

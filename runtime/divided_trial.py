@@ -108,11 +108,15 @@ class _Watch:
     def copy(self, x: Tensor) -> Tensor:
         at = len(self.grads)
         self.grads[at] = None
-        return _Noted.apply(x, self.grads, at, None)
+        return _Noted.apply(x, self.grads, at, self._gradient(at))
 
     def sum(self, x: Tensor) -> Tensor:
         self.sums.append(x.detach().clone())
         return x
+
+    def _gradient(self, at: int) -> Tensor | None:
+        """Return what backward is to see, if not its own."""
+        return None
 
 
 class _Part(_Watch):
@@ -126,14 +130,12 @@ class _Part(_Watch):
         self.rank, self.degree = rank, degree
         self._whole = whole
 
-    def copy(self, x: Tensor) -> Tensor:
-        at = len(self.grads)
-        self.grads[at] = None
-        return _Noted.apply(x, self.grads, at, self._whole.grads.get(at))
+    def _gradient(self, at: int) -> Tensor | None:
+        return self._whole.grads.get(at)
 
     def sum(self, x: Tensor) -> Tensor:
         at = len(self.sums)
-        self.sums.append(x.detach().clone())
+        super().sum(x)
         if at >= len(self._whole.sums) or self._whole.sums[at].shape != x.shape:
             raise Refused("what its parts add up to has another shape")
         return _Replaced.apply(x, self._whole.sums[at])
@@ -393,13 +395,8 @@ class Study:
                 continue
             if name in divided:
                 dim, pieces = divided[name]
-                for rank, one in enumerate(own):
-                    _compare(
-                        [one],
-                        [part_of(grad, dim, pieces, rank, degree)],
-                        f"the gradient of {name} differs",
-                        noise,
-                    )
+                wanted = [part_of(grad, dim, pieces, rank, degree) for rank in range(degree)]
+                _compare(own, wanted, f"the gradient of {name} differs", noise)
             elif _summed(own, grad, noise):
                 _compare([_sum(own)], [grad], f"the gradient of {name} differs", noise)
                 partial.add(name)

@@ -173,41 +173,33 @@ class Tensorwise:
 class Rowwise:
     """The three products of a Linear, one scale for each row that is summed."""
 
-    @staticmethod
-    def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    @classmethod
+    def output(cls, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
-        made = _by_rows(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        made = cls._product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return made if bias is None else made + bias
 
-    @staticmethod
-    def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    @classmethod
+    def of_input(cls, grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """Return the gradient of x, grad W."""
-        return _by_rows(grad.flatten(0, -2), weight.t()).unflatten(0, grad.shape[:-1])
+        return cls._product(grad.flatten(0, -2), weight.t()).unflatten(0, grad.shape[:-1])
+
+    @classmethod
+    def of_weight(cls, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of W, grad^T x."""
+        return cls._product(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
 
     @staticmethod
-    def of_weight(x: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of W, grad^T x."""
-        return _by_rows(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
+    def _product(one: Tensor, other: Tensor) -> Tensor:
+        return _by_rows(one, other)
 
 
-class Blocks:
+class Blocks(Rowwise):
     """The three products of a Linear, one scale for BLOCK neighbours that are summed."""
 
     @staticmethod
-    def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b."""
-        made = _by_blocks(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-        return made if bias is None else made + bias
-
-    @staticmethod
-    def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the gradient of x, grad W."""
-        return _by_blocks(grad.flatten(0, -2), weight.t()).unflatten(0, grad.shape[:-1])
-
-    @staticmethod
-    def of_weight(x: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of W, grad^T x."""
-        return _by_blocks(grad.flatten(0, -2).t(), x.flatten(0, -2).t())
+    def _product(one: Tensor, other: Tensor) -> Tensor:
+        return _by_blocks(one, other)
 
 
 def fits(shape: torch.Size) -> bool:

@@ -7,16 +7,17 @@ that no rank makes another allocate without bound.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.errors import LaunchError
+from planner.errors import LaunchError, MeshwrightError
 from runtime.tensor_index import ITEM_BYTES
 
 MAX_BYTES = 2**28
@@ -37,6 +38,32 @@ def all_gather_json(own: Any, *, group: dist.ProcessGroup | None = None) -> list
         _decoded(text[:count], rank)
         for rank, (text, count) in enumerate(zip(received, counts, strict=True))
     ]
+
+
+@contextlib.contextmanager
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Do something on each rank of a group, and raise on all where it fails on any.
+
+    All of them call it, and nothing inside may wait for others.  What comes behind may: no rank
+    waits for one that has failed.  A rank that did not fail raises LaunchError with the error of
+    the first that did.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of the user's own code, too
+        failed = error
+    if dist.is_initialized():
+        every = all_gather_json(failed and _said(failed), group=group)
+        problem = next(((rank, said) for rank, said in enumerate(every) if said), None)
+        if problem is not None and failed is None:
+            raise LaunchError(f"rank {problem[0]}: {problem[1]}")
+    if failed is not None:
+        raise failed
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
 
 
 def broadcast_json(own: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:

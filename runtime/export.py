@@ -5,15 +5,16 @@ No process group is needed, and only one file's tensors are in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from planner.document import read, read_text
-from planner.errors import LaunchError
+from planner.document import json_data, read, read_text
+from planner.errors import DocumentError, LaunchError
 from planner.guarded_files import folder_beside
 from planner.model import ModelGraph
 from planner.plan import Plan
@@ -73,8 +74,7 @@ def to_huggingface(
     parameters = _parameters(source, done)
     width = 4 if dtype == "fp32" else 2
     groups = list(_groups(parameters, largest=file_bytes // width))
-    temporary = _new(output)
-    try:
+    with _new(output) as temporary:
         from runtime.published import write_shards  # noqa: PLC0415 - needs torch
 
         total = sum(stored.elements for stored in parameters)
@@ -86,11 +86,6 @@ def to_huggingface(
         )
         files.append(_configuration(source, temporary, dtype))
         files += _companions(source, done, model.source, temporary)
-        temporary.rename(output)
-    except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Exported(
         checkpoint=source,
         step=done.step,
@@ -117,23 +112,17 @@ def to_peft(saved: Path, output: Path) -> Exported:
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
     folder = Path(plan.model.source)
-    config = json.loads(read_text(source / CONFIG))
+    config = _config_of(source)
     tensors, settings = lora.peft_files(
         {key.removeprefix("model."): tensor for key, tensor in state.items()},
         plan.training.lora,
         base=str(folder.resolve()) if folder.exists() else plan.model.source,
-        transposed=config["model_type"] == "gpt2",
+        transposed=config.get("model_type") == "gpt2",
     )
-    temporary = _new(output)
-    try:
+    with _new(output) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(settings, encoding="utf-8")
         beside = _companions(source, done, plan.model.source, temporary)
-        temporary.rename(output)
-    except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     files = ("adapter_model.safetensors", "adapter_config.json", *(one.name for one in beside))
     return Exported(
         checkpoint=source,
@@ -210,12 +199,24 @@ def _read(source: Path, group: Sequence[_Stored], family: str, dtype: DType) -> 
 
 def _configuration(source: Path, folder: Path, dtype: DType) -> Path:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    config = json.loads(read_text(source / CONFIG))
+    config = _config_of(source)
     config["dtype"] = names[dtype]
     config.pop("auto_map", None)  # code of a folder that this one is not
     path = folder / CONFIG
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _config_of(source: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint's model."""
+    file = source / CONFIG
+    try:
+        config = json_data(read_text(file))
+    except DocumentError as error:
+        raise error.in_file(str(file)) from error
+    if not isinstance(config, dict):
+        raise DocumentError("", "is no object of keys; a configuration is one", file=str(file))
+    return config
 
 
 def _companions(source: Path, done: Progress, model: str | None, folder: Path) -> list[Path]:
@@ -225,12 +226,21 @@ def _companions(source: Path, done: Progress, model: str | None, folder: Path) -
     return [Path(shutil.copyfile(file, folder / name)) for name, file in others.items()]
 
 
-def _new(output: Path) -> Path:
-    """Return a hidden folder beside a new one, which may not hold anything yet."""
+@contextlib.contextmanager
+def _new(output: Path) -> Iterator[Path]:
+    """Give a hidden folder that becomes a new one in the end, or nothing.
+
+    The new one may not hold anything yet.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise LaunchError(f"{output}: is there already; name a new folder")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        return folder_beside(output)
+        temporary = folder_beside(output)
+        try:
+            yield temporary
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        raise LaunchError(f"{output}: cannot be written: {error.strerror}") from error
+        raise LaunchError(f"{output}: cannot be written: {error.strerror or error}") from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.document import MAX_BYTES, read_bytes
 from runtime.run import Failure
 
 _HARDWARE = (
@@ -124,8 +125,9 @@ def behind(folder: Path, group: str) -> dict[int, int]:
     begun = {}
     for file in sorted((folder / "flight").glob("rank-*")):
         number = file.name.removeprefix("rank-")
-        with contextlib.suppress(OSError, ValueError, pickle.UnpicklingError, EOFError, KeyError):
-            status: Mapping[str, Any] = _recorded(file.read_bytes())["pg_status"]
+        with contextlib.suppress(Exception):  # a file that is no record says nothing
+            data = read_bytes(file, most=MAX_BYTES)
+            status: Mapping[str, Any] = _recorded(data)["pg_status"]
             begun[int(number)] = int(status[group]["last_enqueued_collective"])
     if len(set(begun.values())) < 2:
         return {}

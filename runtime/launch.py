@@ -89,7 +89,7 @@ def launch(
         )
         if asked.checkpoint is not None:
             if node_rank.node == 0:
-                unfinished.commit(asked.checkpoint)
+                unfinished.commit(asked.checkpoint, say=say.print)
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
@@ -284,7 +284,7 @@ def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: 
             )
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
-                unfinished.commit(ready.run.checkpoint)
+                unfinished.commit(ready.run.checkpoint, say=shown.say.print)
     if bad is not None:
         raise _bad_end(ready, bad, after_step=shown.step)
 
@@ -370,7 +370,7 @@ class _Shown:
     def __init__(self, *, steps: int, say: Terminal) -> None:
         self.step = 0
         self._steps = steps
-        self._say = say
+        self.say = say
         self._bar: Bar | None = None
         if say.is_terminal:
             text = TextColumn("{task.description}", markup=False)
@@ -406,7 +406,7 @@ class _Shown:
                 or record.step == self._steps
                 or record.eval_loss is not None
             ):
-                self._say.print(line)
+                self.say.print(line)
                 self._next_line = record.step + max(1, self._steps // 10)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.document import refuse_irregular
 from planner.errors import LaunchError
 from planner.layers.parameters import block_kinds, slides
 from planner.model import Architecture, Experts
@@ -166,6 +167,7 @@ def _read(folder: Path, a: Architecture) -> Any:
     """Return a folder's configuration; refuse one that asks for what a launch would leave out."""
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 
+    refuse_irregular(folder)
     try:
         # Without a word transformers asks on the terminal whether to run a folder's code.
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -13,7 +13,6 @@ they could say so to each other (runtime.unfinished).
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -22,11 +21,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationError
 
-from planner.document import Document, first_error, write_text
+from planner.document import Document, first_error, json_data, write_text
 from planner.errors import DocumentError
 from planner.units import Count, Positive, Text
 from runtime import checksums
-from runtime.tensor_index import ITEM_BYTES, MAX_BYTES, Chunk, StoredTensor, TensorIndex
+from runtime.tensor_index import ITEM_BYTES, Chunk, StoredTensor, TensorIndex, list_bytes
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$", strict=True)]
 Checksum = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", strict=True)]
@@ -129,11 +128,10 @@ def to_disk(path: Path) -> None:
 def _read(folder: Path, rank: int) -> WrittenPart:
     path = record_of(folder, rank)
     try:
-        with checksums.opened(path) as file:
-            text = file.read(MAX_BYTES + 1).decode()
+        text = list_bytes(path, folder.with_name(folder.name.removesuffix(SUFFIX))).decode()
         if not checksums.seal_holds(text):
             raise DocumentError("", "is damaged: its checksum is not that of what was written")
-        part = WrittenPart.model_validate(json.loads(text))
+        part = WrittenPart.model_validate(json_data(text, most_values=None))
     except DocumentError as error:
         raise error.in_file(str(path)) from error
     except ValidationError as error:

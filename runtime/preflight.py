@@ -67,7 +67,7 @@ class Preflight:
     plan: Plan
     model: ModelGraph
     run: Run
-    """As it was asked for, with absolute paths."""
+    """As it was asked for; its `checkpoint` and `weights` are absolute, other paths as given."""
     ranks: LocalRanks
     files: Files
     held_out: Files | None
@@ -304,19 +304,14 @@ def checkpoint_to_resume(run: Run) -> Path | None:
         raise LaunchError(
             f"{folder}: is a checkpoint; name the folder that it is in, {folder.absolute().parent}"
         )
-    found = checkpoint.all_steps(folder)
-    if not found:
+    saved = checkpoint.to_resume(folder)
+    if saved is None:
         if resume and not run.or_start:
             raise LaunchError(
                 f"{folder}: there is no checkpoint to resume; leave out `resume` to start anew, "
                 "or add `or_start`"
             )
         return None
-    saved = found[-1]
-    # Never passed over in silence: neither an older one nor a new start is what was asked for.
-    wrong = checkpoint.problem(saved)
-    if wrong is not None:
-        raise checkpoint.refusal(saved, wrong)
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.document import read_text
+from planner.document import json_data, read_text
 from planner.errors import DocumentError, LaunchError
 
 EXPERTS = {
@@ -50,6 +50,8 @@ QUANTISED = {
 }
 """Ends of names that only files of quantised weights have, and what these are in."""
 
+MOST_NAMES = 2_000_000
+"""Keys and values of a list of tensors; 384 experts in 60 layers have 300,000."""
 ROWS = 4096
 """Rows of two tensors that are compared at once."""
 
@@ -64,26 +66,22 @@ class Weights:
     """Tensors of a local folder of safetensors files, read by name and by slice."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
-
         self.folder = folder
-        self._open = safe_open
         self._file: dict[str, Path] = {}
         index = folder / "model.safetensors.index.json"
         try:
             if index.exists():
-                for name, file in json.loads(read_text(index))["weight_map"].items():
+                for name, file in _weight_map(index).items():
                     if Path(file).name != file or not file.endswith(".safetensors"):
-                        raise ValueError(f"{index.name} names {file!a}, no *.safetensors here")
+                        raise ValueError(f"{index.name} names {file[:80]!a}, no *.safetensors here")
                     self._file[name] = folder / file
                 for path in set(self._file.values()):
                     _refuse_device(path)
             else:
                 for path in sorted(folder.glob("*.safetensors")):
-                    _refuse_device(path)
-                    with safe_open(path, framework="pt") as opened:
+                    with _opened(path) as opened:
                         self._file.update(dict.fromkeys(opened.keys(), path))
-        except (DocumentError, OSError, ValueError, KeyError, SafetensorError) as error:
+        except (DocumentError, OSError, ValueError) as error:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
         if not self._file:
             raise LaunchError(f"{folder}: has no *.safetensors file")
@@ -122,7 +120,7 @@ class Weights:
             return
         with contextlib.ExitStack() as files:
             one, other = (
-                files.enter_context(self._open(self._file[name], framework="pt")).get_slice(name)
+                files.enter_context(_opened(self._file[name])).get_slice(name)
                 for name in names
                 if name is not None
             )
@@ -213,7 +211,7 @@ class Weights:
         pieces: int = 1,
         keep: Region | None = None,
     ) -> Tensor:
-        with self._open(self._file[name], framework="pt") as opened:
+        with _opened(self._file[name]) as opened:
             whole = opened.get_slice(name)
             if tuple(whole.get_shape()) != tuple(shape):
                 raise LaunchError(
@@ -230,6 +228,30 @@ class Weights:
                 others[keep[0]] = slice(*keep[1:])
             taken = [whole[(*others[:dim], slice(*span), *others[dim + 1 :])] for span in spans]
             return torch.cat(taken, dim) if len(taken) > 1 else taken[0]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of safetensors; LaunchError for what is none, damaged, or lacks what is read."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only where needed
+
+    try:
+        _refuse_device(path)
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise LaunchError(
+            f"{path.parent}: the weights cannot be read: {path.name}: {error}"
+        ) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return of each tensor the file that has it."""
+    found = json_data(read_text(index), most_values=MOST_NAMES)
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index.name} has no weight_map of names to files")
+    return files
 
 
 def _refuse_device(path: Path) -> None:

@@ -12,11 +12,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from runtime.run import Orders
+    from runtime import run
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,25 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (file,) = sys.argv[1:] if arguments is None else arguments
     orders = read(run.Orders, file)
     rank = int(os.environ["RANK"])
-    output = orders.output
-    try:
-        _train(orders, rank)
-    except BaseException as error:
-        traceback.print_exc()
-        run.write_json(
-            run.Failure(
-                rank=rank,
-                kind=type(error).__name__,
-                message=str(error),
-                at_unix_s=time.time(),
-            ),
-            run.failure_file(output, rank),
-        )
-        return 1
-    return 0
+    return carried_out(lambda: _train(orders, rank), rank=rank, output=orders.output)
 
 
-def _train(orders: Orders, rank: int) -> None:
+def _train(orders: run.Orders, rank: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     from planner.document import read  # noqa: PLC0415
@@ -67,6 +53,33 @@ def _train(orders: Orders, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
+    """Do a rank's work; return 1 where it fails, after the launcher is told why."""
+    try:
+        work()
+    except BaseException as error:
+        traceback.print_exc()
+        tell(type(error).__name__, str(error), rank=rank, output=output)
+        return 1
+    return 0
+
+
+def tell(kind: str, message: str, *, rank: int, output: Path) -> run.Failure:
+    """Tell the launcher why this rank stopped."""
+    from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind a script
+
+    failure = run.Failure(rank=rank, kind=kind, message=message, at_unix_s=time.time())
+    run.write_json(failure, run.failure_file(output, rank))
+    return failure
+
+
+def leave(status: int) -> NoReturn:
+    """End this process: threads of communication libraries may wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def die_with_launcher() -> None:
     """Ask the kernel to kill this process when the launcher dies, however it dies."""
     launcher = os.environ.get("MESHWRIGHT_LAUNCHER")
@@ -78,8 +91,4 @@ def die_with_launcher() -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of communication libraries may wait for peers that are gone; nothing is left to do.
-    os._exit(status)
+    leave(main())

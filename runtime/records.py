@@ -7,11 +7,11 @@ What a row holds, its keys say: a conversation (`messages`), a `prompt` with its
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
+from planner.document import MAX_BYTES, json_data
 from planner.errors import DocumentError, LaunchError
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -30,23 +30,56 @@ def rows(path: Path) -> Iterator[tuple[str, Row]]:
         return
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(_lines(lines, path), start=1):
                 if line.strip():
                     yield f"line {number}", _parsed(line, number, path)
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
 
 
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Yield the lines of a file; refuse one that is longer than a document may be."""
+    number = 1
+    while line := file.readline(MAX_BYTES):
+        if len(line) == MAX_BYTES:
+            raise DocumentError(
+                f"line {number}",
+                f"has {MAX_BYTES:,} characters or more; a row has fewer: divide its text",
+                file=str(path),
+            )
+        yield line
+        number += 1
+
+
 def _parsed(line: str, number: int, path: Path) -> Row:
+    place = f"line {number}"
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DocumentError(f"line {number}", f"is not JSON: {error}", file=str(path)) from None
+        row = json_data(line)
+    except DocumentError as error:
+        raise DocumentError(place, error.message, file=str(path)) from None
     if not isinstance(row, dict):
         raise DocumentError(
-            f"line {number}", f"holds {line.strip()[:40]!r}, no object of keys", file=str(path)
+            place, f"holds {line.strip()[:40]!r}, no object of keys", file=str(path)
+        )
+    if "\\u" in line and any(map(_has_half_pairs, _texts(row))):
+        raise DocumentError(
+            place, "has half of a surrogate pair; write characters whole", file=str(path)
         )
     return row
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text of a row."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _has_half_pairs(text: str) -> bool:
+    """Whether a text has what no encoding writes."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _table(path: Path) -> Iterator[tuple[str, Row]]:

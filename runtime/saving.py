@@ -1,15 +1,18 @@
-"""Saver: writes checkpoints while training goes on.
+"""Saver: writes checkpoints, of `launch` and of scripts, behind training or while it waits.
 
-The state is copied to host memory, which training waits for, and a thread writes the copy together
-with the threads of all other ranks.  They talk over a gloo group of their own, so that nothing of
-theirs meets training's collectives.  One checkpoint is under way at a time.
+Behind training the state is copied to host memory, which training waits for, and a thread writes
+the copy together with the threads of all other ranks.  They talk over a gloo group of their own, so
+that nothing of theirs meets training's collectives.  One checkpoint is under way at a time.  Before
+ranks write together they agree that each has what it is to write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,45 +20,52 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from planner.errors import LaunchError, MeshwrightError
+from planner.guarded_files import opened
 from planner.model import ModelGraph
 from planner.plan import Plan
 from runtime import checkpoint, parts
 from runtime.checkpoint import KEEP, Progress
-from runtime.exchange import broadcast_json
+from runtime.exchange import agreed, broadcast_json
 from runtime.held import alone_in
 from runtime.parts import WrittenPart
 from runtime.tensor_files import TensorWriter
 
 
 class Saver:
-    """One rank's part in writing a run's checkpoints.  All ranks make it, and use it, together.
-
-    `run` is the same on all ranks and new in each run, so that what a killed run left behind is
-    never written to.  Only the last `keep` checkpoints stay.
-    """
+    """One rank's part in writing a run's checkpoints.  All ranks make it, and use it, together."""
 
     def __init__(
         self,
         folder: Path,
         *,
         plan: Plan,
-        model: ModelGraph,
-        run: str,
+        model: ModelGraph | None = None,
+        run: str | None = None,
         config: str | None = None,
         keep: int = KEEP,
         companions: Mapping[str, Path] = MappingProxyType({}),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`companions` are files that are copied into every checkpoint, by their names there."""
+        """Only the last `keep` checkpoints stay.
+
+        `run` is the same on all ranks and new in each run, so that what a killed run left behind is
+        never written to; without it rank 0 draws one.  `companions` are files that are copied into
+        every checkpoint, by their names there.  `group` is one of gloo over all ranks, that nobody
+        else uses; without it one is made, where ranks are joined.
+        """
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
-        self._folder, self._run, self._keep = folder, run, keep
+        self._joined = dist.is_initialized()
+        self._group = dist.new_group(backend="gloo") if self._joined and group is None else group
+        self._run = run or self._of_rank_0(secrets.token_hex(4))
+        self._folder, self._keep = folder, keep
         self._plan, self._model, self._config = plan, model, config
         self._companions = dict(companions)
-        self._group = dist.new_group(backend="gloo")
         # On GPUs the copy goes to pinned memory, which is taken once and kept.
         on_cuda = torch.cuda.is_available()
         self._stager = BlockingAsyncStager(cache_staged_state_dict=on_cuda)
@@ -64,13 +74,17 @@ class Saver:
         self._error: LaunchError | None = None
 
     def begin(self, state: Mapping[str, Tensor], done: Progress) -> None:
-        """Copy the state and let it be written; wait for the checkpoint before this one first."""
+        """Copy the state and let it be written; wait for the checkpoint before this one first.
+
+        Raises LaunchError, on all ranks, where weights or optimizer state are not finite.
+        """
         self.finish()
-        _check_finite(state, done.step)
-        copied = self._stager.stage(dict(state))
+        with agreed(self._group):
+            _check_finite(state, done.step)
+            copied = self._stager.stage(dict(state))
         # A daemon, since a rank that fails must not wait for a disk.
         self._thread = threading.Thread(
-            target=self._write, args=(copied, done), name="saving", daemon=True
+            target=self._behind, args=(copied, done), name="saving", daemon=True
         )
         self._thread.start()
 
@@ -87,22 +101,49 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _write(self, copied: dict[str, Tensor], done: Progress) -> None:
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        done: Progress,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Path:
+        """Write a checkpoint while training waits, without a copy; return where it is.
+
+        `beside` are files of this rank by name.  Raises LaunchError, on all ranks, where it cannot
+        be written.
+        """
+        self.finish()
+        self.saved = self._write(state, done, beside)
+        return self.saved
+
+    def _behind(self, copied: Mapping[str, Tensor], done: Progress) -> None:
         if self._device is not None:
             # A thread begins on device 0, and would open a context there.
             torch.cuda.set_device(self._device)
+        try:
+            self.saved = self._write(copied, done, {})
+        except LaunchError as error:
+            self._error = error
+        except BaseException as error:
+            self._error = LaunchError(f"saving ended: {checkpoint.short(error)}")
+
+    def _write(
+        self, state: Mapping[str, Tensor], done: Progress, files: Mapping[str, bytes]
+    ) -> Path:
         target = self._folder / f"step-{done.step:06}"
         temporary = self._folder / f".{target.name}.{self._run}"
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if self._joined else (0, 1)
         held = contextlib.ExitStack()
 
         def beside() -> list[str]:
+            for name, content in files.items():
+                with opened(temporary / name, within=temporary) as file:
+                    file.write(content)
             if rank != 0:
-                return []
+                return list(files)
             # Held until it counts, so that nobody takes the save of a run that lives.
             held.enter_context(alone_in(parts.folder_of(temporary)))
-            return checkpoint.begin(
+            names = checkpoint.begin(
                 temporary,
                 done,
                 plan=self._plan,
@@ -110,25 +151,30 @@ class Saver:
                 config=self._config,
                 companions=self._companions,
             )
+            return [*names, *files]
 
         writer = TensorWriter(temporary, rank=rank, ranks=ranks, beside=beside)
         try:
-            with held:
-                dcp.save(copied, storage_writer=writer, process_group=self._group)
+            with held, contextlib.nullcontext() if self._joined else _alone():
+                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
                 # Here every rank has written its part.
                 own = (
                     self._committed(temporary, target, done, writer.written) if rank == 0 else None
                 )
-                problem = broadcast_json(own, source=0, group=self._group)
-            if problem is not None:
-                raise LaunchError(str(problem))
-            self.saved = target
-        except LaunchError as error:
-            self._error = error
-        except BaseException as error:
-            self._error = LaunchError(
-                f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
-            )
+                problem = self._of_rank_0(own)
+        except (Exception, CheckpointException) as error:
+            problem = f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
+            raise LaunchError(problem) from error
+        if problem is not None:
+            raise LaunchError(problem)
+        return target
+
+    def _of_rank_0(self, own: str | None) -> str | None:
+        """Return what rank 0 has."""
+        if not self._joined:
+            return own
+        found: str | None = broadcast_json(own, source=0, group=self._group)
+        return found
 
     def _committed(
         self, temporary: Path, target: Path, done: Progress, written: Sequence[WrittenPart]
@@ -143,19 +189,20 @@ class Saver:
         return None
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let a process without a group write alone, as it should."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def _check_finite(state: Mapping[str, Tensor], step: int) -> None:
     """Refuse to save weights that no training can go on from."""
-    spoilt = 0.0
-    device = torch.device("cpu")
     for value in state.values():
         local = value.to_local() if isinstance(value, DTensor) else value
-        device = local.device
         if local.is_floating_point() and not bool(torch.isfinite(local).all()):
-            spoilt = 1.0
-    flag = torch.tensor(spoilt, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if float(flag):
-        raise LaunchError(
-            f"step {step} left weights or optimizer state that are not finite; they are not saved. "
-            "Lower the learning rate"
-        )
+            raise LaunchError(
+                f"step {step} left weights or optimizer state that are not finite; they are not "
+                "saved. Lower the learning rate"
+            )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
-from runtime import batches, inner_loss, script_checkpoint
+from runtime import batches, inner_loss
 from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
@@ -37,7 +37,6 @@ from runtime.mesh import Place, place_of
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
-from runtime.script_checkpoint import Stateful
 from runtime.script_loader import Loader
 from runtime.script_model import (
     SAMPLES,
@@ -60,7 +59,7 @@ from runtime.script_stage import (
     script_stage,
 )
 from runtime.script_start import built, check_functions, device_of, join_ranks, plan_or_layout
-from runtime.script_state import ScriptState
+from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
@@ -407,8 +406,8 @@ class Engine:
         `extra` is state of the script's own by name: a scheduler, a loader, anything that has
         state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
 
-        Raises LaunchError where it cannot be written, or ranks have different values of one
-        parameter or buffer.
+        Raises LaunchError, on all ranks, where it cannot be written, where a state of `extra` is no
+        plain data, or where ranks have different values of one parameter or buffer.
         """
         return self._state.save(Path(folder), extra or {}, keep=keep)
 
@@ -423,7 +422,7 @@ class Engine:
 
     def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
         """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
-        if script_checkpoint.found(Path(folder)) is None:
+        if checkpoint_in(Path(folder)) is None:
             return False
         self.load(folder, extra=extra)
         return True

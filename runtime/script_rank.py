@@ -9,15 +9,11 @@ import faulthandler
 import os
 import runpy
 import sys
-import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from runtime.rank import die_with_launcher
-
-if TYPE_CHECKING:
-    from runtime import run
+from runtime.rank import die_with_launcher, leave, tell
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
 """Names the plan's file for a script's Engine."""
@@ -41,7 +37,7 @@ def main() -> int:
         said = "" if isinstance(ended.code, int) else str(ended.code)
         if said:
             print(said, file=sys.stderr)
-        _tell("SystemExit", said)
+        tell("SystemExit", said, **_place())
         return code
     except BaseException as error:
         _say(error, script)
@@ -49,14 +45,8 @@ def main() -> int:
     return 0
 
 
-def _tell(kind: str, message: str) -> run.Failure:
-    """Tell the launcher why this rank stopped."""
-    from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind the script
-
-    rank, output = int(os.environ["RANK"]), Path(os.environ[OUTPUT_VARIABLE])
-    failure = run.Failure(rank=rank, kind=kind, message=message, at_unix_s=time.time())
-    run.write_json(failure, run.failure_file(output, rank))
-    return failure
+def _place() -> dict[str, Any]:
+    return {"rank": int(os.environ["RANK"]), "output": Path(os.environ[OUTPUT_VARIABLE])}
 
 
 def _say(error: BaseException, script: str) -> None:
@@ -69,7 +59,7 @@ def _say(error: BaseException, script: str) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace or error.__traceback__)))
-    failure = _tell(type(error).__name__, str(error))
+    failure = tell(type(error).__name__, str(error), **_place())
     if failure.rank == 0 and blames_a_peer(failure):
         # The console has what rank 0 prints, and shall have the cause: the other rank's end.
         output = Path(os.environ[OUTPUT_VARIABLE])
@@ -80,8 +70,4 @@ def _say(error: BaseException, script: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of communication libraries may wait for peers that are gone; nothing is left to do.
-    os._exit(status)
+    leave(main())

@@ -1,10 +1,20 @@
-"""State of a script's Engine: what a checkpoint keeps, and the whole model's tensors by name."""
+"""State of a script's Engine: what a checkpoint keeps, and the whole model's tensors by name.
+
+What of a script is not the model's (a scheduler, a loader's position, an epoch) is whatever has
+`state_dict` and `load_state_dict`.  Each slice of the batch writes its own, since loaders differ;
+numbers, strings, containers of them and tensors are read back, and nothing that would run code.
+
+All ranks save and load together.  Where one of them fails, all raise: none waits for it.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,13 +23,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.errors import LaunchError
 from planner.plan import Plan
-from runtime import checkpoint, script_checkpoint
+from runtime import checkpoint, checksums, unfinished
 from runtime.averaged import Averaged
-from runtime.exchange import all_gather_json
+from runtime.checkpoint import Progress
+from runtime.exchange import agreed, all_gather_json, broadcast_json
 from runtime.mesh import Place
-from runtime.script_checkpoint import Stateful
+from runtime.saving import Saver
 from runtime.script_stage import frozen_and_buffers
 from runtime.torch_optimizers import TorchOptimizers
+
+
+class Stateful(Protocol):
+    """What the state of a script consists of."""
+
+    def state_dict(self) -> Any:
+        """Return what makes another object like this one."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Become like the object whose state this is."""
 
 
 class ScriptState:
@@ -56,51 +77,66 @@ class ScriptState:
         return result
 
     def save(self, folder: Path, extra: Mapping[str, Stateful], *, keep: int) -> Path:
-        """Write a checkpoint with all ranks; return where it is."""
+        """Write a checkpoint with all ranks; return where it is.
+
+        Raises LaunchError, on all ranks, before the first step, where replicas have drifted or
+        where the state of one rank's own is no plain data.
+        """
+        step = int(self._optimizers.steps)
+        if step < 1:
+            raise LaunchError(
+                "nothing to save before the first step; build() makes the same weights"
+            )
         assert self._optimizers.agreement is not None
         self._optimizers.agreement.refuse_drifted()
-        own = None
-        if self._place.stage == 0 and self._place.along("tensor") == 0:
-            own = {
-                "groups": self._optimizers.settings(),
-                "extra": {name: one.state_dict() for name, one in extra.items()},
-            }
-        return script_checkpoint.save(
-            folder,
-            self.tensors(),
-            own,
-            plan=self._plan,
-            slice_rank=self._place.data_rank,
-            step=int(self._optimizers.steps),
-            keep=keep,
-        )
+        beside = {}
+        with agreed():
+            if self._place.stage == 0 and self._place.along("tensor") == 0:
+                own = {
+                    name: _plain(f"extra '{name}'", one.state_dict()) for name, one in extra.items()
+                }
+                beside[_own_file(self._place.data_rank)] = _pickled(
+                    {
+                        "groups": _plain("the optimizer's groups", self._optimizers.settings()),
+                        "extra": own,
+                    }
+                )
+            state = self.tensors()
+        saver = Saver(folder, plan=self._plan, keep=keep, group=self._group)
+        return saver.save(state, _progress(self._plan, step), beside)
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def load(self, folder: Path, extra: Mapping[str, Stateful]) -> Path:
         """Go on from a checkpoint, or the newest one of a folder, that any plan wrote."""
-        place = script_checkpoint.found(folder)
+        place = checkpoint_in(folder)
         if place is None:
             raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
-        stored = set(script_checkpoint.stored_names(place))
-        self._optimizers.expect(stored)
-        state = self.tensors()
-        lacking = [name for name in state if name.startswith("model.") and name not in stored]
-        if lacking:
-            raise LaunchError(
-                f"{place}: has no '{lacking[0].removeprefix('model.')}'; it is of another model"
-            )
-        state = {name: value for name, value in state.items() if name in stored}
-        checkpoint.load(place, state)
-        self._optimizers.loaded(state)
-        for at, average in enumerate(self.averages):
-            average.loaded(f"ema{at or ''}", state)
-        own = script_checkpoint.own_state(place, self._place.data_rank)
-        self._optimizers.take_settings(own["groups"])
-        for name, one in extra.items():
-            if name not in own["extra"]:
+        with agreed():
+            stored = set(checkpoint.stored_names(place))
+            own = own_state(place, self._place.data_rank)
+            absent = next((name for name in extra if name not in own["extra"]), None)
+            if absent is not None:
+                having = ", ".join(own["extra"]) or "none"
+                raise LaunchError(f"{place}: has no state of '{absent}'; it has {having}")
+            names = [name for name in self.tensors() if name.startswith("model.")]
+            lacking = next((name for name in names if name not in stored), None)
+            if lacking is not None:
                 raise LaunchError(
-                    f"{place}: has no state of '{name}'; it has {', '.join(own['extra']) or 'none'}"
+                    f"{place}: has no '{lacking.removeprefix('model.')}'; it is of another model"
                 )
-            one.load_state_dict(own["extra"][name])
+            self._optimizers.expect(stored)
+            state = {name: value for name, value in self.tensors().items() if name in stored}
+        checkpoint.load(place, state)
+        with agreed():
+            self._optimizers.loaded(state)
+            for at, average in enumerate(self.averages):
+                average.loaded(f"ema{at or ''}", state)
+            self._optimizers.take_settings(own["groups"])
+            for name, one in extra.items():
+                one.load_state_dict(own["extra"][name])
         return place
 
     def whole(self, kind: str) -> dict[str, Tensor]:
@@ -145,3 +181,86 @@ class ScriptState:
             else:
                 value.copy_(given)
         self._optimizers.weights_loaded(own)
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """Return a checkpoint, or the newest one in a folder of them, if there is one.
+
+    All ranks ask together; a checkpoint whose ranks died when its files were whole counts.  Raises
+    LaunchError, on all ranks, where the newest is damaged.
+    """
+    place: str | None = None
+    with agreed():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            place = _in(folder)
+    if dist.is_initialized():
+        place = broadcast_json(place, source=0)
+    return None if place is None else Path(place)
+
+
+def _in(folder: Path) -> str | None:
+    if (folder / checkpoint.META).exists():
+        wrong = checkpoint.problem(folder)
+        if wrong is not None:
+            raise checkpoint.refusal(folder, wrong)
+        return str(folder)
+    unfinished.commit(folder, say=functools.partial(print, file=sys.stderr, flush=True))
+    newest = checkpoint.to_resume(folder)
+    return None if newest is None else str(newest)
+
+
+def _plain(name: str, state: Any) -> Any:
+    """Return state of the script's own; refuse what could be written and never be read."""
+    try:
+        _unpickled(io.BytesIO(_pickled(state)))
+    except Exception as error:  # state of the user's own may fail in any way
+        raise LaunchError(
+            f"{name}: cannot be saved as plain data: {checkpoint.short(error)}; let "
+            "state_dict() return numbers, strings, lists, dicts and tensors"
+        ) from error
+    return state
+
+
+def _pickled(value: Any) -> bytes:
+    made = io.BytesIO()
+    torch.save(value, made)
+    return made.getvalue()
+
+
+def _unpickled(file: BinaryIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
+    """Return what this slice kept; where there were fewer slices, what the first one did."""
+    path = place / _own_file(slice_rank)
+    if not path.exists():
+        path = place / _own_file(0)
+    try:
+        with checksums.opened(path) as file:
+            state: dict[str, Any] = _unpickled(file)
+    except Exception as error:  # a damaged pickle ends in any error
+        raise LaunchError(
+            f"{path}: cannot be read as plain data: {checkpoint.short(error)}"
+        ) from error
+    return state
+
+
+def _own_file(slice_rank: int) -> str:
+    return f"user-{slice_rank:05}.pt"
+
+
+def _progress(plan: Plan, step: int) -> Progress:
+    return Progress(
+        step=step,
+        sample=step * plan.global_batch,
+        epoch=0,
+        seq_len=plan.seq_len or 1,
+        seed=plan.training.seed,
+        model=plan.model.name,
+        model_digest=plan.model.digest,
+        plan_digest=plan.digest,
+        corpus="script",
+        corpus_digest="script",
+        loss=0.0,
+    )

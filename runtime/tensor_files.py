@@ -47,7 +47,20 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_B
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class TensorWriter(StorageWriter):
+class _OneFolder:
+    """What torch asks of what reads or writes one folder, that was named when it was made."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse another folder than the one that was named."""
+        assert checkpoint_id is None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Leave folders that are named to torch alone."""
+        return False
+
+
+class TensorWriter(_OneFolder, StorageWriter):
     """One rank's part in writing the tensors of a checkpoint; used once."""
 
     def __init__(
@@ -136,17 +149,8 @@ class TensorWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is to be set up."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse another folder than the one that was named."""
-        assert checkpoint_id is None
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Leave folders that are named to torch alone."""
-        return False
-
-
-class TensorReader(StorageReader):
+class TensorReader(_OneFolder, StorageReader):
     """Reads the tensors of a checkpoint.
 
     `verify` has checksums of files: the ranks that read together share the files, and none of them
@@ -246,15 +250,6 @@ class TensorReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Take the plans as they are."""
         return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse another folder than the one that was named."""
-        assert checkpoint_id is None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Leave folders that are named to torch alone."""
-        return False
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.document import write_text
+from planner.document import json_data, write_text
 from planner.errors import DocumentError
+from planner.units import bytes_text
 from runtime import checksums
 from runtime.pickled import Name, Object, described
 
 INDEX, PICKLED_INDEX = "tensors.json", ".metadata"
-MAX_BYTES = 2**30
-"""Of an index: some twenty million chunks."""
+SMALL_BYTES = 2**22
+"""An index may have as many, whatever it describes."""
+SHARE = 16
+"""Bytes of tensors for which an index may have one more; a chunk of 16,384 ranks has thousands."""
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
 ITEM_BYTES = {
@@ -142,6 +145,21 @@ class TensorIndex:
                 )
 
 
+def list_bytes(path: Path, described: Path) -> bytes:
+    """Return the bytes of a list of the tensors of a folder, no more than those can need.
+
+    What a list of tensors takes in memory stays below what the tensors take.  ValueError for more.
+    """
+    most = SMALL_BYTES + sum(checksums.sizes(described).values()) // SHARE
+    with checksums.opened(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(
+            f"has more than {bytes_text(most)}, which is too much for the tensors beside it"
+        )
+    return data
+
+
 def read(
     folder: Path, *, sizes: Mapping[str, int] | None, checksum: str | None = None
 ) -> TensorIndex:
@@ -153,19 +171,24 @@ def read(
     if checksum is None and not path.exists():
         path = folder / PICKLED_INDEX
     try:
-        with checksums.opened(path) as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"has more than {MAX_BYTES >> 20} MiB")
+        data = list_bytes(path, folder)
         if checksum is not None and checksums.of_bytes(data) != checksum:
             raise ValueError("is damaged: its checksum is not that of what was written")
-        index = _from_json(json.loads(data)) if path.name == INDEX else _from_pickle(data)
+        index = (
+            _from_json(json_data(data, most_values=None))
+            if path.name == INDEX
+            else _from_pickle(data)
+        )
         if sizes is None:
             sizes = {name: (folder / name).lstat().st_size for name in index.files}
         index.check_inside(sizes)
     except OSError as error:
         raise DocumentError(
             "", f"cannot be read: {error.strerror or error}", file=str(path)
+        ) from error
+    except DocumentError as error:
+        raise DocumentError(
+            "", f"is no index of tensors: {_short(error.message, 300)}", file=str(path)
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -284,7 +284,7 @@ class TorchOptimizers(Gradients):
             part.plain.grad = PendingGradient(part.plain)
         for slot in self.slots:
             for parameter in (slot.parameter, *(one for one, _ in slot.copies_here)):
-                if parameter.grad is not None and not isinstance(parameter, DTensor):
+                if parameter.grad is not None:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = PendingGradient(parameter)
 

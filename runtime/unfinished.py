@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from planner.errors import MeshwrightError
+from planner.units import bytes_text
 from runtime import checkpoint, parts, tensor_index
 from runtime.checkpoint import Progress
 from runtime.held import alone_in
@@ -20,9 +22,10 @@ from runtime.tensor_index import INDEX
 _HIDDEN = re.compile(rf"\.(step-(\d+))\.[0-9A-Za-z_-]+{re.escape(parts.SUFFIX)}")
 
 
-def commit(folder: Path) -> Path | None:
+def commit(folder: Path, *, say: Callable[[str], object]) -> Path | None:
     """Let the newest unfinished checkpoint of a folder count, if its files are whole; return it.
 
+    `say` is told before every byte of one is read, which may take minutes.
     Only one of a later step than all that have their names.  One of a run that lives is left to
     it.  What cannot be completed stays as it is, hidden: the next save deletes it.
     """
@@ -35,14 +38,14 @@ def commit(folder: Path) -> Path | None:
             found.append((int(match[2]), records, folder / match[1]))
     for _, records, target in sorted(found, reverse=True):
         try:
-            if _completed(records, target):
+            if _completed(records, target, say):
                 return target
         except (OSError, ValueError, MeshwrightError):
             continue  # lost, as every save that did not come to its end
     return None
 
 
-def _completed(records: Path, target: Path) -> bool:
+def _completed(records: Path, target: Path, say: Callable[[str], object]) -> bool:
     """Complete one; say whether it counts now."""
     temporary = records.with_name(records.name.removesuffix(parts.SUFFIX))
     if records.is_symlink() or temporary.is_symlink() or not temporary.is_dir():
@@ -57,6 +60,11 @@ def _completed(records: Path, target: Path) -> bool:
         done: Progress = checkpoint.progress(records)
         if done.step != _step(target.name):
             return False
+        size = sum(sum(part.files.values()) for part in written)
+        say(
+            f"{target}: its ranks died before it counted; all of it ({bytes_text(size)}) is read "
+            "to see whether it is whole"
+        )
         tensor_index.write(parts.index_of(written), temporary / INDEX)
         checkpoint.finish(temporary, done, written)
         if checkpoint.verify(temporary) is not None:

@@ -18,6 +18,32 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that `@pytest.mark.long(...)` names as tests of the matrix.
+
+    Raises
+    ------
+    pytest.UsageError
+        A name that no case of the test has.
+    """
+    named: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("long")
+        if marker is None:
+            continue
+        case = item.name.partition("[")[2].removesuffix("]")
+        missing = named.setdefault(item.nodeid.partition("[")[0], set(marker.args))
+        missing.discard(case)
+        if case in marker.args:
+            item.add_marker("matrix")
+    if any("[" in given for given in config.args):
+        return  # a part of a test's cases
+    for test, missing in named.items():
+        if missing:
+            raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(missing))}")
+
+
 @pytest.fixture(autouse=True)
 def job_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give nodes of tests a secret of their own; the user's is neither read nor made."""

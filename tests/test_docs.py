@@ -124,6 +124,7 @@ def test_python_of_the_pages_is_python() -> None:
                 compile(block, str(page), "exec")
 
 
+@pytest.mark.matrix
 def test_the_tutorial_is_fifteen_commands_that_run_in_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

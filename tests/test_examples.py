@@ -1,15 +1,20 @@
-"""Every example trains under three plans as its own plain loop does in one process."""
+"""Every example trains under three plans as its own plain loop does in one process.
+
+Each under one plan in every run of the suite, under the others in the matrix.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.parts import some_and_others
 from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
 
@@ -32,26 +37,32 @@ PLANS: dict[str, dict[str, Any]] = {
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def everywhere() -> dict[str, Trained]:
+ROWS = list(itertools.product(EXAMPLES, PLANS))
+SOME = [(name, list(PLANS)[at % len(PLANS)]) for at, name in enumerate(EXAMPLES)]
+
+
+def everywhere(rows: list[tuple[str, str]]) -> dict[str, Trained]:
     found = {}
-    for name in EXAMPLES:
-        for plan, layout in PLANS.items():
-            try:
-                found[f"{name}, {plan}"] = importlib.import_module(f"examples.{name}").train(layout)
-            except BaseException as error:
-                error.add_note(f"{name}, {plan}")
-                raise
+    for name, plan in rows:
+        try:
+            train = importlib.import_module(f"examples.{name}").train
+            found[f"{name}, {plan}"] = train(PLANS[plan])
+        except BaseException as error:
+            error.add_note(f"{name}, {plan}")
+            raise
     return found
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
 def test_examples_train_under_any_plan_as_their_plain_loops(
+    rows: list[tuple[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     muon_without_rounding(monkeypatch)
     expected = {name: importlib.import_module(f"examples.{name}").plain() for name in EXAMPLES}
 
-    for found in on_ranks(2, everywhere):
+    for found in on_ranks(2, everywhere, rows):
         for case, (losses, weights) in found.items():
             wanted_losses, wanted = expected[case.partition(",")[0]]
             assert losses == pytest.approx(wanted_losses, rel=1e-5), case

@@ -12,7 +12,7 @@ from planner.plan import Layout
 from planner.prediction import Certificate, Loser, PlanProof
 from planner.profile import CHUNK_ROWS
 from planner.schedules import SCHEDULES
-from planner.search.space import LARGEST_MICRO_BATCH
+from planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
 from planner.stack import Stack
 from planner.tolerances import EQUAL
 
@@ -56,11 +56,18 @@ EXACT = (
 )
 
 
-LEFT_OUT = (
-    f"idle devices, losses in chunks of other than {CHUNK_ROWS:,} rows, micro-batches of more than "
-    f"{LARGEST_MICRO_BATCH} samples, stages of a rank that share like layers unevenly, prefetch by "
-    "more than one unit, and what --allow would add"
+UNSEARCHED = (
+    "idle devices",
+    f"losses in chunks of other than {CHUNK_ROWS:,} rows",
+    f"micro-batches of more than {LARGEST_MICRO_BATCH} samples",
+    f"sequences on more than {LARGEST_CONTEXT} ranks",
+    "stages of a rank that share like layers unevenly",
+    "experts in another order of axes",
+    "ZeRO-3 that gathers more than one unit ahead, or within other groups than a node",
+    "fp8 with a scale for each row",
+    "tokens gathered by all experts' ranks",
 )
+LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native backend looks at unasked."""
 
 

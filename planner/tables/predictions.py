@@ -109,14 +109,23 @@ def backend_prediction(request: Request, layout: Layout) -> Prediction:
         raise DocumentError(
             "layout", f"{layout.pipeline} stages need as many blocks; the model has {a.layers}"
         )
-    setup = Setup(request=request, layout=layout, recompute=request.pins.recompute or "none")
-    return setup_prediction(setup, layout.text())
+    return setup_prediction(_of_pins(request, layout), layout.text())
 
 
 def backend_plan(request: Request, layout: Layout) -> Plan:
     """Return the plan that `backend_prediction` prices."""
-    setup = Setup(request=request, layout=layout, recompute=request.pins.recompute or "none")
-    return plan_of(setup)
+    return plan_of(_of_pins(request, layout))
+
+
+def _of_pins(request: Request, layout: Layout) -> Setup:
+    """Return a run whose blocks are as the request pins them."""
+    pins = request.pins
+    return Setup(
+        request=request,
+        layout=layout,
+        recompute=pins.recompute or "none",
+        activations=pins.activations or "keep",
+    )
 
 
 def setup_prediction(setup: Setup, layout: str) -> Prediction:

@@ -4,15 +4,18 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from benchmarks.attack import Attack
-from benchmarks.attack_plans import Draft
+from benchmarks.attack_plans import LARGEST_MICRO_BATCH, Draft
 from benchmarks.attack_requests import REQUESTS
 from planner.costs.layout_costs import CostTables
 from planner.plan import Layout, ScheduleName
+from planner.profile import ChunkedLoss
 from planner.request import Request
+from planner.search.certificate import LEFT_OUT
 from planner.search.formulation import instance_of
 from planner.solver.instance import priced
 
@@ -27,6 +30,18 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
+@pytest.mark.long(
+    "unequal-v100",
+    "mixtral-16",
+    "gemma2-a100",
+    "13b-v100",
+    "gpt2-xl-4090",
+    "pcie-l40s",
+    "deep-3b",
+    "offload-13b",
+    "qwen3-moe-16",
+    "70b-64",
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.matrix) if name in LONG else name for name in REQUESTS],
@@ -43,10 +58,43 @@ def test_no_plan_of_an_attack_beats_an_answer(name: str) -> None:
     assert outcome.simulation_hits == []
 
 
+def test_an_attack_draws_devices_that_are_idle_and_micro_batches_of_any_size() -> None:
+    attack = attack_on("deep-3b")
+
+    drawn = [draft.layout for _ in range(200) if (draft := attack.drafts.some()) is not None]
+
+    assert any(layout.devices < attack.cluster.devices for layout in drawn)
+    assert any(layout.micro_batch > LARGEST_MICRO_BATCH for layout in drawn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"pipeline": 3}, "idle devices"),
+        ({"micro_batch": 96}, "micro-batches of more than 64 samples"),
+        ({"loss": ChunkedLoss(rows=64)}, "losses in chunks of other than 1,024 rows"),
+        ({"prefetch": 2}, "ZeRO-3 that gathers more than one unit ahead, or within other groups"),
+        ({"scales": "rowwise"}, "fp8 with a scale for each row"),
+    ],
+)
+def test_a_proof_says_what_an_attack_finds_outside_of_its_space(
+    changes: dict[str, Any], reason: str | None
+) -> None:
+    attack = attack_on("deep-3b")
+    draft = attack.starts[0]
+
+    found = attack.outside(replace(draft, layout=replace(draft.layout, **changes)))
+
+    assert found is None if reason is None else (found or "").startswith(reason)
+    assert found is None or found in LEFT_OUT
+
+
 CLOSED = ("pcie-l40s", "deep-3b")
 """Requests with pipelines in their answers whose gap takes a second to close."""
 
 
+@pytest.mark.long("deep-3b", "pcie-l40s")
 @pytest.mark.parametrize(
     "name",
     [name if name in CLOSED else pytest.param(name, marks=pytest.mark.matrix) for name in REQUESTS],

@@ -279,10 +279,18 @@ COVERED = (
     "compressed activations",
     "zero 3, two ahead",
     "zero 3, kept",
+    "zero 1",
+    "compiled",
+    "first stage",
+    "loss in chunks, last stage",
     "replicas",
     "tensor",
     "compiled, tensor",
     "last stage",
+    "selective, offloaded",
+    "zero 3, within groups",
+    "compiled, zero bubble",
+    "compiled, tensor in pieces",
 )
 """Paths whose every part is in another one: `-m matrix` walks them."""
 

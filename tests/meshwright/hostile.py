@@ -43,6 +43,7 @@ from meshwright.commands import plan
 from planner import document
 from planner.search.answer import Answer
 from runtime import checksums
+from tests.limits import PATIENCE_S
 from tests.meshwright import hostile_configurations as configurations
 from tests.meshwright import hostile_documents as documents
 
@@ -158,6 +159,9 @@ KINDS: dict[str, Make] = {
     "brackets": _text(b"[" * 100_000),
     "braces": _text(b'{"a":' * 100_000),
     "dashes": _text(b"- " * 100_000),
+    "lists": _text(b"[" + b"[]," * 3_000_000 + b"[]]"),
+    "objects": _text(b'{"a": [' + b"{}," * 3_000_000 + b"{}]}\n"),
+    "line of lists": _text(b'{"text": ' + b"[" * 30 + b"[]," * 3_000_000 + b"0" + b"]" * 30 + b"}"),
     "gone": lambda path: None,
 }
 
@@ -419,19 +423,46 @@ def _read(rng: random.Random, made: Case) -> Case:
     """Give a case a document that no command's argument names, and what the document speaks of."""
     name = rng.choice(list(documents.BASES))
     made.arguments.append(name)
+    beside = [path for path in documents.BASES if path != name and _together(path, name)]
     made.files = {path: _text(content) for path, content in documents.DATA.items()}
+    made.files |= {path: _text(_right(path)) for path in beside}
+    about = [name, *beside, *(path for path in documents.DATA if _together(path, name))]
     if rng.random() < 0.2:
-        path, kind = rng.choice((name, *documents.DATA)), rng.choice(list(KINDS))
+        path, kind = rng.choice(about), rng.choice(list(KINDS))
         made.what = [f"{path} is {kind}"]
         made.files[name] = _text(_right(name))
         made.files[path] = KINDS[kind]
         return made
+    if name in documents.SEALED and rng.random() < 0.2:
+        return _listed(rng, made, name)
     content, what = _document(rng, name, hostile=True)
     # Whoever changes a sealed document can seal it again.
     if name in documents.SEALED and rng.random() < 0.8:
         content = checksums.sealed(content.decode(errors="replace")).encode()
     made.files[name] = _text(content)
     made.what = [what]
+    return made
+
+
+def _together(path: str, name: str) -> bool:
+    """Whether two files lie in one folder, or in that of a checkpoint and of its parts."""
+    folders = [str(Path(one).parent).removesuffix(".parts") for one in (path, name)]
+    return folders[0] == folders[1]
+
+
+def _listed(rng: random.Random, made: Case, name: str) -> Case:
+    """Change a file that a sealed document lists, and list it as it is now."""
+    data = copy.deepcopy(_loaded(name))
+    files = [path for path in documents.DATA
+             if _together(path, name) and Path(path).name in data["checksums"]]  # fmt: skip
+    path = rng.choice(files or [next(iter(documents.DATA))])
+    content, what = _damaged(rng, documents.DATA[path])
+    data["checksums"][Path(path).name] = checksums.of_bytes(content)
+    if "files" in data:
+        data["files"][Path(path).name] = len(content)
+    made.files[path] = _text(content)
+    made.files[name] = _text(checksums.sealed(json.dumps(data)).encode())
+    made.what = [f"{path}: {what}, as listed"]
     return made
 
 
@@ -567,7 +598,7 @@ class _Loose(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mis
 def _document(rng: random.Random, name: str, *, hostile: bool) -> tuple[bytes, str]:
     if not hostile:
         return _right(name), ""
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 or isinstance(_loaded(name), bytes):
         return _damaged(rng, _right(name))
     data = copy.deepcopy(_loaded(name))
     said = [mutated(rng, data) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
@@ -582,13 +613,17 @@ def _loaded(name: str) -> Any:
 @cache
 def _right(name: str) -> bytes:
     """Return a document as it should be."""
-    content = _dumped(_loaded(name), name)
+    data = _loaded(name)
+    content = data if isinstance(data, bytes) else _dumped(data, name)
     return checksums.sealed(content.decode()).encode() if name in documents.SEALED else content
 
 
 def _dumped(data: object, name: str) -> bytes:
     if name.endswith(".json"):
         return json.dumps(data).encode(errors="surrogatepass")
+    if name.endswith(".jsonl"):
+        lines = data if isinstance(data, list) else [data]
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
     try:
         text = yaml.dump(data, Dumper=_Loose, sort_keys=False, width=100)
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -837,9 +872,16 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _limits(limit_s: int) -> None:
-    """End this process where it takes more CPU or memory than a case may, and say where it was."""
-    faulthandler.register(signal.SIGPROF, chain=True)
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    """End this process where it takes more CPU or memory than a case may, or waits for ever.
+
+    It says where it was.
+    """
+    for number, timer, most_s in (
+        (signal.SIGPROF, signal.ITIMER_PROF, limit_s),
+        (signal.SIGALRM, signal.ITIMER_REAL, PATIENCE_S),
+    ):
+        faulthandler.register(number, chain=True)
+        signal.setitimer(timer, most_s)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -854,7 +896,8 @@ def _batch(seed: int, numbers: list[int], parent: Path, told: int) -> None:
         began_s = os.times().user
         found = run(made, parent)
         took_s = os.times().user - began_s
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         line = ["end", number, found and f"{made}\n{found}", round(took_s, 2), _peak_bytes() >> 20]
         os.write(told, json.dumps(line).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""Documents that no argument names: what runs, checkpoints and caches keep, and stacks.
+"""Files that no argument names: what runs, checkpoints and caches have, weights, tokenizers, data.
 
 Each is read as the project reads it, from a file of its name in the current folder.
 """
@@ -6,6 +6,8 @@ Each is read as the project reads it, from a file of its name in the current fol
 from __future__ import annotations
 
 import io
+import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +16,21 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshwright.defaults import Defaults
 from planner import catalog, document
 from planner.errors import MeshwrightError
 from planner.stack import Stack
-from runtime import checkpoint, checksums, run, tensor_index
-from runtime.data import Corpus
+from runtime import (
+    checkpoint,
+    checksums,
+    data,
+    export,
+    faults,
+    run,
+    tensor_index,
+    unfinished,
+)
+from runtime.data import Corpus, Pretrained
 
 TOKENS = np.arange(8, dtype=np.uint16).tobytes()
 
@@ -32,7 +44,8 @@ def _progress() -> Any:
     return {
         "step": 3, "sample": 24, "epoch": 0, "seq_len": 10, "seed": 5, "model": "toy",
         "model_digest": "sha256:m", "plan_digest": "sha256:p", "corpus": "texts",
-        "corpus_digest": "sha256:c", "loss": 1.5, "frozen": "w", "files": {"rank-00000.bin": 8},
+        "corpus_digest": "sha256:c", "loss": 1.5, "frozen": "w",
+        "files": {"rank-00000.bin": len(TOKENS)},
         "checksums": {"rank-00000.bin": checksums.of_bytes(TOKENS)},
     }  # fmt: skip
 
@@ -65,23 +78,159 @@ def _corpus() -> Any:
     }  # fmt: skip
 
 
+def _part() -> Any:
+    return {
+        "rank": 0, "ranks": 1, "files": {"rank-00000.bin": len(TOKENS)},
+        "checksums": {"rank-00000.bin": checksums.of_bytes(TOKENS)},
+        "chunks": [["w", "float32", [2], 0, [0], [2]]],
+    }  # fmt: skip
+
+
+def _orders() -> Any:
+    return {
+        "format": 1, "data": "/d", "steps": 9, "checkpoint": "/c", "checkpoint_every": 3,
+        "training": ["seed=1"], "token": "t", "output": "/o", "corpus": "/p", "device": "cpu",
+        "started_unix_s": 1.0, "resumed": "/c/step-000003", "peak_step_s": 0.1,
+    }  # fmt: skip
+
+
+def _rank() -> Any:
+    return {
+        "format": 1, "rank": 0, "stage": 0, "first_step": 1, "step_s": [0.1, 0.2],
+        "untimed_steps": [1], "peak_memory_bytes": 9, "not_compiled": {"a": "b"},
+    }  # fmt: skip
+
+
+def _steps() -> Any:
+    return [
+        {"step": step, "loss": 1.5, "grad_norm": 0.5, "step_s": 0.1, "epoch": 0, "mfu": 0.4}
+        for step in (1, 2, 3)
+    ]
+
+
+def _texts() -> Any:
+    return [{"text": "roses"}, {"text": "violets are \u0416", "more": {"a": [1, 2.5, None]}}]
+
+
+def _tokenizer() -> Any:
+    import tokenizers
+
+    words = {"<unk>": 0, "</s>": 1, "roses": 2, "violets": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    made.add_special_tokens(["</s>"])
+    return json.loads(made.to_str())
+
+
+def _safetensors() -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    return len(header).to_bytes(8, "little") + header + TOKENS[:8]
+
+
+def _recorded() -> bytes:
+    return pickle.dumps({"pg_status": {"0": {"last_enqueued_collective": 7}}, "entries": []})
+
+
+def _own_state() -> bytes:
+    import torch
+
+    written = io.BytesIO()
+    torch.save({"seen": 3, "names": ["a"], "moment": torch.ones(2)}, written)
+    return written.getvalue()
+
+
+PENDING = ".step-000003.run"
+"""A checkpoint whose ranks died before it counted."""
 BASES: dict[str, Callable[[], Any]] = {
     "stack.yaml": _stack,
     "meta.json": _progress,
     "tensors.json": _index,
     "ranks/rank-00000.failure.json": _failure,
     "corpus.json": _corpus,
-}
-SEALED = ("meta.json", "corpus.json")
+    f"{PENDING}.parts/part-00000.json": _part,
+    f"{PENDING}.parts/meta.json": lambda: _progress() | {"files": {}, "checksums": {}},
+    "orders.yaml": _orders,
+    "ranks/rank-00000.json": _rank,
+    "defaults.yaml": lambda: {"format": 1, "cluster": "8xh100", "precision": "bf16"},
+    "metrics.jsonl": _steps,
+    "rows.jsonl": _texts,
+    "tokenizer/tokenizer.json": _tokenizer,
+    "tokenizer/tokenizer_config.json": lambda: {"eos_token": {"content": "</s>"}, "a": [1]},
+    "weights/model.safetensors.index.json": lambda: {
+        "metadata": {"total_size": 8}, "weight_map": {"w": "model.safetensors"}
+    },
+    "weights/model.safetensors": _safetensors,
+    "saved/config.json": lambda: {"model_type": "gpt2", "auto_map": {"a": "b"}, "n_layer": 2},
+    "saved/user-00000.pt": _own_state,
+    "flight/rank-0": _recorded,
+}  # fmt: skip
+"""Data, which is changed place by place, or bytes."""
+SEALED = ("meta.json", "corpus.json", f"{PENDING}.parts/part-00000.json",
+          f"{PENDING}.parts/meta.json")  # fmt: skip
 """Those whose last key is the checksum of the rest."""
-DATA = {"rank-00000.bin": TOKENS, "tokens.bin": TOKENS, "starts.npy": _starts()}
+DATA: dict[str, bytes] = {
+    "rank-00000.bin": TOKENS,
+    "tokens.bin": TOKENS,
+    "starts.npy": _starts(),
+    f"{PENDING}/rank-00000.bin": TOKENS,
+    f"{PENDING}.parts/.lock": b"",
+}
 """The files that documents speak of."""
+
+
+def _weights() -> object:
+    import torch
+
+    from runtime.published import Weights
+
+    return Weights(Path("weights")).read("w", torch.Size([2]), None)
+
+
+def _own() -> object:
+    from runtime.script_state import own_state
+
+    return own_state(Path("saved"), 0)
+
+
+def _metrics() -> object:
+    path = Path("metrics.jsonl")
+    read = list(run.read_records(path)), run.newest_record(path)
+    run.forget_steps_after(1, path)
+    return read
+
+
+def _pending() -> object:
+    return unfinished.commit(Path(), say=print)
+
+
+def _rows() -> object:
+    return data.prepare(data.files(Path("rows.jsonl"))).tokens
+
+
 READERS: dict[str, Callable[[], object]] = {
     "stack.yaml": lambda: document.read(Stack, "stack.yaml"),
     "meta.json": lambda: (checkpoint.problem(Path()), checkpoint.progress(Path())),
     "tensors.json": lambda: tensor_index.read(Path(), sizes={"rank-00000.bin": len(TOKENS)}),
     "ranks/rank-00000.failure.json": lambda: run.read_failures(Path(), 1),
     "corpus.json": lambda: Corpus.open(Path(), verify=True).starts,
+    f"{PENDING}.parts/part-00000.json": _pending,
+    f"{PENDING}.parts/meta.json": _pending,
+    "orders.yaml": lambda: document.read(run.Orders, "orders.yaml"),
+    "ranks/rank-00000.json": lambda: document.read(run.RankRecord, "ranks/rank-00000.json"),
+    "defaults.yaml": lambda: document.read(Defaults, "defaults.yaml"),
+    "metrics.jsonl": _metrics,
+    "rows.jsonl": _rows,
+    "tokenizer/tokenizer.json": lambda: Pretrained(Path("tokenizer")).tokens(b"roses x"),
+    "tokenizer/tokenizer_config.json": lambda: Pretrained(Path("tokenizer")).tokens(b"x"),
+    "weights/model.safetensors.index.json": _weights,
+    "weights/model.safetensors": _weights,
+    "saved/config.json": lambda: export._config_of(Path("saved")),
+    "saved/user-00000.pt": _own,
+    "flight/rank-0": lambda: faults.behind(Path(), "0"),
 }
 
 

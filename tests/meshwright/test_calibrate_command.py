@@ -11,6 +11,7 @@ from meshwright.cli import main
 from tests.planner.calibrate.test_runs import TRUTH, table
 
 
+@pytest.mark.matrix
 def test_a_profile_is_written_that_predict_uses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def record(folder: Path, model: ModelGraph, plan: Plan, step_time_s: float) -> s
     return str(folder)
 
 
+@pytest.mark.matrix
 def test_folders_of_launches_tell_the_rate_of_products(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

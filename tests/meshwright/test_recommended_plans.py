@@ -17,10 +17,12 @@ from planner.catalog import stacks
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, caveats, configuration
+from planner.pins import read_layout
 from planner.plan import Job, Layout, Plan
 from planner.predict import layout_prediction
 from planner.prediction import ALLOCATOR
-from planner.request import Request
+from planner.request import Request, pinned_layout
+from planner.tables.predictions import backend_plan
 
 SETTING = "=".join(ALLOCATOR)
 FULL = {
@@ -77,6 +79,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seq_len=int(seq_len),
         global_batch=int(batch),
         backend="deepspeed",
+        fit_probability=0.5,
         output=str(path),
     )
     return path
@@ -103,6 +106,7 @@ def test_every_command_says_what_a_full_device_takes(crowded: Path, command: lis
     if name == "plan":
         model, cluster, seq_len, batch = FULL["deepspeed"].split()
         asked = ["--seq-len", seq_len, "--global-batch", batch, "--backend", "deepspeed"]
+        asked += ["--fit-probability", "0.5"]
         options = [model, "--cluster", cluster, *asked, *options]
 
     ended = CliRunner().invoke(app, [name, *options])
@@ -178,3 +182,34 @@ def test_a_layout_that_its_backend_cannot_run_is_priced_with_the_reason(layout: 
     )
 
     assert any(note.startswith("deepspeed cannot run this plan: ") for note in found.notes)
+
+
+LAYERS = ("recompute=none", "recompute=selective", "recompute=full", "activations=offload")
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "gpt2", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("pin", LAYERS)
+def test_blocks_are_priced_as_they_are_pinned_or_the_pin_is_refused(pin: str, model: str) -> None:
+    name, _, value = pin.partition("=")
+    graph, cluster = resolve_model(model), resolve_cluster("8xh100-sxm-80gb")
+    refused = set()
+    for backend in sorted({"native", *(FRAMEWORKS.keys() & stacks().keys())}):
+        asked = f"dp=8,zero=3,micro_batch=1,{pin}"
+        try:
+            given = commands.predict(
+                model, "8xh100-sxm-80gb", layout=asked, seq_len=512, global_batch=8, backend=backend
+            )
+        except DocumentError as error:
+            assert str(error).startswith(f"layout: {pin}: {backend} has "), backend
+            refused.add(backend)
+            continue
+        if backend == "native":
+            continue
+        pins, idle = read_layout(asked)
+        request = Request.of(graph, cluster, seq_len=512, global_batch=8, pins=pins, stack=backend)
+        plan = backend_plan(request, pinned_layout(request, idle=idle))
+        blocks = [one for stage in plan.stages for one in stage.layers if "." in one.layer]
+        assert {getattr(one, name) for one in blocks} == {value}, backend
+        assert given.step_time_s > 0
+    assert "native" not in refused
+    assert bool(refused) == (pin in ("recompute=selective", "activations=offload"))

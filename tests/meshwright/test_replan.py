@@ -49,6 +49,7 @@ def two_ranks(room: Room) -> Plan:
     return plan_of(data=2).model_copy(update={"model": planned, "cluster": "local:2"})
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> None:
     pytest.importorskip("torch")
@@ -82,6 +83,7 @@ def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> N
     assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.matrix
 def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     graph, machine = resolve_model("gpt2"), resolve_cluster("8xa10g")
     job = Job(seq_len=1024, global_batch=64)
@@ -111,6 +113,7 @@ def test_a_plan_for_fewer_devices_does_the_same_step(tmp_path: Path) -> None:
     assert again <= fastest * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def ran(folder: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+@pytest.mark.matrix
 def test_a_slurm_job_imports_nothing_of_its_folder(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

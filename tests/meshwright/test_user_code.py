@@ -194,6 +194,7 @@ def test_a_file_that_changed_is_launched_only_if_it_is_trusted(
     assert not planned()
 
 
+@pytest.mark.matrix
 def test_files_that_are_trusted_are_what_the_run_says_it_ran(planned: Callable[[], bool]) -> None:
     file = "parts/middle.py"
     Path(file).write_text("# another\n" + Path(file).read_text())

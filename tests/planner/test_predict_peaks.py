@@ -115,6 +115,7 @@ def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
     return engine.stage, min(peaks)
 
 
+@pytest.mark.long("selective")
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_one_rank_peaks_where_predicted(recompute: str) -> None:
@@ -129,6 +130,13 @@ def test_one_rank_peaks_where_predicted(recompute: str) -> None:
     assert predicted == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.long(
+    "fp32-none-mesh3-0-1f1b",
+    "bf16-none-mesh6-3-1f1b",
+    "fp32-none-mesh4-0-1f1b",
+    "bf16-none-mesh0-0-1f1b",
+    "bf16-full-mesh2-3-1f1b",
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("precision", "recompute", "mesh", "zero", "schedule"),
@@ -159,6 +167,7 @@ def test_every_stage_peaks_where_predicted(
         assert expected > 0.95 * peak
 
 
+@pytest.mark.long("interleaved-zb-2-none", "interleaved-2-none", "zbv-2-none", "dualpipe-v-2-none")
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def answer(node: ClusterSpec, name: str, **pins: int) -> Answer:
     return search(Request(resolve_model("llama-3.1-8b"), node, JOB, pins=wanted))
 
 
+@pytest.mark.long("1f1b-eager", "late-weights")
 @pytest.mark.parametrize("name", ["gpipe-reversed", "1f1b-eager", "late-weights"])
 def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) -> None:
     found = answer(node, name)
@@ -114,6 +115,7 @@ def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) 
     assert every.certificate.objective_s <= found.certificate.objective_s * (1 + 1e-9)
 
 
+@pytest.mark.matrix
 def test_backwards_in_reverse_take_as_long_and_hold_as_much_as_those_of_gpipe(
     node: ClusterSpec,
 ) -> None:

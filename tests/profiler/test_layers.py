@@ -250,6 +250,7 @@ def test_bf16_layers_compute_in_bf16() -> None:
     assert held["block.0"].stored * 2 == wide["block.0"].stored
 
 
+@pytest.mark.long("none")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_layers_are_measured_beside_eager_ones(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch

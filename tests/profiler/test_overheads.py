@@ -49,6 +49,7 @@ def measured() -> Overheads:
     return overheads.overheads(chain, model, curves, device=CPU)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_two_ranks_find_overheads_that_a_machine_can_have() -> None:
     first, second = on_ranks(2, measured)

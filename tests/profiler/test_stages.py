@@ -110,6 +110,7 @@ def divided(experts: bool) -> tuple[list[LayerMeasurement], list[StageMeasuremen
     return measured, found, held.stored, saved
 
 
+@pytest.mark.long("True")
 @pytest.mark.ranks
 @pytest.mark.parametrize("experts", [False, True])
 def test_layers_over_context_and_expert_ranks_are_measured(experts: bool) -> None:

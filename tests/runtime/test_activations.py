@@ -408,6 +408,7 @@ def every_layout(how: str) -> list[tuple[Run, int, int]]:
     return [moved_on_a_rank(layout, how) for layout in LAYOUTS]
 
 
+@pytest.mark.long("offload-1e-05")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("how", "tolerance"), [("offload", 1e-5), ("compress", 0.02)])
 def test_every_rank_packs_activations_and_no_parameter(how: str, tolerance: float) -> None:

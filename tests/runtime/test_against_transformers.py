@@ -24,6 +24,7 @@ from planner.errors import DocumentError
 from runtime import launch as launching
 from runtime.export import to_huggingface
 from runtime.supported import supported
+from tests.parts import some_and_others
 from tests.runtime import combinations, library_runs
 from tests.runtime.combinations import Bound
 from tests.runtime.library_rows import (
@@ -116,20 +117,15 @@ def check(found: Sequence[Distance]) -> None:
     assert not bad, f"{len(bad)} of {len(found)} rows:\n" + "\n".join(bad)
 
 
-SOME = ("llama",)
-"""The family of `make test`; `tests/runtime/test_families.py` launches one plan of each other."""
+SOME = [one for one in ROWS if one.name == "llama" and one.ranks == 2][::2]
+"""What `make test` launches; `tests/runtime/test_families.py` launches one plan of each family."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES],
-)
+@pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
 def test_a_launch_trains_like_the_library(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [one for one in ROWS if one.name == name]
-
     found = list(distances(rows, tmp_path, monkeypatch))
 
     check(found)

@@ -97,6 +97,7 @@ def plain_and_in_pieces(family: str, layout: dict[str, Any]) -> tuple[dict[str, 
 FORWARD = Counter({GATHERED: 2, SCATTERED: 2})
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_each_collective_beside_a_product_runs_with_it_and_trains_the_same() -> None:
     # Its projections have biases, and micro-batches one sample.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.script_engine import Engine
+from tests.parts import some_and_others
 from tests.runtime.own_modules import Basic, ResNet
 from tests.runtime.ranks import on_ranks
 
@@ -89,14 +90,15 @@ ROWS: list[tuple[str, dict[str, Any], str, int]] = [
 ]
 
 
-def every_row() -> list[dict[str, Tensor]]:
-    return [trained(kind, layout, batch_norm) for kind, layout, batch_norm, _ in ROWS]
+def every(rows: list[Any]) -> list[dict[str, Tensor]]:
+    return [trained(kind, layout, batch_norm) for kind, layout, batch_norm, _ in rows]
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_weights_and_statistics_of_one_process() -> None:
-    for found in on_ranks(2, every_row):
-        for (kind, layout, batch_norm, size), state in zip(ROWS, found, strict=True):
+@pytest.mark.parametrize("rows", some_and_others(ROWS, [ROWS[2], ROWS[3], ROWS[5]]))
+def test_two_ranks_have_weights_and_statistics_of_one_process(rows: list[Any]) -> None:
+    for found in on_ranks(2, every, rows):
+        for (kind, layout, batch_norm, size), state in zip(rows, found, strict=True):
             wanted = plainly(kind, size)
             assert state.keys() == wanted.keys()
             for name, value in wanted.items():

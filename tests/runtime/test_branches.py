@@ -55,6 +55,7 @@ def equals_one_process(plan: Plan, name: str) -> None:
         assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
 
 
+@pytest.mark.long("resnet-1f1b", "two_towers-1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "schedule"),

@@ -43,6 +43,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: ModuleType) 
     torch.set_num_threads(threads)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.usefixtures("ranks")

@@ -137,6 +137,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
 # --- parquet ----------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_a_table_holds_the_same_rows(tmp_path: Path, tokenizer: Path) -> None:
     import datasets
 

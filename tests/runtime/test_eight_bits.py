@@ -209,6 +209,7 @@ def both_gathered(ranks: int) -> list[tuple[tuple[list[float], float, int], ...]
     return [tuple(gathered(row, wire) for wire in ("full", "fp8")) for row in GATHERED[ranks]]
 
 
+@pytest.mark.long("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_weights_gathered_in_eight_bits_change_no_value(ranks: int) -> None:

@@ -129,6 +129,7 @@ def test_bf16_needs_no_process_group() -> None:
     assert losses != pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_weight_gradients_made_later_are_summed_in_fp32_too() -> None:
     layouts: list[dict[str, Any]] = [

@@ -117,6 +117,8 @@ def check(rows: tuple[Case, ...], world: int) -> None:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.long("2")
+@pytest.mark.long("4")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "rows"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
 def test_what_no_plan_names_trains_like_one_process(ranks: int, rows: tuple[Case, ...]) -> None:

@@ -62,6 +62,7 @@ def test_the_loss_of_the_next_step_is_known_before() -> None:
     assert engine.evaluate(batch) < before
 
 
+@pytest.mark.long("zbv, zero 2", "zero 1")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_plan_evaluates_like_one_process(name: str) -> None:

@@ -94,6 +94,7 @@ def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> Non
     assert len([file for file in exported.files if file.endswith(".safetensors")]) > 1
 
 
+@pytest.mark.long("mixtral, tensor")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["mixtral, tensor", "qwen3_moe, pipeline"])
 def test_published_experts_are_read_part_by_part(name: str, tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def trained(wire: str) -> list[Run]:
+def trained(wire: str, layouts: list[dict[str, Any]]) -> list[Run]:
     graph = cases.transformer()
-    return [train(planned(wire, **layout), graph, STEPS) for layout in LAYOUTS[wire]]
+    return [train(planned(wire, **layout), graph, STEPS) for layout in layouts]
 
 
 def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
@@ -51,18 +51,21 @@ def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("wire", LAYOUTS)
-def test_losses_stay_within_the_bound(wire: str) -> None:
+@pytest.mark.parametrize("part", ["some", pytest.param("others", marks=pytest.mark.matrix)])
+def test_losses_stay_within_the_bound(part: str, wire: str) -> None:
+    layouts = LAYOUTS[wire][::3] if part == "some" else LAYOUTS[wire]
     graph = cases.transformer()
     exact = train(cases.plan(graph), graph, STEPS)
 
-    per_rank = on_ranks(2, trained, wire)
+    per_rank = on_ranks(2, trained, wire, layouts)
 
-    for index, layout in enumerate(LAYOUTS[wire]):
+    for index, layout in enumerate(layouts):
         found = errors([runs[index] for runs in per_rank], exact)
         room = 5e-4 if layout.get("precision") == "bf16" else 0.0
         assert 0 < found["loss"] < LOSS_BOUNDS[wire] + room, (layout, found)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_both_axes_of_hybrid_sharding_are_narrow() -> None:
     graph = cases.transformer()

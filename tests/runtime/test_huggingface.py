@@ -178,6 +178,7 @@ def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, 
     return engine.step(own).loss, Counting.read_bytes
 
 
+@pytest.mark.long("qwen3-changes1-layout1")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),

@@ -325,6 +325,46 @@ def test_a_killed_rank_ends_the_launch_and_is_named(room: Room) -> None:
     assert room.ranks() == {}
 
 
+FLIPPED = """
+import os
+
+if os.environ.get("RANK") == "1":
+    from runtime.engine import TokenEngine
+
+    step = TokenEngine.step
+
+    def damaged(engine, *args, **kwargs):
+        result = step(engine, *args, **kwargs)
+        held = engine.state()["model.block.0.mlp.down.weight"].detach()
+        held.view(-1).view(dtype=__import__("torch").int32)[5] ^= 1 << 12
+        return result
+
+    TokenEngine.step = damaged
+"""
+"""Of one of two ranks, whose memory has one bit that is another after each step."""
+
+
+@pytest.mark.ranks
+def test_a_bit_that_flips_on_one_rank_ends_the_launch_before_a_checkpoint_has_it(
+    room: Room,
+) -> None:
+    pytest.importorskip("torch")
+    (room.folder / "site").mkdir()
+    (room.folder / "site" / "sitecustomize.py").write_text(FLIPPED)
+    room.python_path = (str(room.folder / "site"), *room.python_path)
+    saved = room.folder / "saved"
+
+    launcher = room.start(
+        plan_of(data=2), step=0, steps=20, checkpoint=str(saved), checkpoint_every=1
+    )
+    _, message = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 1
+    assert "block.0.mlp.down.weight: ranks 0 and 1 have different values of this" in message
+    assert not list(saved.glob("step-*"))
+    assert room.ranks() == {}
+
+
 def patient_start(room: Room) -> tuple[subprocess.Popen[str], int]:
     """Start with a short timeout; where ranks need longer to find each other, with a long one."""
     for timeout_s in (5, 60, 600):
@@ -431,6 +471,7 @@ def test_nonsense_in_training_is_told_in_one_message(room: Room) -> None:
     assert room.ranks() == {}
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_launch_from_another_thread_runs_too(room: Room) -> None:
     pytest.importorskip("torch")

@@ -65,7 +65,20 @@ def test_ranks_sit_on_the_node_that_has_their_device() -> None:
     assert ranks_of_node(plan, 2, [3, 3, 2]) == {6: 0, 7: 1}
 
 
-def test_two_nodes_train_as_one_does_and_go_on_from_a_shared_checkpoint(room: Room) -> None:
+def test_two_nodes_train_as_one_does(room: Room) -> None:
+    alone = room.run(plan_of(), steps=2, output=room.folder / "alone")
+
+    first, second = on_nodes(room, plan_of(data=2), steps=2)
+
+    assert second is None
+    assert isinstance(first, RunReport), first
+    assert (first.ranks, len(first.stages)) == (2, 1)
+    assert list(first.losses) == pytest.approx(list(alone.losses), rel=1e-5)
+    assert (room.folder / "out" / "node-00001" / "ranks" / "rank-00001.json").exists()
+
+
+@pytest.mark.matrix
+def test_two_nodes_go_on_from_a_shared_checkpoint(room: Room) -> None:
     alone = room.run(plan_of(), steps=4, output=room.folder / "alone")
     plan, saved = plan_of(data=2), room.folder / "saved"
 
@@ -77,11 +90,9 @@ def test_two_nodes_train_as_one_does_and_go_on_from_a_shared_checkpoint(room: Ro
     assert second is None
     assert isinstance(first, RunReport), first
     assert isinstance(resumed, RunReport), resumed
-    assert (first.ranks, len(first.stages)) == (2, 1)
     assert [*first.losses, *resumed.losses] == pytest.approx(list(alone.losses), rel=1e-5)
     assert checkpoint.progress(checkpoint.newest(saved) or saved).step == 4
     assert not list(saved.glob(".seen-*"))
-    assert (room.folder / "out" / "node-00001" / "ranks" / "rank-00001.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def plainly(graph: ModelGraph) -> tuple[float, float, dict[str, Tensor]]:
     return loss.item(), norm.item(), grads
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_unequal_counts_give_the_mean_over_all_that_counts_under_any_plan() -> None:
     expected = {graph.name: plainly(graph) for graph in (DENSE, SPARSE)}

@@ -71,6 +71,7 @@ def in_fp16(layouts: list[dict[str, Any]]) -> list[Any]:
     return [train(cases.plan(graph, precision="fp16", **layout), graph) for layout in layouts]
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_fp16_trains_near_fp32() -> None:
     graph = cases.transformer()
@@ -108,6 +109,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, dist.tensor.DTensor) else value
 
 
+@pytest.mark.long("layout0")
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[2]])
 def test_overflow_skips_the_step_on_all_ranks_until_the_scale_fits(layout: dict[str, Any]) -> None:

@@ -200,6 +200,7 @@ def test_compiled_by_inductor_each_family_and_axis_trains_like_one_process(
     train_left(Records(pytestconfig.cache, INDUCTOR, BY_INDUCTOR), FEW_STEPS)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_whenever_zero_3_gathers_it_trains_like_one_process() -> None:
     assert not [row.text for row in GATHERED if reason(row) is not None]

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from planner.errors import LaunchError
 from runtime.script_engine import Engine, StepResult
+from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 
 WIDTH, CLASSES, SAMPLES, MICRO, STEPS = 8, 3, 8, 2, 3
@@ -106,7 +107,23 @@ def plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.state_dict())
 
 
-def of_two_ranks() -> dict[tuple[str, str], Run]:
+ASKED = {
+    "uses one of two": ("replicated", "zero 1", "zero 2", "zero 3"),
+    "passes on": ("zero 1", "zero 3, recompute"),
+    "ends gradients": ("zero 2", "zero 3"),
+    "is a constant": ("zero 1", "zero 3"),
+}
+ROWS = [(kind, name) for kind, names in ASKED.items() for name in names]
+SOME = [
+    ("uses one of two", "zero 2"),
+    ("uses one of two", "replicated"),
+    ("passes on", "zero 1"),
+    ("ends gradients", "zero 3"),
+    ("is a constant", "zero 3"),
+]
+
+
+def of_two_ranks(rows: list[tuple[str, str]]) -> dict[tuple[str, str], Run]:
     layouts: dict[str, dict[str, Any]] = {
         "replicated": {},
         "zero 1": {"zero": 1},
@@ -114,24 +131,18 @@ def of_two_ranks() -> dict[tuple[str, str], Run]:
         "zero 3": {"zero": 3},
         "zero 3, recompute": {"zero": 3, "recompute": "full"},
     }
-    asked = {
-        "uses one of two": ("replicated", "zero 1", "zero 2", "zero 3"),
-        "passes on": ("zero 1", "zero 3, recompute"),
-        "ends gradients": ("zero 2", "zero 3"),
-        "is a constant": ("zero 1", "zero 3"),
-    }
     return {
         (kind, name): trained(kind, layouts[name], track_unused=name == "zero 2")
-        for kind, names in asked.items()
-        for name in names
+        for kind, name in rows
     }
 
 
 @pytest.mark.ranks
-def test_ranks_that_use_different_parameters_train_as_one() -> None:
+@pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
+def test_ranks_that_use_different_parameters_train_as_one(rows: list[tuple[str, str]]) -> None:
     expected = {kind: plainly(kind) for kind in KINDS}
 
-    for runs in on_ranks(2, of_two_ranks):
+    for runs in on_ranks(2, of_two_ranks, rows):
         for (kind, name), (results, state) in runs.items():
             losses, weights = expected[kind]
             assert [r.loss for r in results] == pytest.approx(losses, rel=1e-6), (kind, name)
@@ -139,6 +150,8 @@ def test_ranks_that_use_different_parameters_train_as_one() -> None:
                 torch.testing.assert_close(
                     state[key], value, rtol=1e-5, atol=1e-6, msg=f"{kind}, {name}: {key}"
                 )
+        if ("uses one of two", "zero 2") not in runs:
+            continue
         unused = runs["uses one of two", "zero 2"][0][0].unused
         assert unused["blocks.0.never.weight"] == (0, 1)
         assert all(not set(key.split(".")) & {"up"} for key in unused)

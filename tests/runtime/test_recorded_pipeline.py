@@ -17,6 +17,7 @@ from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Recorder, arguments
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
+from tests.parts import some_and_others
 from tests.runtime.own_modules import MODULES, WIDTH, WORDS
 from tests.runtime.ranks import on_ranks
 
@@ -131,10 +132,20 @@ ROWS = [
         )
     ),
 ]
+SOME = [
+    *((kind, "1f1b", 1) for kind in ("lstm", "diffusion", "changing")),
+    ("handing", "interleaved", 2),
+    ("gpt_tied", "zbv", 2),
+    ("t5", "zb-h1", 1),
+    ("unet", "gpipe", 1),
+    ("handing", "dualpipe-v", 2),
+    ("gpt_tied", "interleaved-zb", 2),
+]
 
 
 @pytest.mark.ranks
-def test_two_ranks_have_the_gradients_of_one_process() -> None:
-    for worst in on_ranks(2, every_row, ROWS):
-        assert worst.keys() == set(ROWS)
+@pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
+def test_two_ranks_have_the_gradients_of_one_process(rows: list[tuple[str, str, int]]) -> None:
+    for worst in on_ranks(2, every_row, rows):
+        assert worst.keys() == set(rows)
         assert {row: value for row, value in worst.items() if not value < 2e-5} == {}

@@ -46,6 +46,7 @@ def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
     return min(peaks)
 
 
+@pytest.mark.matrix
 def test_every_micro_batch_holds_what_the_second_does() -> None:
     """Were the order of all forwards kept, the first unit's backward would gather the output
     projection, and a third micro-batch begin beside it."""
@@ -69,6 +70,7 @@ def test_every_micro_batch_holds_what_the_second_does() -> None:
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.long("mixtral-figures4-layout4", "reference-figures3-layout3")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "figures", "layout"),
@@ -107,6 +109,7 @@ def test_a_rehearsed_rank_peaks_where_a_real_one_does(
         assert rehearsed(plan, graph, rank).peak_bytes == pytest.approx(measured[rank], rel=near)
 
 
+@pytest.mark.matrix
 def test_the_copies_of_a_small_model_peak_where_predicted() -> None:
     graph = resolve_model("demo-4m")
     plan = cases.plan(graph, global_batch=16, data_replicate=2, micro_batches=1)
@@ -119,6 +122,7 @@ def test_the_copies_of_a_small_model_peak_where_predicted() -> None:
     assert found.peak_bytes == pytest.approx(stage.peak_memory_bytes, rel=0.015)
 
 
+@pytest.mark.matrix
 def test_the_first_of_a_thousand_ranks_holds_its_share_of_every_row() -> None:
     graph = cases.transformer(**FIGURES)
     plan = cases.plan(
@@ -145,6 +149,7 @@ def test_kinds_of_one_rank_are_counted_whole() -> None:
     assert 0 <= steps < 1000  # a count of steps for each parameter
 
 
+@pytest.mark.matrix
 def test_a_table_that_both_ends_use_is_whole_through_a_step_of_zero_3() -> None:
     figures = {**FIGURES, "hidden_size": 256, "ffn_size": 1024, "layers": 6, "vocab_size": 5000}
     graph = cases.transformer("llama", tied_embeddings=True, **figures)
@@ -165,6 +170,7 @@ def rehearsed_all(rows: list[tuple[Plan, ModelGraph]]) -> list[int]:
     return [rehearse(plan, graph, rank=0).peak_bytes for plan, graph in rows]
 
 
+@pytest.mark.matrix
 def test_when_the_loss_runs_nothing_of_the_micro_batch_before_is_left() -> None:
     """Neither what its last reduction read, nor what was gathered ahead."""
     graph = cases.transformer("llama", vocab_size=16384, layers=2, **FIGURES)

@@ -133,6 +133,7 @@ def test_every_plan_goes_on_where_any_other_ended(tmp_path: Path) -> None:
     check(SOME + REST, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_experts_go_on_on_other_ranks(tmp_path: Path) -> None:
     check(SOME_EXPERTS, tmp_path, "4 experts")

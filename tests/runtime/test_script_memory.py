@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import meshwright
 from runtime.rehearsal import rank_at
-from runtime.script_rehearsal import script_peak_bytes
 from tests.runtime.own_modules import Language
+from tests.runtime.script_rehearsal import script_peak_bytes
 
 WIDTH, WORDS, LENGTH, SAMPLES = 64, 256, 32, 8
 WITHIN = 0.04
@@ -53,6 +53,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
+@pytest.mark.long("dp=2 zero=0", "tensor=2", "dp=2 zero=0 activations=offload", "pp=2")
 @pytest.mark.parametrize(
     "fix",
     [

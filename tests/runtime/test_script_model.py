@@ -162,6 +162,7 @@ def test_a_forward_that_counts_its_calls_is_refused() -> None:
         check_replay(module, recorded(module, ids), ids)
 
 
+@pytest.mark.long("<lambda>-0.0", "<lambda>-12.0", "<lambda>-4.0", "Adafactor-None")
 @pytest.mark.parametrize(
     ("optimizer", "wanted"),
     [

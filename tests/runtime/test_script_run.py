@@ -157,6 +157,7 @@ def test_a_script_runs_on_all_ranks_and_the_console_has_what_rank_0_prints(
     assert memory.predicted == meshwright.predict(plan).stages[0].peak_memory_bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_rank_killed_on_one_of_two_nodes_costs_no_step_and_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import LaunchError
+from runtime import checkpoint
 from runtime.script_engine import Engine
 from tests.runtime.ranks import on_ranks
 
@@ -150,3 +153,95 @@ def test_two_ranks_keep_what_nothing_reads_and_refuse_buffers_that_differ() -> N
                 check(pair, name)
             assert "blocks.2.largest: ranks 0 and 1 have different values" in said
             assert "persistent=False" in said
+
+
+class Own:
+    """State of the script's own, whose calls fail on one rank."""
+
+    def __init__(self, state: Callable[[], Any], fails: int, *, loading: bool = False) -> None:
+        self.state, self.fails, self.loading = state, fails, loading
+
+    @property
+    def _is_here(self) -> bool:
+        return dist.get_rank() == self.fails
+
+    def state_dict(self) -> Any:
+        return self.state() if self._is_here and not self.loading else {"at": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state == {"at": 1}
+        if self._is_here and self.loading:
+            raise KeyError("at")
+
+
+class Position:
+    """A class of the user's own, which is pickled and never read back."""
+
+
+def raising() -> Any:
+    raise ZeroDivisionError("own code")
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+FAILURES: dict[str, tuple[Own, str]] = {
+    "a state_dict that raises": (Own(raising, 1), "own code"),
+    "a state that cannot be pickled": (Own(lambda: lambda: 0, 1), "plain data"),
+    "a state that could not be read": (Own(Position, 0), "plain data"),
+}
+
+
+def said_by(call: Callable[[], object]) -> str:
+    with pytest.raises(Exception) as refused:
+        call()
+    return str(refused.value)
+
+
+def one_rank_fails(folder: str) -> dict[str, str]:
+    """Return what each failure said on this rank; nobody may wait for the one that failed."""
+    path, batch = Path(folder), batch_of(0)
+    engine = new_engine(Spare, {"zero": 3})
+    said = {}
+    engine.step(engine.slice(batch))
+    for name, (own, _) in FAILURES.items():
+        said[name] = said_by(functools.partial(engine.save, path, extra={"own": own}))
+    assert not any(path.glob("step-*"))
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 0:
+            patched.setattr(checkpoint, "let_count", full)
+        said["a full disk"] = said_by(lambda: engine.save(path))
+    engine.save(path, extra={"own": Own(dict, 2)})
+    failing = {"own": Own(dict, 1, loading=True)}
+    said["loading"] = said_by(lambda: engine.load(path, extra=failing))
+    engine.load(path, extra={"own": Own(dict, 2)})
+    engine.step(engine.slice(batch))
+    engine.save(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        index = path / "step-000002" / "tensors.json"
+        index.write_text(index.read_text()[:-1])
+    dist.barrier()
+    said["a damaged one"] = said_by(lambda: engine.resume(path))
+    said["the folder of one"] = said_by(lambda: engine.load(path / "step-000002"))
+    assert engine.load(path / "step-000001").name == "step-000001"
+    engine.step(engine.slice(batch))
+    return said
+
+
+@pytest.mark.ranks
+def test_where_one_rank_fails_to_save_or_load_all_ranks_say_so() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_ranks(2, one_rank_fails, folder)
+        wanted = {name: text for name, (_, text) in FAILURES.items()} | {
+            "a full disk": "No space left",
+            "loading": "at",
+            "a damaged one": "tensors.json",
+            "the folder of one": "tensors.json",
+        }
+        for rank, said in enumerate(found):
+            assert said.keys() == wanted.keys()
+            for name, text in wanted.items():
+                assert text in said[name], (rank, name)
+        assert "rank 1: ZeroDivisionError" in found[0]["a state_dict that raises"]

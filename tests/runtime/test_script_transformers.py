@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.script_engine import Engine
+from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, LENGTH, WORDS, STEPS = 8, 6, 32, 3
@@ -105,6 +106,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.3, momentum=0.9)
 
 
+@functools.cache
 def plainly(name: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = CASES[name][0]()
@@ -120,35 +122,30 @@ def plainly(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-Trained = dict[str, list[tuple[list[float], dict[str, Tensor]]]]
+ROWS = [(name, at) for name in CASES for at in range(len(LAYOUTS))]
+SOME = [("bert", 2), ("vit", 0), ("t5", 1)]
 
 
-def all_trained() -> Trained:
-    made: Trained = {}
-    for name, (build, _) in CASES.items():
-        for layout in LAYOUTS:
-            engine = Engine(
-                build, layout, loss=loss, optimizer=sgd, batch=batch_of(name, 0), inputs=read
-            )
-            losses = [engine.step(engine.slice(batch_of(name, at))).loss for at in range(STEPS)]
-            made.setdefault(name, []).append((losses, engine.state_dict()))
+def trained(rows: list[tuple[str, int]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    made = []
+    for name, at in rows:
+        build, layout = CASES[name][0], LAYOUTS[at]
+        engine = Engine(
+            build, layout, loss=loss, optimizer=sgd, batch=batch_of(name, 0), inputs=read
+        )
+        losses = [engine.step(engine.slice(batch_of(name, step))).loss for step in range(STEPS)]
+        made.append((losses, engine.state_dict()))
     return made
 
 
-@functools.cache
-def two_ranks() -> list[Trained]:
-    return list(on_ranks(2, all_trained))
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_of_transformers_trains_like_a_plain_loop(name: str) -> None:
-    losses, weights = plainly(name)
-
-    for rank in two_ranks():
-        for layout, (found, state) in zip(LAYOUTS, rank[name], strict=True):
-            assert found == pytest.approx(losses, rel=1e-5), layout
+@pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
+def test_models_of_transformers_train_like_a_plain_loop(rows: list[tuple[str, int]]) -> None:
+    for rank in on_ranks(2, trained, rows):
+        for (name, at), (found, state) in zip(rows, rank, strict=True):
+            losses, weights = plainly(name)
+            assert found == pytest.approx(losses, rel=1e-5), (name, LAYOUTS[at])
             for key, weight in weights.items():
                 torch.testing.assert_close(
-                    state[key], weight, rtol=1e-4, atol=1e-5, msg=f"{layout}: {key}"
+                    state[key], weight, rtol=1e-4, atol=1e-5, msg=f"{name}, {LAYOUTS[at]}: {key}"
                 )

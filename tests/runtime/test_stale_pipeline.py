@@ -75,6 +75,7 @@ def stale(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
     return runs
 
 
+@pytest.mark.long("4")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "rows"), [(2, ROWS), (4, DEEP)], ids=["2", "4"])
 def test_weights_are_those_of_the_stale_rule(

@@ -84,6 +84,42 @@ def test_gradients_are_hidden_in_a_module_that_the_script_kept() -> None:
         torch.optim.Adam(model.parameters()).step()
 
 
+def _kept_by_the_script() -> list[dict[str, Tensor]]:
+    """Refuse uses of a kept module's gradients between two backwards; return trained weights."""
+    trained = []
+    for layout in ({}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "offload": "optimizer"}):
+        torch.manual_seed(0)
+        model = build()
+        engine = Engine(
+            lambda model=model: model,
+            {"micro_batch": 2, **layout},
+            loss=loss,
+            optimizer=sgd,
+            batch=batch(),
+        )
+        for _ in range(2):
+            for _ in range(2):
+                engine.forward_backward(engine.slice(batch()))
+                with pytest.raises(OptimizerError, match=r"p\.grad"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                with pytest.raises(OptimizerError, match=r"p\.grad"):
+                    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                with pytest.raises(OptimizerError, match=r"p\.grad"):
+                    torch.optim.Adam(model.parameters()).step()
+                with pytest.raises(OptimizerError, match=r"p\.grad"):
+                    print([p.grad.abs().max() for p in model.parameters() if p.grad is not None])
+            engine.optimizer_step()
+        trained.append(engine.state_dict())
+    return trained
+
+
+def test_gradients_of_a_kept_module_are_hidden_where_it_is_divided_too() -> None:
+    for replicated, *others in on_ranks(2, _kept_by_the_script):
+        for divided in others:
+            for name, value in replicated.items():
+                torch.testing.assert_close(divided[name], value)
+
+
 def test_hidden_gradients_add_up_and_update_as_a_plain_loop() -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

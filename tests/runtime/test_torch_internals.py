@@ -40,6 +40,7 @@ import runtime.engine, runtime.rehearsal, runtime.train
 """
 
 
+@pytest.mark.matrix
 def test_the_runtime_imports_without_what_torch_2_11_lacks() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LACKING], cwd=ROOT, capture_output=True, text=True, check=False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from planner.errors import OptimizerError
 from runtime.script_engine import Engine
 from runtime.torch_optimizers import is_elementwise
+from tests.parts import some_and_others
 from tests.runtime.exact_muon import muon_without_rounding
 from tests.runtime.ranks import on_ranks
 
@@ -105,10 +106,10 @@ def train(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
-def in_zero_3(folder: str) -> dict[str, dict[str, Tensor]]:
+def in_zero_3(folder: str, names: list[str]) -> dict[str, dict[str, Tensor]]:
     """Train with each, and save behind the last step but one."""
     found = {}
-    for which in (*ELEMENTWISE, *WHOLE):
+    for which in names:
         engine = new_engine(which, {"zero": 3})
         train(engine, 0, STEPS - 1)
         scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizers[0], 1, gamma=1.0)
@@ -135,13 +136,16 @@ class Number:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "names", some_and_others((*ELEMENTWISE, *WHOLE), ["AdamW", "SGD", "Muon", "Adafactor"])
+)
 def test_every_optimizer_of_torch_is_that_of_one_process_and_goes_on_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     muon_without_rounding(monkeypatch)
-    expected = {which: plainly(which) for which in (*ELEMENTWISE, *WHOLE)}
+    expected = {which: plainly(which) for which in names}
 
-    ranks = on_ranks(2, in_zero_3, str(tmp_path))
+    ranks = on_ranks(2, in_zero_3, str(tmp_path), names)
 
     for found in ranks:
         for name, weights in found.items():

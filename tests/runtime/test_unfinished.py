@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,11 @@ import torch.distributed as dist  # noqa: E402
 from planner.errors import LaunchError  # noqa: E402
 from planner.model import ModelGraph  # noqa: E402
 from planner.plan import Plan  # noqa: E402
-from runtime import checkpoint, parts, run, script_checkpoint, unfinished  # noqa: E402
+from runtime import checkpoint, parts, run, unfinished  # noqa: E402
 from runtime.engine import TokenEngine  # noqa: E402
 from runtime.held import alone_in  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
+from runtime.script_engine import Engine  # noqa: E402
 from runtime.tensor_files import TensorWriter  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
 from tests.runtime import cases  # noqa: E402
@@ -84,6 +85,15 @@ def two_steps(plan: Plan, model: ModelGraph, folder: str, moment: str | None) ->
     saver.finish()
 
 
+SAID: list[str] = []
+
+
+def commit(folder: Path) -> Path | None:
+    """Let what is whole count; SAID has what it said."""
+    SAID.clear()
+    return unfinished.commit(folder, say=SAID.append)
+
+
 def killed(folder: Path, moment: str) -> None:
     model = cases.transformer("llama", layers=1)
     plan = cases.plan(model, data_shard=2, zero=3)
@@ -114,7 +124,7 @@ def test_whole_files_count_as_if_nobody_had_died(tmp_path: Path, whole: Path, mo
     killed(tmp_path, moment)
     before = [path.name for path in checkpoint.complete(tmp_path)]
 
-    found = unfinished.commit(tmp_path)
+    found = commit(tmp_path)
 
     assert before == ["step-000001"]
     assert found == tmp_path / "step-000002"
@@ -125,6 +135,10 @@ def test_whole_files_count_as_if_nobody_had_died(tmp_path: Path, whole: Path, mo
     for name in names:
         assert (found / name).read_bytes() == (whole / name).read_bytes(), name
     assert not any(tmp_path.glob(".step-*"))
+    assert len(SAID) == 1
+    assert f"{found}: its ranks died before it counted; all of it (" in SAID[0]
+    assert commit(tmp_path) is None
+    assert not SAID
 
 
 @pytest.mark.ranks
@@ -138,7 +152,7 @@ def test_what_lacks_a_byte_never_counts(pending: Path, tmp_path: Path) -> None:
             shutil.copytree(pending, folder)
             damage(folder / place / name, folder, draw)
 
-            assert unfinished.commit(folder) is None, (name, damage.__name__)
+            assert commit(folder) is None, (name, damage.__name__)
             names = [path.name for path in checkpoint.all_steps(folder)]
             assert names == ["step-000001"], (name, damage.__name__)
 
@@ -151,11 +165,11 @@ def test_parts_of_another_step_or_run_do_not_count(pending: Path, tmp_path: Path
         shutil.copytree(pending, folder)
         for name in hidden:
             (folder / name).rename(folder / name.replace(hidden[0], new))
-        assert unfinished.commit(folder) is None, new
+        assert commit(folder) is None, new
     newer = tmp_path / "newer"
     shutil.copytree(pending, newer)
     (newer / "step-000001").rename(newer / "step-000002")
-    assert unfinished.commit(newer) is None
+    assert commit(newer) is None
 
 
 @pytest.mark.ranks
@@ -167,7 +181,7 @@ def test_a_folder_of_others_is_not_led_away(pending: Path, tmp_path: Path) -> No
         (folder / "run" / name).symlink_to(folder / "elsewhere")
         before = sorted(path.name for path in (folder / "elsewhere").iterdir())
 
-        assert unfinished.commit(folder / "run") is None
+        assert commit(folder / "run") is None
         assert sorted(path.name for path in (folder / "elsewhere").iterdir()) == before
 
 
@@ -176,8 +190,8 @@ def test_a_save_of_a_living_run_is_left_to_it(pending: Path, tmp_path: Path) -> 
     shutil.copytree(pending, tmp_path / "run")
 
     with alone_in(tmp_path / "run" / f".step-000002.r{parts.SUFFIX}"):
-        assert unfinished.commit(tmp_path / "run") is None
-    assert unfinished.commit(tmp_path / "run") == tmp_path / "run" / "step-000002"
+        assert commit(tmp_path / "run") is None
+    assert commit(tmp_path / "run") == tmp_path / "run" / "step-000002"
 
 
 @pytest.mark.ranks
@@ -188,39 +202,49 @@ def test_a_launch_finds_what_a_dead_one_left(pending: Path, room: Room) -> None:
         room.run(plan_of(), steps=1, checkpoint=room.folder / "saved")
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Join a process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_a_script_goes_on_from_whole_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Dies(BaseException):
         pass
 
+    class Epoch:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def state_dict(self) -> int:
+            return self.number
+
+        def load_state_dict(self, state: int) -> None:
+            self.number = state
+
     def die(*_: object) -> None:
         raise Dies
 
-    model = cases.transformer("llama", layers=1)
-    state, own_state = {"model.a": torch.arange(3.0)}, {"groups": [], "extra": {"epoch": 4}}
+    def engine(seed: int) -> Engine:
+        return Engine(
+            lambda: torch.nn.Linear(3, 3),
+            {"seed": seed},
+            loss=lambda outputs, batch: (outputs.square().sum(), len(outputs)),
+            optimizer=torch.optim.AdamW,
+            batch=torch.ones(4, 3),
+        )
+
+    trained = engine(0)
+    trained.step(torch.ones(4, 3))
     with monkeypatch.context() as patched, contextlib.suppress(Dies):
         patched.setattr(checkpoint, "let_count", die)
-        script_checkpoint.save(
-            tmp_path, state, own_state, plan=cases.plan(model), slice_rank=0, step=3, keep=2
-        )
+        trained.save(tmp_path, extra={"epoch": Epoch(4)})
     assert checkpoint.newest(tmp_path) is None
 
-    place = script_checkpoint.found(tmp_path)
+    other, epoch = engine(1), Epoch(0)
+    assert other.resume(tmp_path, extra={"epoch": epoch})
 
-    assert place == tmp_path / "step-000003"
-    read = {"model.a": torch.zeros(3)}
-    checkpoint.load(place, read)
-    assert read["model.a"].tolist() == [0.0, 1.0, 2.0]
-    assert script_checkpoint.own_state(place, 0) == own_state
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-000001"
+    assert "step-000001: its ranks died before it counted" in capsys.readouterr().err
+    assert epoch.number == 4
+    for name, value in trained.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
 
 
 RANK_0_DIES = """

@@ -36,7 +36,7 @@ _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:\.[ \t]*+{_PART}){{{MOST_DEPTH}}}"
 """Names with more dots than a section is deep."""
 
 
-class Budget:
+class ReadingLimit:
     """Steps that reading one configuration may take; DocumentError where they are spent."""
 
     def __init__(self, of: str, steps: int = MOST_STEPS) -> None:

@@ -112,7 +112,7 @@ def _schedule(virtual_stages: int) -> str:
 
 def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     """Return blocks of each stage of `Et*3|t*4|t*3L`, and stages of a rank."""
-    budget = limits.Budget("--pipeline-model-parallel-layout", _MOST_LAYOUT)
+    budget = limits.ReadingLimit("--pipeline-model-parallel-layout", _MOST_LAYOUT)
 
     def repeated(group: re.Match[str]) -> str:
         budget.spend(len(group[1]) * int(group[2]))

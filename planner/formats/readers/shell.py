@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable
 from itertools import pairwise
 
-from planner.formats.readers.limits import Budget, expression
+from planner.formats.readers.limits import ReadingLimit, expression
 
 _ASSIGNED = re.compile(
     r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL
@@ -83,7 +83,7 @@ def words(text: str) -> list[str]:
 
     DocumentError where that is much more than the script itself.
     """
-    budget = Budget("script")
+    budget = ReadingLimit("script")
     known: dict[str, str] = {}
     found: list[str] = []
     for statement in statements(text):
@@ -130,7 +130,7 @@ def _unquoted(piece: re.Match[str]) -> str:
     return piece[1] if piece[1] is not None else piece[2]
 
 
-def _put_in(text: str, known: dict[str, str], budget: Budget) -> str:
+def _put_in(text: str, known: dict[str, str], budget: ReadingLimit) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
         found = known.get(name, default if default is not None else match[0])

@@ -67,6 +67,7 @@ def test_settings_that_take_different_branches_cannot_share_a_table() -> None:
         ManySettings.of([Setting(micro_batch=1, seq_len=8), Setting(micro_batch=2, seq_len=8)])
 
 
+@pytest.mark.long("mixtral-8x7b-4x8xh100-sxm-80gb-job0", "deepseek-v3-4x8xh800-sxm-80gb-job1")
 @pytest.mark.parametrize(
     ("name", "cluster", "job"),
     [

@@ -285,6 +285,13 @@ def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> No
     ]
 
 
+@pytest.mark.long(
+    "native-mixtral-8x7b-2x8xh100-sxm-80gb",
+    "native-deepseek-v3-256x8xh800-sxm-80gb",
+    "torchtitan-deepseek-v3-256x8xh800-sxm-80gb",
+    "megatron-deepseek-v3-256x8xh800-sxm-80gb",
+    "native-llama-3.1-70b-8x8xh100-sxm-80gb",
+)
 @pytest.mark.parametrize(("model", "cluster"), TABLE)
 @pytest.mark.parametrize("backend", ["native", *READ])
 def test_the_default_plan_is_proven_and_exported(backend: str, model: str, cluster: str) -> None:

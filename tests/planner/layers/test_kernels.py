@@ -189,6 +189,19 @@ def test_every_second_product_is_recomputed() -> None:
     assert not any(op.kind == "attention" for op in again)
 
 
+@pytest.mark.long(
+    "nemo-automodel",
+    "nanotron",
+    "ms-swift",
+    "megatron-kwai",
+    "megatron-deepspeed",
+    "llama3",
+    "litgpt",
+    "internevo",
+    "fsdp_qlora",
+    "fms-fsdp",
+    "transformers",
+)
 @pytest.mark.parametrize("stack", stacks().values(), ids=list(stacks()))
 def test_tables_of_every_model_are_whole_under_every_stack(stack: Stack) -> None:
     kernels = [

@@ -118,6 +118,12 @@ def optima(case: Case) -> dict[Layout, float]:
     return result
 
 
+@pytest.mark.long(
+    "gpt2 4xv100-sxm-32gb",
+    "mixtral-8x7b 2x4xh200-sxm-141gb",
+    "deepseek-v3 16x8xh200-sxm-141gb",
+    "llama-3.2-3b 4xa100-sxm-40gb0",
+)
 @pytest.mark.parametrize("case", QUICK_AND_LONG, ids=lambda case: f"{case.model} {case.cluster}")
 def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case) -> None:
     exhaustive = optima(case)
@@ -193,6 +199,7 @@ def test_a_dominator_is_at_least_as_fast(case: Case) -> None:
         assert exhaustive[by] <= exhaustive[layout] * (1 + 1e-12)
 
 
+@pytest.mark.long("gemma-2-2b 8xrtx-4090")
 @pytest.mark.parametrize(
     "case", [TIGHT, TWO_KINDS], ids=lambda case: f"{case.model} {case.cluster}"
 )
@@ -217,6 +224,7 @@ def test_the_order_of_enumeration_does_not_matter(
         assert answer.certificate == usual.certificate
 
 
+@pytest.mark.matrix
 def test_context_and_expert_degrees_are_searched_where_a_backend_runs_them() -> None:
     pins = Pins(tensor=1, micro_batch=1, schedule="1f1b")
     case = Case("mixtral-8x7b", "2x8xh200-sxm", 8192, 16, pins, rules=limit)
@@ -269,6 +277,16 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
     return cluster.model_copy(update={"groups": (faster,)})
 
 
+@pytest.mark.long(
+    "gemma-2-2b 8xrtx-4090-flops",
+    "gemma-2-2b 8xrtx-4090-memory",
+    "gemma-2-2b 8xrtx-4090-links",
+    "gemma-2-2b 8xrtx-4090-memory bandwidth",
+    "mixtral-8x7b 2x4xh200-sxm-141gb-flops",
+    "mixtral-8x7b 2x4xh200-sxm-141gb-memory",
+    "mixtral-8x7b 2x4xh200-sxm-141gb-links",
+    "mixtral-8x7b 2x4xh200-sxm-141gb-memory bandwidth",
+)
 @pytest.mark.parametrize("what", ["memory", "memory bandwidth", "flops", "links"])
 @pytest.mark.parametrize(
     "case",
@@ -462,6 +480,7 @@ def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
     assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts())
 
 
+@pytest.mark.long("405b on 16,384")
 @pytest.mark.parametrize(
     ("case", "limit_s"),
     [

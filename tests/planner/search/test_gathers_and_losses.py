@@ -80,6 +80,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
     assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
 
 
+@pytest.mark.long("gemma-2-2b-4xrtx-4090-4096-16")
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "batch"),
     [
@@ -121,6 +122,7 @@ def test_what_would_fit_is_written_as_it_is_fixed() -> None:
             assert written is None or read_pins([f"{name}={written}"], allow).allow(layout)
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
     """Every layout's own optimum, on a model small enough to solve all of them."""

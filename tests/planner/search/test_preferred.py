@@ -47,6 +47,10 @@ def pinned(request: Request, kept: tuple[str, ...], schedule: str | None) -> Ans
         return None
 
 
+@pytest.mark.long(
+    "('llama-3.2-3b', '8xa100-sxm-40gb', 32, 'native')",
+    "('llama-3.1-8b', '8xh100-sxm-80gb', 64, 'native')",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int, str]) -> None:
     request = asked(*case)
@@ -106,6 +110,7 @@ PINNED = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stack", ["native", pytest.param("torchtitan", marks=pytest.mark.matrix)])
 def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(stack: str) -> None:
     request = asked("llama-3.1-8b", "8xh100-sxm-80gb", 64, stack)

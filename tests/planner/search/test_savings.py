@@ -50,6 +50,7 @@ def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> fl
     )
 
 
+@pytest.mark.long("2600000000.0-6000000000.0", "2600000000.0-None", "6000000000.0-None")
 @pytest.mark.parametrize(
     ("memory", "host"), [(2.6e9, None), (3.5e9, None), (2.6e9, 6e9), (6e9, None)]
 )
@@ -160,6 +161,7 @@ def test_a_cpu_is_its_own_host() -> None:
     assert activations(local, Pins(allowed=HOST)) == ("keep",)
 
 
+@pytest.mark.matrix
 def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> None:
     cluster, job = small(16e9), Job(seq_len=1024, global_batch=8)
     names = [name for name, _ in gpt2.chain]
@@ -181,6 +183,7 @@ def test_a_plan_keeps_what_is_required_and_is_no_faster(gpt2: ModelGraph) -> Non
     assert kept.certificate.objective_s == pytest.approx(expected_s, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
     pins = Pins(pipeline=2, tensor=1, virtual_stages=1, require=(Requirement(at_most=3),))
     job = Job(seq_len=1024, global_batch=8)

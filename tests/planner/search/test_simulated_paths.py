@@ -138,6 +138,7 @@ def test_no_step_is_below_the_paths_that_stay_with_a_rank(schedule: str, tries: 
     assert tight > 0.9
 
 
+@pytest.mark.matrix
 def test_cuts_are_gone_through_as_one_by_one() -> None:
     """All ways to give a chain's entries to ranks, each with the bound of its own columns."""
     rng = random.Random(5)

@@ -127,6 +127,7 @@ def test_pins_that_contradict_each_other_are_refused(
         pinned_layout(Request(mixtral, four_nodes, JOB, pins=read_pins([pins])))
 
 
+@pytest.mark.matrix
 def test_pins_allow_what_they_describe(mixtral: ModelGraph, four_nodes: ClusterSpec) -> None:
     pins = read_pins(["tp=2,shard=4", "schedule=gpipe", "micro_batch=1"])
 

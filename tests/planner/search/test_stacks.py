@@ -189,6 +189,16 @@ def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Ite
         yield ["none", *["full"] * full, *["none"] * (BLOCKS - full), "none"]
 
 
+@pytest.mark.long(
+    "torchtitan--1.0",
+    "torchtitan-pp=2-1.0",
+    "torchtitan-pp=2-0.62",
+    "torchtitan-pp=2,zero=3-1.0",
+    "torchtitan--0.62",
+    "nanotron-pp=4-0.62",
+    "megatron-pp=2-1.0",
+    "torchtitan-pp=2,schedule=zbv-1.0",
+)
 @pytest.mark.parametrize("memory", [1.0, 0.62])
 @pytest.mark.parametrize(
     ("stack", "fix"),

@@ -55,6 +55,7 @@ def in_order(instance: Instance, solution: Solution) -> bool:
     return True
 
 
+@pytest.mark.long("60-True")
 @pytest.mark.parametrize("sync_by_option", [False, True])
 @pytest.mark.parametrize("start", [0, 60])
 def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> None:

@@ -83,9 +83,12 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
         assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
 
 
-def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.matrix)]
+)
+def test_random_rows_are_predicted_as_their_plans_are(seeds: range) -> None:
     said = named = 0
-    for seed in range(300):
+    for seed in seeds:
         run = setup_of(row(seed))
         assert isinstance(run, Setup)
         try:
@@ -101,8 +104,8 @@ def test_300_random_rows_are_predicted_as_their_plans_are() -> None:
             [stage.peak_memory_bytes for stage in found.stages], rel=1e-9
         )
         check_range(found, again, run)
-    assert said > 60
-    assert named > 20
+    assert said > 15
+    assert named > 5
 
 
 def recomputed(run: Setup) -> list[list[str]]:

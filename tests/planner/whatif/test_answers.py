@@ -37,6 +37,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
     assert f"{100 * (1 - fast / slow):.0f} % less time" in text
 
 
+@pytest.mark.matrix
 def test_a_change_that_makes_a_model_fit_is_said() -> None:
     offer = {"cluster": "4xa10g", "tuning": "full", "rent": PRICE}
     more = {**offer, "name": "more", "change": {"memory": 8.0}}
@@ -53,6 +54,7 @@ def test_a_change_that_makes_a_model_fit_is_said() -> None:
     assert said(result, "llama-3.1-8b fits") == ("llama-3.1-8b fits more; it does not fit 4xa10g.")
 
 
+@pytest.mark.matrix
 def test_a_days_price_by_hand() -> None:
     result = run(
         study(
@@ -75,6 +77,7 @@ def test_a_days_price_by_hand() -> None:
     assert f"{100 * base.link_share:.1f} %" in links
 
 
+@pytest.mark.matrix
 def test_mixed_devices_are_compared_with_each_kind_alone() -> None:
     result = run(
         study(
@@ -157,6 +160,7 @@ def test_terms_alone_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert expensive.plan is not None and expensive.plan.cluster == "dear"
 
 
+@pytest.mark.matrix
 def test_nodes_stay_idle_where_a_plan_is_faster_without_them() -> None:
     # 64 sequences: on 9 x 8 devices 72 divide nothing so well as fewer of them.
     asked = study(offers=[{"cluster": "9x8xa10g", "rent": PRICE}])

@@ -28,6 +28,7 @@ JOB = Job(seq_len=2048, global_batch=16)
 GB = 10**9
 
 
+@pytest.mark.matrix
 def test_4_bits_fit_where_16_do_not() -> None:
     model, four = resolve_model("llama-2-13b"), cluster_of("rtx-4090", devices_per_node=1)
     quantised = tuned(Request(model, four, JOB), quantised=True)
@@ -42,6 +43,7 @@ def test_4_bits_fit_where_16_do_not() -> None:
         tuned(Request(model, four, JOB), quantised=False)
 
 
+@pytest.mark.matrix
 def test_host_memory_holds_what_devices_cannot() -> None:
     model = resolve_model("llama-3.1-70b")
     small = cluster_of("rtx-4090", devices_per_node=4, host_memory_bytes=128 * GB)

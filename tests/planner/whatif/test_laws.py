@@ -35,7 +35,7 @@ def least_s(model: str, cluster: str, job: Job) -> float:
     return search(request).certificate.objective_s
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     change=st.sampled_from(["memory", "memory_bandwidth", "compute", "node_links", "network"]),
@@ -81,6 +81,7 @@ def whole_cost(model: str, cluster: str, job: Job, usd_per_hour: float) -> float
     return math.inf if usd is None else usd.value
 
 
+@pytest.mark.matrix
 @settings(max_examples=3, deadline=None)
 @given(batch=st.integers(24, 48), nodes=st.integers(1, 3), more=st.integers(1, 3))
 @example(batch=39, nodes=3, more=1)  # the fourth node is left idle, and its failures stop nothing

@@ -34,6 +34,7 @@ def test_the_default_is_the_fastest_of_the_public_stacks() -> None:
     assert found.stack == min(steps, key=steps.__getitem__).partition("+")[0]
 
 
+@pytest.mark.matrix
 def test_on_unequal_devices_our_own_runtime_is_priced() -> None:
     assert fastest("4xa10g+4xl4").stack == "native"
 
@@ -55,6 +56,7 @@ def test_our_own_runtime_stands_beside_the_first() -> None:
     assert outcome.stack != "native"
 
 
+@pytest.mark.matrix
 def test_between_two_sizes_of_one_stack_only_that_one_is_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

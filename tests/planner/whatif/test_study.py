@@ -173,6 +173,7 @@ def test_the_fewest_devices_that_keep_a_deadline_are_named() -> None:
     assert "Fewest devices that keep the deadline: 8, 8xa10g." in said(0.99 * by_size[4])
 
 
+@pytest.mark.matrix
 def test_processes_side_by_side_find_the_same() -> None:
     many = study(
         offers=[{"cluster": "{n}xa10g", "n": [1, 2, 4, 8], "rent": PRICE}], models=["gpt2"]
@@ -184,6 +185,7 @@ def test_processes_side_by_side_find_the_same() -> None:
     assert seen[-1] == (4, 4)
 
 
+@pytest.mark.matrix
 def test_marginal_values_are_planned_again() -> None:
     asked = study(
         models=["llama-3.2-1b"],
@@ -232,6 +234,7 @@ def test_buying_and_renting_meet() -> None:
     assert outcomes["bought"].capital_usd == pytest.approx(8 * (39_083.0 + 1_882.0 + 600.0) * 1.03)
 
 
+@pytest.mark.matrix
 def test_a_cheaper_price_never_worsens_a_rank() -> None:
     def place(price: float) -> int:
         asked = study(

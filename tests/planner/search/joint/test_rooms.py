@@ -26,6 +26,11 @@ CASES = [
 ]
 
 
+@pytest.mark.long(
+    "full-mixtral-8x7b-2x8xh100-sxm-80gb-job1-activations1",
+    "None-mixtral-8x7b-2x8xh100-sxm-80gb-job1-activations1",
+    "full-llama-3.2-1b-2x8xa100-sxm-40gb-job0-activations0",
+)
 @pytest.mark.parametrize(("name", "cluster", "job", "activations"), CASES)
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_what_layers_hold_together_is_what_each_layout_says(

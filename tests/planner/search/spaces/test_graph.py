@@ -364,6 +364,7 @@ def test_branches_are_worth_taking_apart() -> None:
     plan.check_model(model)
 
 
+@pytest.mark.matrix
 def test_a_graph_with_too_many_splits_gets_a_plan_with_its_gap() -> None:
     model = towers(12, 12, 12, 12)
     pins = Pins(pipeline=2, micro_batch=1, schedule="1f1b", data=1)

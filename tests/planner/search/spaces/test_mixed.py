@@ -121,6 +121,11 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
     return best + max(table.step_s for table in costs.values())
 
 
+@pytest.mark.long(
+    "2xa100-sxm-40gb+4xv100-sxm-32gb",
+    "1xa100-sxm-40gb+2xv100-sxm-32gb",
+    "2xh100-sxm-80gb+2xa100-sxm-40gb+2xv100-sxm-32gb",
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -176,6 +181,7 @@ def test_schedules_that_several_stages_share_fit_and_come_near_the_simulation(
     assert predict(plan, case.model, resolve_cluster(case.cluster)) == answer.prediction
 
 
+@pytest.mark.matrix
 def test_activations_go_to_the_host_or_into_8_bits_where_that_is_allowed() -> None:
     case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, Pins(data=1, tensor=1, micro_batch=2))
     more = replace(case, pins=replace(case.pins, allowed=HOST))
@@ -189,6 +195,7 @@ def test_activations_go_to_the_host_or_into_8_bits_where_that_is_allowed() -> No
     assert predict(treated.plan, case.model, resolve_cluster(case.cluster)) == treated.prediction
 
 
+@pytest.mark.matrix
 def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -> None:
     pins = Pins(pipeline=2, data=2, tensor=1, micro_batch=1, zero=1, schedule="1f1b")
     case = Case("2xa100-sxm-40gb+2xv100-sxm-16gb", 6, replace(pins, loss="plain"))
@@ -322,6 +329,11 @@ def measured(case: Case, group: str, *, factor: float) -> Profile:
     )
 
 
+@pytest.mark.long(
+    "1xa100-sxm-40gb+2xv100-sxm-32gb",
+    "2xa100-sxm-40gb+2xv100-sxm-16gb",
+    "2xa100-sxm-40gb+4xv100-sxm-32gb",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cluster)
 def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     cluster = resolve_cluster(case.cluster)
@@ -421,6 +433,7 @@ def test_the_integer_program_finds_the_same_optimum() -> None:
     assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_a_request_that_does_not_fit_is_explained() -> None:
     pins = Pins(recompute="none", micro_batch=4, loss="plain")
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 8, pins)

@@ -89,6 +89,7 @@ def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
         search(Request(model, cluster, JOB, pins=replace(pins, allowed=frozenset())))
 
 
+@pytest.mark.matrix
 def test_states_on_hosts_and_narrow_gradients_are_weighed_with_splits() -> None:
     model, cluster = random_model(2), "2xa100-sxm-40gb+4xv100-sxm-32gb"
     pins = Pins(tensor=1, pipeline=3, data=2, zero=1, micro_batch=1, schedule="1f1b")

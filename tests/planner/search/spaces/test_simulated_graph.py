@@ -128,6 +128,7 @@ def requests(seeds: range, *, mixed: bool) -> Iterator[Request]:
 SEEDS = [range(0, 400, 50), pytest.param(range(400), marks=pytest.mark.matrix)]
 
 
+@pytest.mark.long("seeds0-two types")
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "two types"])
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_nothing_of_a_graph_simulates_below_the_bound(seeds: range, mixed: bool) -> None:

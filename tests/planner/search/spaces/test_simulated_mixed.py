@@ -92,6 +92,7 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     assert not isinstance(space.solve(layout, least_s * (1 - 1e-6)), Found)
 
 
+@pytest.mark.matrix
 def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
     pins = Pins(tensor=1, micro_batch=1, recompute="full")
     request = Request(llama(3), resolve_cluster("1xa100-sxm-40gb+2xv100-sxm-32gb"), JOB, pins)

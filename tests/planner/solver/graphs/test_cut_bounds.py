@@ -115,6 +115,7 @@ def wide(count: int, seed: int) -> GraphInstance:
     return alike(chain, edges=edges, output_s=[rng.uniform(0.1, 1) for _ in range(count)])
 
 
+@pytest.mark.matrix
 def test_programs_end_with_the_iterations_they_may_take() -> None:
     problem = wide(80, 1)
     limited, free = (bounds_of(problem, 20, iterations) for iterations in (500, 10**6))
