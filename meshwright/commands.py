@@ -240,7 +240,12 @@ def compare_best(
     machine = machine_of(cluster or wanted.cluster, None)
     check_devices(wanted, machine)
     mine = _with_caveats(wanted, graph, machine)
-    request = replace(Request.of_plan(wanted, graph, machine), called=cluster or wanted.cluster)
+    request = replace(
+        Request.of_plan(wanted, graph, machine),
+        called=cluster or wanted.cluster,
+        # As sure to fit as the plan itself, so that nothing is gained by less room.
+        fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
+    )
     answer = answer_to(request, "fastest", progress=progress)
     best = answer.plan.model_copy(update={"training": wanted.training})
     answer = replace(answer, plan=best)
