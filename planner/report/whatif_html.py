@@ -70,7 +70,7 @@ def _figures(result: Result) -> Iterator[tuple[str, str]]:
     yield "Cost with its range", svg.bars("Cost with its range", _bars(first, "usd"), "USD")
     yield (
         "Time with its range",
-        svg.bars("Time with its range", _bars(first, "hours", 1 / 24), "days"),
+        svg.bars("Time with its range", _bars(first, "result_hours", 1 / 24), "days"),
     )
     yield "Tokens that the budget pays for", frontier(result)
     parts, unit = step_parts(first)
@@ -122,14 +122,15 @@ def _points(result: Result) -> list[svg.Point]:
     for series, ranks in enumerate(result.ranks.values()):
         for rank in ranks:
             outcome = rank.outcome
-            if outcome.hours is None or outcome.usd is None:
+            hours = outcome.result_hours
+            if hours is None or outcome.usd is None:
                 continue
             energy = outcome.energy_kwh.value / most if outcome.energy_kwh else 0.0
             points.append(
                 svg.Point(
-                    x=outcome.hours.value / 24,
+                    x=hours.value / 24,
                     y=max(outcome.usd.value, 1e-6),
-                    label=f"{_name(result, outcome)}: {days_text(exact(outcome.hours.value))}, "
+                    label=f"{_name(result, outcome)}: {days_text(exact(hours.value))}, "
                     f"{usd_text(exact(outcome.usd.value))}",
                     series=series,
                     size=4 + 8 * energy**0.5,

@@ -222,8 +222,8 @@ def _solved(result: Result) -> Iterator[str]:
         sizes = [f"{offer.cluster.replace('{n}', str(n))}" for n in offer.n]
         what = {
             "need": "The fewest that keep the deadline",
-            "power": "The most that the power cap feeds",
-            "afford": "The most that the budget pays for",
+            "power": "The most that the power cap feeds and the plan uses",
+            "afford": "The most that the budget pays for and the plan uses",
         }[offer.solve]
         surely = f", with probability {result.study.goal.confidence:g} or more"
         yield f"{what}{surely}: {listed(sizes)}."
@@ -415,8 +415,8 @@ def _carbon(result: Result) -> Iterator[str]:
 
 
 def slack_days(result: Result, outcome: Outcome) -> float | None:
-    """Return the days between an outcome's end and the deadline; None without one of them."""
+    """Return the days between a result and the deadline; None without one of them."""
     deadline = result.study.goal.deadline_days
-    if deadline is None or outcome.hours is None:
+    if deadline is None or outcome.result_hours is None:
         return None
-    return deadline - outcome.hours.value / 24
+    return deadline - outcome.result_hours.value / 24

@@ -76,6 +76,18 @@ class Priced:
             return self.reservation.usd_per_device_hour.value * term_hours
         return None
 
+    def outlay_usd_per_device(self, utilisation: float) -> Span | None:
+        """Return what binding terms take out of a budget for each device; None on others.
+
+        A purchase takes its price and what its years cost, a contract its whole term.
+        """
+        if self.purchase is not None:
+            return self.purchase.outlay_usd(utilisation)
+        if self.reservation is not None:
+            term_hours = self.reservation.years * HOURS_PER_YEAR
+            return self.reservation.usd_per_device_hour.times(term_hours)
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -102,6 +114,11 @@ class Candidate:
     def devices(self) -> int:
         """Of the whole cluster."""
         return self.cluster.devices
+
+    @property
+    def lead_days(self) -> Span | None:
+        """Days until bought devices are there; None of what can be used at once."""
+        return span_of(self.assumed.lead_days) if self.priced.purchase is not None else None
 
     @property
     def limited(self) -> ClusterSpec:

@@ -237,6 +237,21 @@ class Purchase:
         after_tax = residual - tax.rate * (residual - book)
         return max(0.0, (1 - tax.rate * written_off - end * after_tax) / (1 - tax.rate))
 
+    def owning_usd_per_hour(self, utilisation: float) -> Span:
+        """Return what a device costs in each hour beside its price, where so many are used.
+
+        Hosting, staff, support and insurance are paid in all hours, power while it waits too.
+        """
+        idle = self.idle_power.times(1 - utilisation)
+        drawn = total([exact(utilisation), idle])
+        power = product([self.running_usd_per_hour, drawn])
+        return total([self.yearly_usd.times(1 / HOURS_PER_YEAR), power])
+
+    def outlay_usd(self, utilisation: float) -> Span:
+        """Return all that is paid for a device over its years; no resale and no interest."""
+        hours = HOURS_PER_YEAR * self.horizon.years
+        return total([self.hardware_usd, self.owning_usd_per_hour(utilisation).times(hours)])
+
     def cash_usd(self, utilisation: float) -> tuple[float, ...]:
         """Return what is paid for a device: on the first day, then in each year, before tax.
 

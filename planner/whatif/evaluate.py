@@ -16,10 +16,10 @@ from planner.tolerances import ROUNDING
 from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
-from planner.whatif.chances import within
+from planner.whatif.chances import sum_within
 from planner.whatif.goodput import goodput_of
 from planner.whatif.planning import Planned, planned
-from planner.whatif.span import Span, exact, product, span_of
+from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import Goal, Study
 
 SECONDS_PER_DAY = 86_400.0
@@ -62,12 +62,18 @@ class Outcome:
     goodput: Span | None = None
     """Share of the wall clock that trains."""
     hours: Span | None = None
+    """Of the run."""
+    lead_days: Span | None = None
+    """Until bought devices are there and a run can begin."""
     usd: Span | None = None
     usd_per_device_hour: Span | None = None
     price: str = ""
     """Commitment, date and source of the price, in words."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
+    outlay_usd: Span | None = None
+    """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
+    the rent of the run."""
     watts: Span | None = None
     energy_kwh: Span | None = None
     carbon_kg: Span | None = None
@@ -90,6 +96,13 @@ class Outcome:
     def chance(self) -> float:
         """The least probability of keeping a goal; 1 where there is none."""
         return min(self.chances.values(), default=1.0)
+
+    @property
+    def result_hours(self) -> Span | None:
+        """Hours from signing to the result: delivery and the run."""
+        if self.hours is None or self.lead_days is None:
+            return self.hours
+        return total([self.lead_days.times(24), self.hours])
 
     @property
     def utilisation(self) -> Span:
@@ -211,6 +224,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         outcome,
         watts=watts,
         goodput=goodput(candidate, outcome.parameters, idle=outcome.idle),
+        lead_days=candidate.lead_days,
         **_prices(candidate),
     )
     tokens = goal.tokens_of(outcome.parameters)
@@ -221,7 +235,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         if outcome.usd_per_device_hour is not None:
             paid_hours = at_least(run_hours, candidate.priced.minimum_hours)
             usd = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
-            outcome = replace(outcome, usd=usd)
+            outcome = replace(outcome, usd=usd, outlay_usd=outcome.outlay_usd or usd)
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
             grams = assumed.carbon_g_per_kwh
@@ -287,16 +301,19 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     if priced.hourly is None:
         return {}
     at_once = priced.at_once_usd_per_device
+    outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
         "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
+        "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
     }
 
 
 def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> float | None:
     """Return the tokens for which budget and deadline both suffice; None without a budget.
 
-    What is bought or reserved is paid whole first; the rest of the budget pays for its hours.
+    What is bought or reserved is paid whole first.  The rest of the budget pays for the hours that
+    it is kept, of which a share is used; it is there after its delivery.
     """
     price, rate, share = outcome.usd_per_device_hour, outcome.tokens_per_s, outcome.goodput
     if goal.budget_usd is None or price is None or rate is None or share is None:
@@ -307,14 +324,17 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
         assert candidate.priced.hourly is not None  # it has a price
         left -= outcome.capital_usd
         an_hour = candidate.priced.hourly.used.value
+    purchase, share_used = candidate.priced.purchase, candidate.assumed.utilisation
+    if purchase is not None:
+        an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
     if left < 0:
         return 0.0
     hours = [math.inf if an_hour == 0 else left / (an_hour * outcome.devices)]
     if goal.deadline_days is not None:
-        hours.append(24 * goal.deadline_days)
-    if candidate.priced.purchase is not None:
-        horizon_hours = economics.HOURS_PER_YEAR * candidate.assumed.years
-        hours.append(horizon_hours * candidate.assumed.utilisation)
+        lead_days = outcome.lead_days.value if outcome.lead_days is not None else 0.0
+        hours.append(24 * max(0.0, goal.deadline_days - lead_days))
+    if purchase is not None:
+        hours.append(economics.HOURS_PER_YEAR * candidate.assumed.years * share_used)
     if candidate.priced.reservation is not None:
         hours.append(economics.HOURS_PER_YEAR * candidate.priced.reservation.years)
     least = min(hours)
@@ -323,26 +343,36 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
     return rate.value * share.value * least * economics.SECONDS_PER_HOUR
 
 
-def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, Span | None, float | None, str]]:
-    """Return each goal by name with the outcome's figure, the limit and their unit."""
-    days = outcome.hours.times(1 / 24) if outcome.hours is not None else None
+def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, list[Span], float | None, str]]:
+    """Return each goal by name with the terms of the outcome's figure, the limit and their unit.
+
+    There are no terms where the figure is not known.
+    """
+    days = [] if outcome.hours is None else [outcome.hours.times(1 / 24)]
+    if days and outcome.lead_days is not None:
+        days.append(outcome.lead_days)
+
+    def alone(figure: Span | None) -> list[Span]:
+        return [] if figure is None else [figure]
+
     return [
         ("deadline", days, goal.deadline_days, "days"),
-        ("budget", _paid(outcome), goal.budget_usd, "USD"),
-        ("power cap", outcome.watts, goal.power_cap_w, "W"),
-        ("emission cap", outcome.carbon_kg, goal.emission_cap_kg, "kg"),
+        ("budget", alone(outcome.outlay_usd), goal.budget_usd, "USD"),
+        ("power cap", alone(outcome.watts), goal.power_cap_w, "W"),
+        ("emission cap", alone(outcome.carbon_kg), goal.emission_cap_kg, "kg"),
     ]
 
 
 def _misses(goal: Goal, outcome: Outcome) -> list[str]:
     missed = []
-    for name, span, limit, words in _limits(goal, outcome):
+    for name, terms, limit, words in _limits(goal, outcome):
         if limit is None:
             continue
-        if span is None:
+        value = sum(term.value for term in terms)
+        if not terms:
             missed.append(f"{name}: not known")
-        elif span.value > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {_number(span.value)} of {_number(limit)} {words}")
+        elif value > limit * (1 + ROUNDING):
+            missed.append(f"{name}: {_number(value)} of {_number(limit)} {words}")
     return missed
 
 
@@ -353,17 +383,10 @@ def _number(value: float) -> str:
 def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
     """Return the probability that each goal is kept, by the range of its figure."""
     return {
-        name: within(span, limit * (1 + ROUNDING))
-        for name, span, limit, _ in _limits(goal, outcome)
-        if span is not None and limit is not None
+        name: sum_within(terms, limit * (1 + ROUNDING))
+        for name, terms, limit, _ in _limits(goal, outcome)
+        if terms and limit is not None
     }
-
-
-def _paid(outcome: Outcome) -> Span | None:
-    """Return what a run takes out of a budget; a purchase or a contract is paid whole."""
-    if outcome.capital_usd is None:
-        return outcome.usd
-    return exact(outcome.capital_usd)
 
 
 def _provenance(prediction: Prediction) -> dict[str, int]:

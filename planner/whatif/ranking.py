@@ -115,7 +115,7 @@ def figure(outcome: Outcome, by: Order) -> float:
 def _figure(outcome: Outcome, by: Order) -> float | None:
     """Return cost, time or energy of the goal, or of a token if the goal names none."""
     if by == "time":
-        span = outcome.hours
+        span = outcome.result_hours
         if span is None:
             assert outcome.tokens_per_s is not None
             return 1 / outcome.tokens_per_s.value

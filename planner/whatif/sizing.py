@@ -16,8 +16,10 @@ from planner.errors import DocumentError
 from planner.tolerances import ROUNDING
 from planner.units import MOST_DEVICES
 from planner.whatif.candidates import Candidate, candidates_of, powered
+from planner.whatif.chances import quantile, within
 from planner.whatif.evaluate import Outcome, evaluate
 from planner.whatif.study import Offer, Study
+from planner.whatif.words import range_text, usd_text
 
 MOST_PLANNED = 65_536
 """Devices of the largest size that is planned."""
@@ -27,8 +29,7 @@ def unsolved(study: Study) -> Iterator[tuple[int, str]]:
     """Yield each place among the offers whose `n` is to be found, and the model that it is for."""
     for place, offer in enumerate(study.offers):
         if offer.solve is not None and not offer.n:
-            models = study.models if offer.solve != "power" else study.models[:1]
-            yield from ((place, model) for model in models)
+            yield from ((place, model) for model in study.models)
 
 
 def with_sizes(study: Study, found: Sequence[tuple[int, int]]) -> Study:
@@ -56,11 +57,12 @@ def size_of(
     try:
         match offer.solve:
             case "power":
-                return powered(study, offer)
+                return in_use(study, offer, model, powered(study, offer), known, store)
             case "need":
                 return needed(study, offer, model, known, store)
             case "afford":
-                return afforded(study, offer, model, known, store)
+                most = afforded(study, offer, model, known, store)
+                return in_use(study, offer, model, most, known, store)
             case _:
                 assert_never(offer.solve)
     except DocumentError as error:
@@ -89,8 +91,18 @@ def needed(
         outcome = evaluate(study, model, sized(study, offer, n, known), store=store)
         return outcome.fits and _sure(study, outcome, "deadline")
 
-    most = _most(sized(study, offer, 1, known))
-    least = 1
+    one = sized(study, offer, 1, known)
+    delivered = one.lead_days
+    if (
+        delivered is not None
+        and within(delivered, study.goal.deadline_days) < study.goal.confidence
+    ):
+        raise DocumentError(
+            "solve",
+            f"goal.deadline_days is {study.goal.deadline_days:g}, and delivery takes "
+            f"{range_text(delivered)} days; rent, or give assumptions.lead_days",
+        )
+    most, least = _most(one), 1
     while not keeps(least):
         least *= 2
         if least > most:
@@ -107,23 +119,27 @@ def afforded(
     known: Sequence[Rent] | None,
     store: FigureStore | None = None,
 ) -> int:
-    """Return the most that the budget pays for: purchases, contracts, hours or a whole run."""
+    """Return the most that the budget surely pays for: purchases, contracts, hours or a run."""
     budget = study.goal.budget_usd
     if budget is None:
         raise DocumentError("solve", "afford is the most that goal.budget_usd pays for; give it")
     one = sized(study, offer, 1, known)
     if one.priced.hourly is None:
         raise DocumentError("solve", one.priced.how)
-    each = one.priced.at_once_usd_per_device
+    each = one.priced.outlay_usd_per_device(one.assumed.utilisation)
     days = study.goal.deadline_days
     if each is None and study.goal.tokens_of(1.0) is None and days is not None:
         hours = max(24 * days, one.priced.minimum_hours)
-        each = hours * one.priced.hourly.at(one.assumed.utilisation).value
+        each = one.priced.hourly.at(one.assumed.utilisation).times(hours)
     if each is not None:
-        most = math.floor(budget / (each * one.devices) * (1 + ROUNDING))
+        whole = each.times(one.devices)
+        surely = quantile(whole, study.goal.confidence)
+        most = math.floor(budget / surely * (1 + ROUNDING))
         if most < 1:
             raise DocumentError(
-                "solve", f"{budget:,.0f} USD pay for none; one is {each * one.devices:,.0f} USD"
+                "solve",
+                f"{budget:,.0f} USD pay for none with probability {study.goal.confidence:g}; one "
+                f"takes {usd_text(whole)}",
             )
         return min(most, MOST_DEVICES // one.devices)
 
@@ -140,6 +156,21 @@ def afforded(
     if found < 1:
         raise DocumentError("solve", f"{budget:,.0f} USD do not surely pay for the run of {model}")
     return found
+
+
+def in_use(
+    study: Study,
+    offer: Offer,
+    model: str,
+    most: int,
+    known: Sequence[Rent] | None,
+    store: FigureStore | None = None,
+) -> int:
+    """Return the fewest, of so many at most, that train as fast: a plan may leave some idle."""
+    candidate = sized(study, offer, most, known)
+    outcome = evaluate(study, model, candidate, store=store)
+    working = candidate.devices - outcome.idle
+    return max(1, math.ceil(most * working / candidate.devices - ROUNDING))
 
 
 def border(passes: Callable[[int], bool], fails_at: int, passes_at: int) -> int:

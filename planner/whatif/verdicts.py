@@ -66,6 +66,8 @@ def _costs(outcome: Outcome) -> str:
         parts.append(f"step {seconds_text(outcome.step_s.value)}")
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
+    if outcome.hours is not None and outcome.lead_days is not None:
+        parts.append(f"after {days_text(outcome.lead_days.times(24))} until delivery")
     if outcome.usd is not None:
         parts.append(usd_text(outcome.usd))
     if outcome.usd is None and outcome.hours is not None:
@@ -117,7 +119,7 @@ def ahead(best: Outcome, other: Outcome, by: str) -> float:
     )
     pairs = {
         "cost": (best.usd, other.usd),
-        "time": (best.hours, other.hours),
+        "time": (best.result_hours, other.result_hours),
         "energy": (best.energy_kwh, other.energy_kwh),
     }
     one, two = pairs[by]
@@ -251,9 +253,9 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
 
 
 def _days_usd(outcome: Outcome) -> tuple[float, float] | None:
-    if outcome.hours is None or outcome.usd is None:
+    if outcome.result_hours is None or outcome.usd is None:
         return None
-    return outcome.hours.value / 24, outcome.usd.value
+    return outcome.result_hours.value / 24, outcome.usd.value
 
 
 def _split(one: Outcome, other: Outcome) -> tuple[float, float] | None:

@@ -10,6 +10,7 @@ import pytest
 
 from planner.errors import DocumentError
 from planner.whatif import sizing
+from planner.whatif.candidates import powered
 from planner.whatif.evaluate import Outcome, chances_of
 from planner.whatif.run import run
 from planner.whatif.sizing import border, size_of
@@ -40,6 +41,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
             binding="",
             hours=run_hours,
             usd=run_hours.times(2.0 * candidate.devices),
+            outlay_usd=run_hours.times(2.0 * candidate.devices),
         )
         return replace(found, **{"chances": chances_of(question.goal, found)})
 
@@ -69,7 +71,7 @@ def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
     # them (tests/planner/whatif/test_study.py): 100 kW feed 9, and 10 with a probability of 0.5.
     def fed(**goal: float) -> int:
         question = asked("power", {"tokens": 1e9, **goal}, cluster="{n}x8xh100-sxm-80gb")
-        return size_of(question, 0, "gpt2")
+        return powered(question, question.offers[0])
 
     assert fed(power_cap_w=100e3) == 9
     assert fed(power_cap_w=100e3, confidence=0.5) == 10
@@ -77,19 +79,12 @@ def test_what_a_cap_feeds_is_what_it_surely_feeds() -> None:
         fed(power_cap_w=10e3)
 
 
-def test_what_is_bought_for_a_budget_is_arithmetic() -> None:
-    # 9,000 a device and 600 of storage, no network, 3 % of spares: 9,888 each, 79,104 a node.
-    buy = {"usd_per_device": 9_000.0, "network_usd_per_device": 0.0, **QUOTE}
-    bought = asked("afford", {"budget_usd": 400_000.0}, buy=buy, rent=None)
-    assert size_of(bought, 0, "gpt2") == 5
+def test_hours_of_a_rent_for_a_budget_are_arithmetic() -> None:
     # 30 days of 8 devices at 2 USD are 11,520 USD.
     hours = asked("afford", {"budget_usd": 40_000.0, "deadline_days": 30.0})
-    assert size_of(hours, 0, "gpt2") == 3
+    assert sizing.afforded(hours, hours.offers[0], "gpt2", None) == 3
     with pytest.raises(DocumentError, match="pay for none"):
         size_of(asked("afford", {"budget_usd": 9_000.0, "deadline_days": 30.0}), 0, "gpt2")
-
-
-QUOTE = {"date": "2026-11", "source": "a quote"}
 
 
 def test_what_a_size_is_found_for_must_be_said() -> None:

@@ -1,0 +1,168 @@
+"""What a purchase takes out of a budget and when it is there, by hand and by drawn outcomes."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.whatif import sizing
+from planner.whatif.answers import slack_days
+from planner.whatif.candidates import candidates_of
+from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.run import run
+from planner.whatif.sizing import size_of
+from planner.whatif.span import Span
+from planner.whatif.study import Study
+from planner.whatif.verdicts import verdicts
+from tests.planner.whatif.test_study import PRICE, study
+
+QUOTE = {"date": "2026-11", "source": "a quote"}
+
+
+def quantity(value: float) -> dict[str, Any]:
+    return {"value": value, "low": value, "high": value, "source": "a quote"}
+
+
+# A device of 10,000 USD, then 1,000 USD a year of staff for 2 years.  It draws 150 W, half of that
+# while it waits, which is half of the hours: 17,520 h x 0.75 x 0.15 kW x 0.1 USD = 197.1 USD.
+OUTLAY = 10_000 + 2_000 + 197.1
+ASSUMED = {
+    "years": 2.0,
+    "utilisation": 0.5,
+    "electricity_usd_per_kwh": quantity(0.1),
+    "power_usage_effectiveness": quantity(1.0),
+    "node_power_over_tdp": quantity(1.0),
+    "network_w_per_device": quantity(0.0),
+    "owning": {
+        "storage_usd_per_device": quantity(0.0),
+        "spares": quantity(0.0),
+        "support_a_year": quantity(0.0),
+        "insurance_a_year": quantity(0.0),
+        "staff_usd_per_device_year": quantity(1_000.0),
+        "hosting_usd_per_kw_month": quantity(0.0),
+        "idle_power": quantity(0.5),
+    },
+}
+BUYING = {
+    "usd_per_device": 10_000.0,
+    "low": 8_000.0,
+    "high": 12_500.0,
+    "network_usd_per_device": 0.0,
+    **QUOTE,
+}
+
+
+def bought(goal: dict[str, float], **offer: Any) -> Study:
+    one = {"cluster": "4xa10g", "buy": BUYING, **offer}
+    return study(goal=goal, offers=[one], assumptions=ASSUMED)
+
+
+def outcome_of(asked: Study) -> Outcome:
+    [candidate] = candidates_of(asked)
+    return evaluate(asked, "gpt2", candidate)
+
+
+def drawn(value: float, low: float, high: float, rng: random.Random) -> float:
+    """Return one outcome: log-normal to each side, one in ten below low, one in ten above high."""
+    normal = rng.gauss(0, 1)
+    end = high if normal > 0 else low
+    return value * math.exp(abs(math.log(end / value)) * normal / 1.2815516)
+
+
+@pytest.mark.parametrize("budget", [42_000.0, 46_000.0, 50_000.0, 58_000.0])
+def test_a_budget_holds_the_years_of_what_is_bought_and_its_prices_range(budget: float) -> None:
+    outcome = outcome_of(bought({"tokens": 1e9, "budget_usd": budget}))
+
+    rng = random.Random(1)
+    draws = [4 * (drawn(10_000, 8_000, 12_500, rng) + 2_197.1) for _ in range(20_000)]
+    kept = sum(draw <= budget for draw in draws) / len(draws)
+    assert outcome.outlay_usd is not None
+    assert outcome.outlay_usd.value == pytest.approx(4 * OUTLAY, rel=1e-9)
+    assert outcome.capital_usd == pytest.approx(40_000)
+    assert outcome.chances["budget"] == pytest.approx(kept, abs=0.02)
+    assert any(miss.startswith("budget") for miss in outcome.misses) == (budget < 4 * OUTLAY)
+
+
+@pytest.mark.parametrize("days", [20.0, 61.0, 120.0])
+def test_a_deadline_counts_from_the_order(days: float) -> None:
+    asked = bought({"tokens": 1e9, "deadline_days": days})
+    result = run(asked, processes=1)
+    [outcome] = result.outcomes
+
+    rng = random.Random(2)
+    assert outcome.hours is not None
+    run_days = [outcome.hours.times(1 / 24)] * 20_000
+    draws = [drawn(60, 14, 180, rng) + drawn(s.value, s.low, s.high, rng) for s in run_days]
+    assert outcome.chances["deadline"] == pytest.approx(
+        sum(draw <= days for draw in draws) / len(draws), abs=0.02
+    )
+    assert slack_days(result, outcome) == pytest.approx(days - 60 - outcome.hours.value / 24)
+    if days > 61:
+        assert "until delivery" in verdicts(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("goal", "hours"),
+    [
+        # 2,000 USD pay for 4 devices at 1,000 / 8,760 + 0.75 x 0.015 USD an hour, half of it used.
+        ({"budget_usd": 42_000.0}, 2_000 / (4 * (1_000 / 8_760 + 0.01125)) / 2),
+        ({"budget_usd": 60_000.0}, 8_760.0),
+        ({"budget_usd": 60_000.0, "deadline_days": 100.0}, 24 * (100 - 60.0)),
+        ({"budget_usd": 60_000.0, "deadline_days": 50.0}, 0.0),
+        ({"budget_usd": 39_000.0}, 0.0),
+    ],
+)
+def test_tokens_in_a_budget_are_of_hours_that_are_paid(
+    goal: dict[str, float], hours: float
+) -> None:
+    outcome = outcome_of(bought(goal))
+
+    assert outcome.tokens_per_s is not None
+    assert outcome.goodput is not None
+    rate = outcome.tokens_per_s.value * outcome.goodput.value * 3_600
+    assert outcome.tokens_in_budget == pytest.approx(rate * hours, rel=1e-6)
+
+
+def test_what_is_bought_for_a_budget_is_surely_paid() -> None:
+    def size(budget: float, **goal: float) -> int:
+        asked = bought({"budget_usd": budget, **goal}, cluster="{n}x4xa10g", solve="afford")
+        return size_of(asked, 0, "gpt2")
+
+    # Half of the times two nodes of 4 take 97,576.8 USD; four times in five 1.25^0.6567 as much
+    # for the devices, 110,199 in all.
+    assert size(100e3, confidence=0.5) == 2
+    assert size(100e3) == 1
+    assert size(113e3) == 2
+    with pytest.raises(DocumentError, match=r"50,000 USD pay for none with probability 0\.8"):
+        size(50e3)
+
+
+def test_no_size_keeps_a_deadline_before_the_delivery() -> None:
+    asked = bought({"tokens": 1e9, "deadline_days": 30.0}, cluster="{n}x4xa10g", solve="need")
+
+    with pytest.raises(DocumentError, match=r"delivery takes 60.0 \(14.0-180.0\) days; rent"):
+        size_of(asked, 0, "gpt2")
+
+
+def test_devices_that_the_plan_leaves_idle_are_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> Outcome:
+        idle = max(0, candidate.devices - 20)
+        found = Outcome(
+            candidate=candidate.name, model=model, devices=candidate.devices, accelerator="a10g",
+            fits=True, binding="", idle=idle,
+        )  # fmt: skip
+        return replace(found, hours=Span(value=1.0, low=1.0, high=1.0))
+
+    monkeypatch.setattr(sizing, "evaluate", evaluated)
+    one = {"cluster": "{n}x8xa10g", "solve": "power", "rent": PRICE}
+
+    # 100 kW feed more than 20 nodes of 8; 20 devices are 3 nodes.
+    asked = study(goal={"tokens": 1e9, "power_cap_w": 100e3}, offers=[one])
+    assert size_of(asked, 0, "gpt2") == 3
