@@ -11,7 +11,6 @@ under that stack.  Why our answer differs is worked out from the seconds by caus
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +19,13 @@ from statistics import median
 from benchmarks.public_facts import TRAININGS, UNITS, number
 from benchmarks.whole_trainings import Outcome, outcome, searchable, tuned_run
 from planner.errors import MeshwrightError
+from planner.expressions import resolve_cluster, resolve_model
 from planner.pins import Pins
 from planner.plan import Layout
 from planner.prediction import Prediction
-from planner.request import SURE_TO_FIT
+from planner.request import SURE_TO_FIT, Request
 from planner.search.best_first import search
+from planner.search.preferred import with_preference
 from planner.setup import Setup
 from planner.units import seconds_text
 
@@ -130,7 +131,8 @@ def verdict(one: Judged) -> str:
         f"{kind}, {-one.faster:.0%} slower, since the published one fits with {odds:.0%} as "
         f"predicted and {SURE_TO_FIT:.0%} is asked for"
         if odds < SURE_TO_FIT
-        else f"{kind}, {-one.faster:.0%} slower: the stack's search has no such layout"
+        else f"{kind}, {-one.faster:.0%} slower: the search of the stack of today has no such "
+        "layout"
     )
 
 
@@ -218,17 +220,210 @@ def rows_judged() -> Iterator[dict[str, str]]:
     yield from (known[name] for name in STATED)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """A request as a user makes it, and what an expert of its framework would say of the answer."""
+
+    model: str
+    cluster: str
+    seq_len: int
+    global_batch: int
+    stack: str
+    remark: str
+
+
+REQUESTS = (
+    Walked(
+        model="llama-3.1-8b",
+        cluster="8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=128,
+        stack="native",
+        remark="What one expects: data parallelism alone. ZeRO-2 for FSDP's ZeRO-3, since with 16 "
+        "micro-batches parameters that stay need not be gathered for each.",
+    ),
+    Walked(
+        model="llama-3.1-8b",
+        cluster="8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=128,
+        stack="megatron",
+        remark="Odd at first: two stages and two context ranks for a model that NVIDIA trains with "
+        "data parallelism alone. That is in 8 bits, or with gradients in 16; in bf16 with sums in "
+        "fp32 it has to recompute, and takes 15.9 s where it fits with 75 %.",
+    ),
+    Walked(
+        model="llama-3.1-70b",
+        cluster="8x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=512,
+        stack="native",
+        remark="FSDP over 64 with two samples of 8,192 tokens a device: gathers of 140 GB a pass "
+        "hide behind 16 thousand tokens, as torchtitan runs it. Recomputation is the price.",
+    ),
+    Walked(
+        model="llama-3.1-70b",
+        cluster="8x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=512,
+        stack="megatron",
+        remark="NeMo's layout of 70B on 64 H100 is tp=4 pp=4 cp=2, the same.",
+    ),
+    Walked(
+        model="llama-3.1-70b",
+        cluster="64x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        stack="native",
+        remark="FSDP inside groups of 128 and replicas of those, four samples a device: the usual "
+        "hybrid sharding. An expert would compare it with tp=4 pp=4, which takes 35.8 s.",
+    ),
+    Walked(
+        model="llama-3.1-405b",
+        cluster="2048x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        stack="native",
+        remark="Meta's layout: tp=8 inside the node, 16 stages with 8 chunks each, 128 replicas.",
+    ),
+    Walked(
+        model="llama-3.1-405b",
+        cluster="2048x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        stack="megatron",
+        remark="Meta's pipeline, with two context ranks for half of the replicas: twice the "
+        "micro-batches, half of the fill. NVIDIA's MLPerf layouts of 405B have cp=2 too.",
+    ),
+    Walked(
+        model="llama-3.1-405b",
+        cluster="2048x8xh100-sxm-80gb",
+        seq_len=8192,
+        global_batch=2048,
+        stack="torchtitan",
+        remark="Twice Meta's stages, under a zero-bubble schedule, which has less fill to pay for "
+        "them. torchtitan's own runs of 405B have 8 stages on 512 devices.",
+    ),
+    Walked(
+        model="mixtral-8x7b",
+        cluster="2x8xh100-sxm-80gb",
+        seq_len=4096,
+        global_batch=256,
+        stack="native",
+        remark="Experts inside the node, two stages across, as the Megatron-Core report advises.",
+    ),
+    Walked(
+        model="mixtral-8x7b",
+        cluster="2x8xh100-sxm-80gb",
+        seq_len=4096,
+        global_batch=256,
+        stack="megatron",
+        remark="The same.",
+    ),
+    Walked(
+        model="deepseek-v3",
+        cluster="256x8xh800-sxm-80gb",
+        seq_len=4096,
+        global_batch=15360,
+        stack="native",
+        remark="DeepSeek's 16 stages and 128 replicas without tensor parallelism. Experts lie in "
+        "groups of 8 inside a node, not of 64 over eight, since our exchange sends a token to each "
+        "of its experts; that, bf16 and 1F1B for fp8 and DualPipe make 44 s of the published 20.",
+    ),
+    Walked(
+        model="deepseek-v3",
+        cluster="256x8xh800-sxm-80gb",
+        seq_len=4096,
+        global_batch=15360,
+        stack="megatron+deepep+cheap-recompute",
+        remark="Four stages for DeepSeek's 16, paid for by recomputing most blocks whole; 16 stages "
+        "take 33.4 s and half of the memory, a tie in which we would take 16. Kernels that send a "
+        "token once to a node let groups of 32 span four nodes.",
+    ),
+)
+
+
+def requests_text() -> str:
+    """Return the answers to requests, each with what an expert would say of it."""
+    lines = [
+        "",
+        f"## {len(REQUESTS)} requests, walked",
+        "",
+        f"Answers of `meshwright plan`, bf16, fitting with {SURE_TO_FIT:.0%}. Remarks are written "
+        "by hand (`benchmarks/plans_judged.py`), the answers are not.",
+        "",
+        "| request | stack | answer | step | fits with | as an expert would see it |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    for each in REQUESTS:
+        request = Request.of(
+            resolve_model(each.model),
+            resolve_cluster(each.cluster),
+            seq_len=each.seq_len,
+            global_batch=each.global_batch,
+            stack=each.stack,
+            fit_probability=SURE_TO_FIT,
+        )
+        found = with_preference(request, search(request), "simplest").prediction
+        asked = f"{each.model}, {each.cluster}, {each.global_batch:,} of {each.seq_len:,} tokens"
+        step = seconds_text(found.step_time_s)
+        odds = f"{found.fit_probability or 0.0:.0%}"
+        cells = [asked, each.stack, found.layout, step, odds, each.remark]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+NOTES = """
+## Why large models have a pipeline
+
+A collective that runs beside products goes at a third of its rate, and products go slower
+meanwhile (`planner/costs/rates.py`, BESIDE_PRODUCTS, from two published measurements and the runs
+of docs/accuracy.md).  Before, it went at its whole rate, and Llama-3.1-405B on 16,384 H100 and
+DeepSeek-V3 on 2,048 H800 were answered without a pipeline, 1.5 % and 10 % ahead of one.  Now those
+are {} behind: gathers of 100 to 170 GB a pass and rank hide behind computation only if there is
+three times as much of it.  70B still goes without a pipeline on 64 and 512 devices, where two and
+four samples of 8,192 tokens a device are enough computation; its published runs of torchtitan do so
+too, with tensor parallelism.
+
+## What is not in it
+
+Published trainings that leave degrees open, and the ratios of runs that differ in one thing, are in
+[public-facts.md](public-facts.md); how far predictions are off by source in
+[accuracy.md](accuracy.md).  Figures of Korthikanti et al. and of Nemotron's two smaller runs were
+written down from memory of the papers; those of Smith et al., of NeMo and of Nemotron on 6,144
+devices were read again on 2026-11-24 at second hand.
+"""
+
+
+def without_pipeline() -> str:
+    """Return how far the fastest plans without a pipeline are behind those with one."""
+    behind = []
+    for model, cluster, seq_len, batch in (
+        ("llama-3.1-405b", "2048x8xh100-sxm-80gb", 8192, 2048),
+        ("deepseek-v3", "256x8xh800-sxm-80gb", 4096, 15360),
+    ):
+        steps_s = [
+            search(
+                Request.of(
+                    resolve_model(model),
+                    resolve_cluster(cluster),
+                    seq_len=seq_len,
+                    global_batch=batch,
+                    pins=Pins(pipeline=pipeline),
+                )
+            ).prediction.step_time_s
+            for pipeline in (1, None)
+        ]
+        behind.append(f"{steps_s[0] / steps_s[1] - 1:.0%}")
+    return " and ".join(behind)
+
+
 def main() -> None:
-    """Print the page, and what is behind it by hand."""
+    """Print the page."""
     rows = {row["name"]: row for row in rows_judged()}
-    chosen = {
-        name: row for name, row in rows.items() if set(sys.argv[1:]) <= {name} or not sys.argv[1:]
-    }
-    print(text([judged(row) for row in chosen.values()], chosen), end="")
-    print(NOTES, end="")
-
-
-NOTES = ""
+    print(text([judged(row) for row in rows.values()], rows), end="")
+    print(requests_text(), end="")
+    print(NOTES.format(without_pipeline()), end="")
 
 
 if __name__ == "__main__":
