@@ -336,9 +336,9 @@ REQUESTS = (
         seq_len=4096,
         global_batch=15360,
         stack="megatron+deepep+cheap-recompute",
-        remark="Four stages for DeepSeek's 16, paid for by recomputing most blocks whole; 16 stages "
-        "take 33.4 s and half of the memory, a tie in which we would take 16. Kernels that send a "
-        "token once to a node let groups of 32 span four nodes.",
+        remark="Four stages for DeepSeek's 16, paid for by recomputing most blocks whole; 16 "
+        "stages take 33.4 s and half of the memory, a tie in which we would take 16. Kernels that "
+        "send a token once to a node let groups of 32 span four nodes.",
     ),
 )
 
