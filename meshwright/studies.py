@@ -46,6 +46,8 @@ COLUMNS = (
     "outlay_usd_high",
     "misses",
     "probability",
+    "probability_cheapest",
+    "probability_fastest",
     "binding",
     "price",
 )
@@ -220,8 +222,10 @@ def table_text(result: Result) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS)
     writer.writeheader()
+    ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
     for outcome in result.outcomes:
         step, usd = outcome.step_s, outcome.usd
+        first = ranks[id(outcome)].first if id(outcome) in ranks else {}
         writer.writerow(
             {
                 "model": cell(outcome.model),
@@ -253,6 +257,8 @@ def table_text(result: Result) -> str:
                 "outlay_usd_high": outcome.outlay_usd.high if outcome.outlay_usd else "",
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
+                "probability_cheapest": first.get("cost", ""),
+                "probability_fastest": first.get("time", ""),
                 "binding": cell(outcome.binding),
                 "price": cell(outcome.price),
             }

@@ -78,18 +78,7 @@ def _over_blocks(
 
 
 @_over_blocks.register_fake
-def _shapes(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    rank: int,
-    degree: int,
-    scale: float,
-    cap: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+def _shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 

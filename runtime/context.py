@@ -152,9 +152,7 @@ def _over_chunks(
 
 
 @_over_chunks.register_fake
-def _shapes(
-    query: Tensor, keys: Tensor, values: Tensor, rank: int, degree: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 

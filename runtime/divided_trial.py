@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import MeshwrightError
@@ -43,6 +44,11 @@ CLOSE = 2e-4
 sums in another order differ by 1e-6, another head's numbers by 1."""
 NOISE = 1e-5
 """The same over the largest gradient of the unit."""
+DROPOUTS = frozenset(
+    (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    )
+)  # fmt: skip
 ON_A_PART = (
     "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
     "rather than their numbers"
@@ -141,6 +147,21 @@ class _Part(_Watch):
         return _Replaced.apply(x, self._whole.sums[at])
 
 
+class _NoDraws(TorchFunctionMode):
+    """Lets dropout, also that of attention, drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in DROPOUTS:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -173,8 +194,6 @@ class _Run:
     grads: dict[str, Tensor | None]
     inputs: list[Tensor | None]
     across: Any
-    drew: bool
-    """It drew random numbers."""
 
 
 class _DrawsOtherwise(Refused):
@@ -326,36 +345,41 @@ class Study:
 
     def _checked(self, regions: Sequence[Region], degree: int) -> DividedUnit:
         """Run the unit whole and in parts; return how it is divided where they are equal."""
-        assert self._ready is not None
-        unit, given, _ = self._ready
         for region in regions:
             _refuse_indivisible(self._user_unit, region, degree)
         made = DividedUnit(degree=degree, regions=tuple(regions))
-        for training in (False, True):  # in eval mode nothing draws
-            plain = _run(unit, given, None, training=training)
-            watch = _Watch()
-            twin = copied(unit)
-            whole_shapes = _dropped_shapes(twin)
-            made.apply(twin, watch)
-            whole = _run(twin, given, watch, training=training)
-            _compare(whole.outputs, plain.outputs, "its own code makes something else")
-            try:
-                parts = []
-                for rank in range(degree):
-                    twin = copied(unit)
-                    take_parts(twin, regions, rank, degree)
-                    shapes = _dropped_shapes(twin)
-                    made.apply(twin, part := _Part(rank, degree, watch))
-                    parts.append(_run(twin, given, part, training=training))
-                partial = self._equal(regions, plain, watch, parts, degree)
-            except Refused as error:
-                if training and plain.drew:
-                    raise _DrawsOtherwise(bool(made.partial)) from error
-                raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
-            made = replace(made, partial=made.partial | partial)
-            if not training:
-                made = replace(made, dropouts=_dropouts(whole_shapes, shapes, degree))
-        return made
+        made = self._tried(made, training=False)  # here nothing draws
+        try:
+            return self._tried(made, training=True)
+        except Refused:
+            with _NoDraws():
+                undrawn = self._tried(made, training=True)
+            raise _DrawsOtherwise(bool(undrawn.partial)) from None
+
+    def _tried(self, made: DividedUnit, *, training: bool) -> DividedUnit:
+        """Refuse what is not equal to the whole; return it with what the runs tell."""
+        assert self._ready is not None
+        unit, given, _ = self._ready
+        plain = _run(unit, given, None, training=training)
+        watch = _Watch()
+        twin = copied(unit)
+        whole_shapes = _dropped_shapes(twin)
+        made.apply(twin, watch)
+        whole = _run(twin, given, watch, training=training)
+        _compare(whole.outputs, plain.outputs, "its own code makes something else")
+        try:
+            parts = []
+            for rank in range(made.degree):
+                twin = copied(unit)
+                take_parts(twin, made.regions, rank, made.degree)
+                shapes = _dropped_shapes(twin)
+                made.apply(twin, part := _Part(rank, made.degree, watch))
+                parts.append(_run(twin, given, part, training=training))
+            partial = self._equal(made.regions, plain, watch, parts, made.degree)
+            dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
+        except Refused as error:
+            raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
+        return replace(made, partial=made.partial | partial, dropouts=dropouts)
 
     def _equal(
         self,
@@ -494,11 +518,9 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
     unit = unit.train(training) if across is not None else copied(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
     torch.manual_seed(0)
-    seeded = torch.get_rng_state()
     try:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
-        drew = not torch.equal(seeded, torch.get_rng_state())
         _backward(outputs)
     except Refused:
         raise
@@ -518,7 +540,6 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         grads={name: p.grad for name, p in unit.named_parameters()},
         inputs=[x.grad for x in taken],
         across=across,
-        drew=drew,
     )
 
 

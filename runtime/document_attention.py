@@ -97,9 +97,7 @@ def _within(
 
 
 @_within.register_fake
-def _within_shapes(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _within_shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     samples, heads, length, _ = query.shape
     shape = (samples, heads, length) if query.device.type == "cpu" else (heads, samples * length)
     return torch.empty_like(query), query.new_empty(shape, dtype=torch.float32)
@@ -138,14 +136,7 @@ def _within_backward(
 
 @_within_backward.register_fake
 def _backward_shapes(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    ends: Tensor,
-    scale: float | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 

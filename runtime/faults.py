@@ -12,6 +12,7 @@ import contextlib
 import io
 import pickle
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,27 @@ class Hang:
             f"rank {self.rank} waited {self.waited_s:g} s in collective {self.number} of its group "
             f"({self.operation})"
         )
+
+
+def how(code: int, failure: Failure | None) -> str:
+    """Return how a rank ended, from its exit code, or minus a signal, and its own words.
+
+    >>> how(-9, None), how(3, None)
+    ('was killed by SIGKILL (as the system does when host memory runs out)', 'exited with code 3')
+    """
+    if failure is not None and failure.kind == "OutOfMemoryError":
+        return "ran out of device memory (plan again with less memory per device)"
+    if failure is not None and assertion(failure):
+        return "stopped at a kernel's own check (an index out of range, as of a token or a target)"
+    if failure is not None:
+        first = (failure.message.splitlines() or [""])[0]
+        return f"stopped with {failure.kind}: {first[:300]}"
+    if code >= 0:
+        return f"exited with code {code}"
+    killed = f"was killed by {signal.Signals(-code).name}"
+    if -code == signal.SIGKILL:
+        return f"{killed} (as the system does when host memory runs out)"
+    return killed
 
 
 def device_lost(code: int, failure: Failure | None, log: str) -> bool:

@@ -35,8 +35,8 @@ from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
-from runtime.run import Device, Failure, Orders, RankRecord, Run, StepRecord
-from runtime.supervise import BadEnd, Exit, is_timeout, last_lines, log_text, supervised
+from runtime.run import Device, Orders, RankRecord, Run, StepRecord
+from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 
 
@@ -310,25 +310,12 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
     else:
-        how = _how(ended, failure)
+        how = faults.how(ended.code, failure)
     lead = f"rank {ended.rank} {how} after step {after_step}"
     message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
     if faults.device_lost(ended.code, failure, said):
         return RankLost(message, lead=lead, local_rank=ready.ranks.devices[ended.rank])
     return LaunchError(message)
-
-
-def _how(ended: Exit, failure: Failure | None) -> str:
-    if failure is not None and failure.kind == "OutOfMemoryError":
-        return "ran out of device memory (plan again with less memory per device)"
-    if failure is not None and faults.assertion(failure):
-        return "stopped at a kernel's own check (an index out of range, as of a token or a target)"
-    if failure is not None:
-        first = (failure.message.splitlines() or [""])[0]
-        return f"stopped with {failure.kind}: {first[:300]}"
-    if ended.signal == "SIGKILL":
-        return "was killed by SIGKILL (as the system does when host memory runs out)"
-    return f"was killed by {ended.signal}" if ended.signal else f"exited with code {ended.code}"
 
 
 def _way_on(ready: Preflight) -> str:

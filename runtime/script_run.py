@@ -23,7 +23,7 @@ from planner.guarded_files import folder_within
 from planner.plan import Plan
 from planner.prediction import Prediction
 from planner.units import count_text, seconds_text
-from runtime import run
+from runtime import faults, run
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import LocalRanks, check_devices, cuda_devices, ranks_of_node
@@ -273,10 +273,7 @@ def _how(bad: BadEnd, folder: Path) -> str:
     if failure is not None and failure.kind == "SystemExit":
         said = f": {failure.message[:300]}" if failure.message else ""
         how = f"exited with code {ended.code}{said}"
-    elif failure is not None:
-        first = (failure.message.splitlines() or [""])[0]
-        how = f"stopped with {failure.kind}: {first[:300]}"
     else:
-        how = f"was killed by {ended.signal}" if ended.signal else f"exited with code {ended.code}"
+        how = faults.how(ended.code, failure)
     done = _steps_done(folder)
     return f"rank {ended.rank} {how}" + (f" after step {done}" if done else "")

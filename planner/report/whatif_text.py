@@ -17,6 +17,7 @@ from planner.whatif.break_even import BreakEven
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
+from planner.whatif.study import Order
 from planner.whatif.verdicts import verdicts
 from planner.whatif.words import days_text, listed, range_text
 
@@ -85,7 +86,8 @@ def result_text(result: Result) -> RenderableType:
         parts += [f"measure first: {text}" for text in measured_first(result.study, result.best)]
     if result.flips:
         parts.append(
-            f"15 % against the first and for another would put ahead: {listed(result.flips)}"
+            "first if its figure were 15 % less and the first one's 15 % more: "
+            f"{listed(result.flips)}"
         )
     if result.break_even:
         parts.append(break_even_table(result.break_even))
@@ -96,7 +98,11 @@ def result_text(result: Result) -> RenderableType:
 
 def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
     """Return one row per outcome that fits: time, cost, step and memory."""
-    table = plain_table("", model, "time", "USD", "step", "free memory", right=(2, 3, 4, 5))
+    headings = ["", model, "time", "USD", "step", "free memory"]
+    several = sum(bool(rank.first) for rank in ranks) > 1
+    if several:
+        headings += ["P(cheapest)", "P(fastest)"]
+    table = plain_table(*headings, right=tuple(range(2, len(headings))))
     for rank in ranks:
         outcome = rank.outcome
         table.add_row(
@@ -106,10 +112,15 @@ def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
             "" if outcome.usd is None else range_text(outcome.usd),
             "" if outcome.step_s is None else seconds_text(outcome.step_s.value),
             bytes_text(outcome.headroom_bytes),
+            *([_chance(rank, "cost"), _chance(rank, "time")] if several else []),
         )
     table.caption = "= tied with the first; * no other is better in time, cost and energy together"
     table.caption_justify = "left"
     return table
+
+
+def _chance(rank: Rank, by: Order) -> str:
+    return f"{rank.first[by]:.2f}" if by in rank.first else ""
 
 
 def candidate_text(result: Result, rank: Rank) -> Summary:

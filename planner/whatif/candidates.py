@@ -131,10 +131,13 @@ class Candidate:
         assert slower is not None  # every device computes
         return slower
 
+    quoted: bool = False
+    """Its offer has a price of its own: somebody sells it."""
+
     @property
     def hypothetical(self) -> bool:
         """Whether no such product is sold."""
-        return any(change not in SOLD for change, _ in self.changes)
+        return not self.quoted and any(change not in SOLD for change, _ in self.changes)
 
 
 def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Candidate]:
@@ -298,7 +301,13 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         allow=offer.allow,
         changes=tuple(offer.change.items()),
         plain=text,
+        quoted=_has_price(offer),
     )
+
+
+def _has_price(offer: Offer) -> bool:
+    rented = offer.rent is not None and offer.rent.usd_per_device_hour is not None
+    return rented or (offer.buy is not None and offer.buy.usd_per_device is not None)
 
 
 def _name(offer: Offer, text: str) -> str:

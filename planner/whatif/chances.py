@@ -53,11 +53,14 @@ def quantile(figure: Span, probability: float) -> float:
     return figure.value * math.exp(deviations * (above if deviations >= 0 else below))
 
 
-def drawn(figure: Span, generator: np.random.Generator) -> NDArray[np.float64]:
-    """Return `DRAWS` outcomes of a figure."""
+def outcomes_of(figure: Span, normals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return outcomes of a figure, drawn in standard deviations.
+
+    >>> outcomes_of(Span(value=10.0, low=5.0, high=20.0), np.array([-TENTH, 0.0, TENTH])).round(6)
+    array([ 5., 10., 20.])
+    """
     down, up = figure.spreads()
-    normal = generator.standard_normal(DRAWS)
-    return figure.value * np.exp(np.where(normal < 0, down, up) * normal / TENTH)
+    return figure.value * np.exp(np.where(normals < 0, down, up) * normals / TENTH)
 
 
 def sum_within(terms: Sequence[Span], limit: float) -> float:
@@ -72,23 +75,6 @@ def sum_within(terms: Sequence[Span], limit: float) -> float:
     if len(open_ended) < 2:
         return within(open_ended[0], left) if open_ended else float(left >= 0)
     generator = np.random.Generator(np.random.PCG64(0))
-    summed = sum((drawn(term, generator) for term in open_ended), np.zeros(DRAWS))
+    drawn = [outcomes_of(term, generator.standard_normal(DRAWS)) for term in open_ended]
+    summed = sum(drawn, np.zeros(DRAWS))
     return float(np.mean(summed <= left))
-
-
-def below(one: Span, other: Span) -> float:
-    """Return the probability that one figure is below another, both independent.
-
-    >>> a, b = Span(value=1.0, low=0.5, high=2.0), Span(value=2.0, low=1.0, high=4.0)
-    >>> round(below(a, b), 3), below(a, a)
-    (0.818, 0.5)
-    """
-    if one.value <= 0 or other.value <= 0:
-        return 0.5 if one.value == other.value else float(one.value < other.value)
-    distance = math.log(other.value / one.value)
-    if distance < 0:
-        return 1 - below(other, one)
-    width = math.hypot(one.spreads()[1], other.spreads()[0])
-    if width == 0:
-        return 1.0 if distance > 0 else 0.5
-    return NORMAL.cdf(TENTH * distance / width)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import get_args
 
+from planner.whatif.draws import chances_to_be_first
 from planner.whatif.evaluate import Outcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order, Study
@@ -31,6 +33,9 @@ class Rank:
     """No other is at least as good in time, cost and energy, and better in one."""
     ties_at_usd_per_device_hour: float | None = None
     """The price at which it would cost what the first one costs."""
+    first: dict[Order, float] = field(default_factory=dict)
+    """Probability that it has the least time, cost and energy of all that can be chosen: what is
+    sold, misses no goal at its midpoint, and has that figure."""
 
 
 def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
@@ -71,6 +76,7 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
         ),
     )
     front = set(map(id, pareto(fitting)))
+    chances = _first(fitting)
     result: list[Rank] = []
     for index, outcome in enumerate(fitting):
         first = fitting[0]
@@ -87,9 +93,21 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
                 tied=tied,
                 pareto=id(outcome) in front,
                 ties_at_usd_per_device_hour=_tie_price(fitting[0], outcome),
+                first=chances.get(id(outcome), {}),
             )
         )
     return result
+
+
+def _first(outcomes: Sequence[Outcome]) -> dict[int, dict[Order, float]]:
+    """Return by the identity of each outcome that can be chosen how likely it is the least."""
+    chosen = [o for o in outcomes if not (o.misses or o.hypothetical)]
+    found: dict[int, dict[Order, float]] = {id(outcome): {} for outcome in chosen}
+    for by in get_args(Order):
+        for outcome, chance in zip(chosen, chances_to_be_first(chosen, by), strict=True):
+            if chance is not None:
+                found[id(outcome)][by] = chance
+    return found
 
 
 def sure(study: Study, outcome: Outcome) -> bool:

@@ -405,6 +405,7 @@ def result_json(result: Result) -> dict[str, Any]:
                     "tied": rank.tied,
                     "pareto": rank.pareto,
                     "ties_at_usd_per_device_hour": rank.ties_at_usd_per_device_hour,
+                    "probability_first": rank.first,
                 }
                 for rank in ranks
             ]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from planner.units import seconds_text
-from planner.whatif.chances import below
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
@@ -87,48 +86,22 @@ def _kept_texts(outcome: Outcome) -> list[str]:
 
 
 def _confidence(result: Result, best: Outcome, ranks: Sequence[Rank]) -> str:
-    """Say how surely the first keeps the goals, and how surely it comes before the next."""
+    """Say how surely the first keeps the goals, and how surely it is the best of all."""
     said = _kept_texts(best)
     if not sure(result.study, best):
         said.append("which is its midpoint only")
-    others = [
-        rank.outcome for rank in ranks[1:] if not (rank.outcome.misses or rank.outcome.hypothetical)
-    ]
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
         said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
     by = ordered_by(result.study, [rank.outcome for rank in ranks])
-    if others and figure(others[0], by) < float("inf"):
-        chance = ahead(best, others[0], by)
-        word = {"cost": "cheaper", "time": "faster", "energy": "thriftier"}[by]
-        said.append(f"{word} than {others[0].candidate} with probability {chance:.2f}")
+    chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
+    if len(chances) > 1 and best.candidate in chances:
+        word = {"cost": "cheapest", "time": "fastest", "energy": "lowest in energy"}[by]
+        text = f"{word} of {len(chances)} with probability {chances.pop(best.candidate):.2f}"
+        rival = max(chances, key=lambda name: chances[name])
+        said.append(f"{text}, {rival} with {chances[rival]:.2f}")
     text = "; ".join(said)
     return f"{text[0].upper()}{text[1:]}. " if text else ""
-
-
-def ahead(best: Outcome, other: Outcome, by: str) -> float:
-    """Return the probability that one outcome's figure is below another's.
-
-    Of the same plan on the same devices only what is paid for them differs.
-    """
-    alike = (best.layout, best.accelerator, best.devices, best.stack) == (
-        other.layout,
-        other.accelerator,
-        other.devices,
-        other.stack,
-    )
-    pairs = {
-        "cost": (best.usd, other.usd),
-        "time": (best.result_hours, other.result_hours),
-        "energy": (best.energy_kwh, other.energy_kwh),
-    }
-    one, two = pairs[by]
-    if alike and by == "cost":
-        one, two = best.usd_per_device_hour, other.usd_per_device_hour
-    if one is None or two is None:
-        one, two = best.step_s, other.step_s
-    assert one is not None and two is not None  # both fit
-    return below(one, two)
 
 
 def _kept_at_the_midpoint(result: Result) -> Iterator[str]:

@@ -71,6 +71,20 @@ class Drawing(nn.Module):
         return x + self.down(nn.functional.dropout(inner, 0.5, self.training))
 
 
+class Normalised(nn.Module):
+    """Is wrong on a part, in training alone, and draws outside of the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.training:
+            inner = inner / inner.norm(dim=-1, keepdim=True)
+        return x + self.drop(self.down(inner))
+
+
 def drawing(**settings: Any) -> nn.Module:
     return own_modules.Language(lambda: Drawing(**settings), width=8)
 
@@ -87,6 +101,9 @@ def test_what_draws_stays_whole_and_has_styles_to_write_where_they_are_right() -
     )
     # The norm's gradient would be a part on each rank, which styles of torch do not add up.
     assert not styles_of(drawing(norm=True), ids).given
+    wrong = styles_of(own_modules.Language(Normalised, width=8), ids)
+    assert not wrong.given
+    assert "draws random numbers" not in wrong.whole["blocks.*.up"]
 
 
 def test_a_plan_whose_figures_divide_more_than_can_be_divided_is_refused() -> None:

@@ -26,7 +26,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
         study(
             offers=[
                 {"cluster": "2x8xa10g", "rent": PRICE},
-                {"name": "fast", "cluster": "2x8xa10g", "change": {"network": 4.0}, "rent": PRICE},
+                {"name": "fast", "cluster": "2x8xa10g", "change": {"network": 4.0}},
             ]
         ),
         processes=1,
@@ -40,7 +40,7 @@ def test_a_changed_candidate_is_compared_with_the_plain_one() -> None:
 @pytest.mark.matrix
 def test_a_change_that_makes_a_model_fit_is_said() -> None:
     offer = {"cluster": "4xa10g", "tuning": "full", "rent": PRICE}
-    more = {**offer, "name": "more", "change": {"memory": 8.0}}
+    more = {**offer, "name": "more", "change": {"memory": 8.0}, "rent": None}
     result = run(
         study(
             models=["llama-3.1-8b"],

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from planner.whatif.chances import below, within
+from planner.whatif.chances import within
 from planner.whatif.span import Span, exact
 
 
@@ -37,11 +37,3 @@ def test_within_is_what_draws_say(limit: float) -> None:
     found = draws(days, 20_000, seed=1)
     share = sum(one <= limit for one in found) / len(found)
     assert within(days, limit) == pytest.approx(share, abs=0.01)
-
-
-def test_below_is_what_draws_say_of_even_ranges() -> None:
-    one, other = Span(value=10.0, low=8.0, high=12.5), Span(value=11.0, low=8.0, high=15.125)
-    pairs = zip(draws(one, 20_000, 2), draws(other, 20_000, 3), strict=True)
-    share = sum(a < b for a, b in pairs) / 20_000
-    assert below(one, other) == pytest.approx(share, abs=0.015)
-    assert below(other, one) == pytest.approx(1 - below(one, other))

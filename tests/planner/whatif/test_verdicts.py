@@ -91,7 +91,8 @@ def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
 
 
 def test_what_is_not_sold_is_never_recommended_and_has_a_worth() -> None:
-    offers = [TWO[0], {**TWO[0], "name": "old with more", "change": {"memory": 1.5}}]
+    more_memory = {"name": "old with more", "change": {"memory": 1.5}, "rent": None}
+    offers = [TWO[0], {**TWO[0], **more_memory}]
     asked = study(offers=offers)
     old, more = candidates_of(asked)
     # 20 % less time at 2 USD: the same work at up to 2 (1 / 0.8 - 1) = 0.50 more an hour.
@@ -105,17 +106,34 @@ def test_what_is_not_sold_is_never_recommended_and_has_a_worth() -> None:
     assert found.best is not None and found.best.candidate == "old"
 
 
-def test_how_surely_the_first_is_cheaper() -> None:
+def test_what_has_a_price_of_its_own_is_sold() -> None:
+    quoted = {"name": "old with more", "change": {"memory": 1.5}}
+    asked = study(offers=[TWO[0], {**TWO[0], **quoted}])
+    old, more = candidates_of(asked)
+
+    found = result(asked, [outcome(old, "gpt2", 10.0, 5.0), outcome(more, "gpt2", 8.0, 4.0)])
+
+    assert verdicts(found)[0].startswith("old with more for gpt2")
+    assert "not sold" not in " ".join(answers(found))
+
+
+def test_how_surely_the_first_is_the_cheapest() -> None:
     asked = study(offers=TWO)
     old, new = candidates_of(asked)
     # ln(8 / 4) over the width from 4 up to 8 and from 8 down to 4, each 80 %: 0.6931 / 0.9803 of
     # 1.2816 is 0.9062 standard deviations, 0.82.
-    first = outcome(old, "gpt2", 10.0, 4.0, usd=Span(value=4.0, low=2.0, high=8.0))
-    second = outcome(new, "gpt2", 10.0, 8.0, usd=Span(value=8.0, low=4.0, high=16.0))
+    price = Span(value=2.0, low=1.0, high=4.0)
+    first = outcome(old, "gpt2", 10.0, 4.0, usd_per_device_hour=price, price="one quote")
+    second = outcome(new, "gpt2", 20.0, 8.0, usd_per_device_hour=price, price="another")
+    alike = replace(second, price="one quote")
 
     assert (
-        "cheaper than new with probability 0.82"
+        "cheapest of 2 with probability 0.82, new with 0.18"
         in verdicts(result(asked, [first, second]))[0].lower()
+    )
+    # At the same quote only the times differ.
+    assert (
+        "cheapest of 2 with probability 1.00" in verdicts(result(asked, [first, alike]))[0].lower()
     )
 
 

@@ -1,0 +1,107 @@
+"""All candidates drawn together: how often each is the cheapest, the fastest, the least in energy.
+
+What candidates have in common is drawn once: an accelerator's kernels and links for all clusters of
+it, failures and lost hours for all runs, a quote for all that it prices, what a node draws, and
+deliveries.  So two offers of one plan differ by their prices alone, and a candidate comes first as
+often as in the futures that can happen.  `DRAWS` futures, always the same ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.whatif.chances import DRAWS, outcomes_of
+from planner.whatif.evaluate import Outcome
+from planner.whatif.span import Span
+from planner.whatif.study import Order
+
+Draws = NDArray[np.float64]
+ALIKE = 1e-9
+"""Relative difference below which two candidates come first together, and share that future."""
+
+
+def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | None]:
+    """Return by outcome the probability that its figure is the least of those that are known."""
+    figures = [drawn_figure(outcome, by) for outcome in outcomes]
+    known = [figure for figure in figures if figure is not None]
+    if not known:
+        return [None] * len(figures)
+    table = np.stack(known)
+    first = table <= table.min(axis=0) * (1 + ALIKE)
+    shares = iter((first / first.sum(axis=0)).mean(axis=1))
+    return [None if figure is None else float(next(shares)) for figure in figures]
+
+
+def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
+    """Return the futures of an outcome's figure: of the goal, or of a token if it names none."""
+    match by:
+        case "time":
+            return _time(outcome)
+        case "energy":
+            duration = _duration(outcome)
+            if duration is None or outcome.watts is None:
+                return None
+            return _of(outcome.watts, "power") * duration
+        case "cost":
+            return _cost(outcome)
+        case _:
+            assert_never(by)
+
+
+def _duration(outcome: Outcome) -> Draws | None:
+    """Return the run's hours, or the seconds of a token."""
+    if outcome.tokens_per_s is None:
+        return None
+    if outcome.hours is None:
+        return _step(outcome) / outcome.tokens_per_s.value
+    return outcome.hours.value * _step(outcome) / _goodput(outcome)
+
+
+def _time(outcome: Outcome) -> Draws | None:
+    duration = _duration(outcome)
+    if duration is None or outcome.hours is None or outcome.lead_days is None:
+        return duration
+    return duration + 24 * _of(outcome.lead_days, "delivery")
+
+
+def _cost(outcome: Outcome) -> Draws | None:
+    duration, hourly = _duration(outcome), outcome.usd_per_device_hour
+    if duration is None or hourly is None:
+        return None
+    price = _of(hourly, f"price {outcome.price}") * outcome.devices
+    if outcome.hours is None or outcome.usd is None:
+        return price * duration
+    paid_hours = outcome.usd.value / (hourly.value * outcome.devices)
+    # More hours than the run takes are paid where the contract has a minimum.
+    least = paid_hours if paid_hours > outcome.hours.value * (1 + ALIKE) else 0.0
+    return price * np.maximum(duration, least)
+
+
+def _step(outcome: Outcome) -> Draws:
+    """Return the step's seconds over its value, from the doubts in kernels and in links."""
+    if outcome.step_s is None:
+        return np.ones(DRAWS)
+    link = outcome.link_share
+    kernels, links = (_normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
+    together = ((1 - link) * kernels + link * links) / np.hypot(1 - link, link)
+    return outcomes_of(outcome.step_s, together) / outcome.step_s.value
+
+
+def _goodput(outcome: Outcome) -> Draws | float:
+    if outcome.goodput is None:
+        return 1.0
+    return _of(outcome.goodput, "goodput") / outcome.goodput.value
+
+
+def _of(figure: Span, cause: str) -> Draws:
+    return outcomes_of(figure, _normals(cause))
+
+
+def _normals(cause: str) -> Draws:
+    """Return a cause's futures in standard deviations; the same ones whoever asks."""
+    return np.random.default_rng(zlib.crc32(cause.encode())).standard_normal(DRAWS)

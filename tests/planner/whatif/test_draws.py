@@ -1,0 +1,125 @@
+"""How often each candidate is the least, against a simulation of the same futures written here."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.whatif.draws import chances_to_be_first
+from planner.whatif.evaluate import Outcome
+from planner.whatif.span import Span, exact
+
+FUTURES = 20_000
+STEP = {"a": (10.0, 8.0, 16.0), "b": (9.0, 6.0, 11.0)}
+GOODPUT = (0.9, 0.8, 0.95)
+
+
+def span(figure: tuple[float, float, float]) -> Span:
+    value, low, high = figure
+    return Span(value=value, low=low, high=high)
+
+
+def outcome(name: str, accelerator: str, price: tuple[float, float, float], quote: str) -> Outcome:
+    step_s = span(STEP[accelerator])
+    hours = 1000 * step_s.value / 0.9 / 3600
+    return Outcome(
+        candidate=name,
+        model="m",
+        devices=8,
+        accelerator=accelerator,
+        fits=True,
+        binding="",
+        step_s=step_s,
+        step_parts={"forward": 0.7 * step_s.value, "tensor": 0.3 * step_s.value},
+        tokens_per_s=exact(1e6 / step_s.value),
+        goodput=span(GOODPUT),
+        hours=exact(hours),
+        usd=exact(hours * 8 * price[0]),
+        usd_per_device_hour=span(price),
+        price=quote,
+        watts=exact(8e3),
+    )
+
+
+def drawn(figure: tuple[float, float, float], normal: float) -> float:
+    value, low, high = figure
+    return value * math.exp(
+        math.log((high if normal > 0 else low) / value) * abs(normal) / 1.2815516
+    )
+
+
+CHEAP, DEAR = (2.0, 1.5, 3.0), (2.2, 2.0, 2.5)
+LEAD = (2.0, 1.0, 6.0)
+
+
+def simulated(
+    rows: list[tuple[str, tuple[float, float, float], str, bool]], by: str
+) -> list[float]:
+    """Return how often each row is the least; rows of one accelerator or quote share its draw."""
+    rng = random.Random(5)
+    won = [0.0] * len(rows)
+    for _ in range(FUTURES):
+        kernels = {name: rng.gauss(0, 1) for name in STEP}
+        links = {name: rng.gauss(0, 1) for name in STEP}
+        lost, lead = rng.gauss(0, 1), rng.gauss(0, 1)
+        quotes = {quote: rng.gauss(0, 1) for quote in sorted({row[2] for row in rows})}
+        figures = []
+        for accelerator, price, quote, bought in rows:
+            both = (0.7 * kernels[accelerator] + 0.3 * links[accelerator]) / math.hypot(0.7, 0.3)
+            hours = 1000 * drawn(STEP[accelerator], both) / drawn(GOODPUT, lost) / 3600
+            wait = 24 * drawn(LEAD, lead) if bought else 0.0
+            figures.append(hours + wait if by == "time" else hours * drawn(price, quotes[quote]))
+        best = min(figures)
+        ties = [at for at, figure in enumerate(figures) if figure <= best * (1 + 1e-9)]
+        for at in ties:
+            won[at] += 1 / len(ties) / FUTURES
+    return won
+
+
+ROWS: list[tuple[str, tuple[float, float, float], str, bool]] = [
+    ("a", CHEAP, "one quote", False),
+    ("a", DEAR, "another", False),
+    ("b", DEAR, "another", True),
+    ("b", DEAR, "another", False),
+]
+
+
+@pytest.mark.parametrize("by", ["cost", "time"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_is_first_as_often_as_in_a_simulation(by: Any, count: int) -> None:
+    outcomes = []
+    for at, (accelerator, price, quote, bought) in enumerate(ROWS[:count]):
+        one = outcome(str(at), accelerator, price, quote)
+        outcomes.append(replace(one, lead_days=span(LEAD)) if bought else one)
+
+    found = [chance or 0.0 for chance in chances_to_be_first(outcomes, by)]
+
+    assert found == pytest.approx(simulated(ROWS[:count], by), abs=0.02)
+    assert sum(found) == pytest.approx(1.0)
+
+
+def test_offers_of_one_plan_at_one_quote_share_every_future() -> None:
+    twins = [outcome(name, "a", CHEAP, "one quote") for name in ("x", "y")]
+
+    assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
+    dearer = replace(twins[1], usd_per_device_hour=span((2.02, 1.515, 3.03)))
+    assert chances_to_be_first([twins[0], dearer], "cost") == [1.0, 0.0]
+
+
+def test_a_minimum_of_hours_is_paid_in_every_future() -> None:
+    one = outcome("x", "a", (2.0, 2.0, 2.0), "one quote")
+    # Its run takes 3.1 h and its contract 40, which no future exceeds.
+    bound = replace(one, usd=exact(40 * 8 * 2.0))
+    other = replace(one, candidate="y", usd=exact(39 * 8 * 2.0))
+
+    assert chances_to_be_first([bound, other], "cost") == [0.0, 1.0]
+
+
+def test_what_has_no_price_is_not_compared() -> None:
+    one = outcome("x", "a", CHEAP, "one quote")
+
+    assert chances_to_be_first([one, replace(one, usd_per_device_hour=None)], "cost") == [1.0, None]
