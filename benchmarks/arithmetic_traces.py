@@ -43,12 +43,11 @@ from planner.model import Architecture, Layer, ModelGraph
 from planner.native import obstacle
 from planner.plan import Mesh, Plan
 from planner.profile import Recompute
-from profiler.chain import plan_of, short_chain
+from profiler.chain import plan_of, short_chain, whole_stage
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
 from runtime.adapter import Adapter
 from runtime.mesh import Place, place_of
-from runtime.parallelize import parallel_stage
 from runtime.recompute import wrapped
 from runtime.rehearsal import _NoValues, _shapes_apart
 from runtime.source import adapter_of
@@ -274,9 +273,9 @@ def _runtime_layers(model: ModelGraph, plan: Plan, place: Place, kinds: Mapping[
         seed=0,
         weights=None,
     )
-    stage = parallel_stage(plan, adapter, place, stage=0, device=CPU, weights=None)
-    in_halves(stage.chain)
-    return {kinds[name]: layer for name, layer in stage.chain.layers.items()}, _sum_of(adapter)
+    stage = whole_stage(plan, adapter, place, CPU)
+    in_halves(stage.module)
+    return {kinds[name]: layer for name, layer in stage.layers.items()}, _sum_of(adapter)
 
 
 def _sum_of(adapter: Adapter) -> Callable[[Tensor, Tensor], Tensor]:

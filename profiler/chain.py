@@ -28,12 +28,13 @@ from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.profile import Recompute
 from planner.schedules import PLAIN
 from runtime import recompute as recomputing
-from runtime.adapter import Adapter
-from runtime.branches import TOKENS
+from runtime.adapter import TOKENS, Adapter
 from runtime.compiled import Compiler
+from runtime.described_model import DescribedModel
 from runtime.mesh import Place
-from runtime.parallelize import activation_type, parallel_stage, repeats
+from runtime.parallelize import activation_type
 from runtime.source import adapter_of
+from runtime.transforms import Staged, language_stage, repeats
 
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""
@@ -139,8 +140,10 @@ class Chain:
             weights=None,
             context=place.context,
         )
-        stage = parallel_stage(plan, self._adapter, place, stage=0, device=device, weights=None)
-        self.module = stage.chain.to(dtype)
+        stage = whole_stage(plan, self._adapter, place, device)
+        self.parts = stage.layers
+        """The layers by name, in order."""
+        self.module = stage.module.to(dtype)
         self._compiled: dict[tuple[Recompute, int], dict[str, nn.Module]] = {}
         self._positions = place.context.positions(seq_len)
         self._data_rank = place.data_rank
@@ -161,7 +164,7 @@ class Chain:
         tables = [
             part.num_embeddings
             for name in readers
-            for part in self.module.layers[name].modules()
+            for part in self.parts[name].modules()
             if isinstance(part, nn.Embedding) and part.num_embeddings > self.seq_len
         ]
         tokens = torch.zeros((1, self.seq_len), dtype=torch.int64)
@@ -190,7 +193,7 @@ class Chain:
             name: recomputing.wrapped(_Around(layer), case.recompute)
             if case.compiled or case.recompute != "none"
             else layer
-            for name, layer in self.module.layers.items()
+            for name, layer in self.parts.items()
         }
         if case.compiled:
             compiler = Compiler(self.device)
@@ -225,7 +228,7 @@ class Chain:
                 (t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes()
                 for t in (*layer.parameters(), *layer.buffers())
             )
-            for name, layer in self.module.layers.items()
+            for name, layer in self.parts.items()
         }
 
     def gradients_exist(self) -> None:
@@ -233,6 +236,14 @@ class Chain:
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def whole_stage(plan: Plan, adapter: Adapter, place: Place, device: torch.device) -> Staged:
+    """Return all layers of a plan as one stage; its samples are as long as the plan's."""
+    shape = (plan.micro_batch, plan.seq_len // plan.mesh.context)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    described = DescribedModel(plan, adapter, tokens)
+    return language_stage(plan, adapter, place, described, stage=0, device=device)
 
 
 class _Around(nn.Module):

@@ -18,9 +18,8 @@ from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock
 from profiler.layer_bytes import bytes_of, least, looks_at
 from profiler.layers import Samples, in_step, measurement, of_all_ranks
-from runtime.adapter import HEAD
-from runtime.branches import TOKENS
-from runtime.chunked_loss import Targets, in_chunks
+from runtime.adapter import HEAD, TOKENS
+from runtime.chunked_loss import in_chunks
 
 WARM_UP, ROUNDS = 1, 6
 
@@ -79,7 +78,7 @@ def _before_head(chain: Chain, tokens: Tensor) -> Tensor:
     """Return what the head reads of a micro-batch: [sample, this rank's positions, hidden]."""
     held = {TOKENS: tokens}
     with torch.no_grad():
-        for name, layer in chain.module.layers.items():
+        for name, layer in chain.parts.items():
             if name == HEAD:
                 break
             held[name] = layer(*(held[read] for read in chain.reads[name]))
@@ -87,14 +86,25 @@ def _before_head(chain: Chain, tokens: Tensor) -> Tensor:
     return held[read].detach().clone()
 
 
+class _OfTargets(nn.Module):
+    """A head that makes its loss, with the targets that it takes."""
+
+    def __init__(self, head: nn.Module, targets: Tensor) -> None:
+        super().__init__()
+        self.head, self.targets = head, targets
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = self.head(x, self.targets)
+        return made
+
+
 @contextmanager
 def _chunked(chain: Chain, how: ChunkedLoss, targets: Tensor) -> Iterator[nn.Module]:
     """Let the chain's head compute its loss in chunks, and as before behind this."""
-    head, told = chain.module.layers[HEAD], Targets()
-    told.now = targets
+    head = chain.parts[HEAD]
     group = chain.place.axis("tensor").get_group() if chain.division.tensor > 1 else None
-    in_chunks(head, how, told, group)
+    in_chunks(head, how, group)
     try:
-        yield head
+        yield _OfTargets(head, targets)
     finally:
         del head.forward  # the class's own comes forward again

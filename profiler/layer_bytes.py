@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.chain import SAME_KIND, Case, Chain
-from runtime.branches import TOKENS
+from runtime.adapter import TOKENS
 from runtime.live_memory import LiveMemory
 
 DIVIDED_LOOKS = 3

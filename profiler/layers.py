@@ -32,7 +32,7 @@ from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts
 from profiler.layer_bytes import Bytes, layer_bytes
 from profiler.noise import Watch
-from runtime.branches import TOKENS
+from runtime.adapter import TOKENS
 from runtime.exchange import all_gather_json
 
 LEAST_ROUNDS = 3
@@ -294,7 +294,7 @@ def _noting(moments: dict[str, Moment], name: str, clock: Clock) -> Callable[[Te
 def _noting_forwards(chain: Chain, spans: dict[str, list[Moment]], clock: Clock) -> Iterator[None]:
     """Note when each layer's own forward begins and ends; checkpointing may cut it short."""
     hooks = []
-    for name, layer in chain.module.layers.items():
+    for name, layer in chain.parts.items():
         note = partial(_note_span, spans, name, clock)
         hooks.append(layer.register_forward_pre_hook(note))
         hooks.append(layer.register_forward_hook(note, always_call=True))

@@ -38,14 +38,16 @@ from planner.profile import CollectiveCurve, Overheads
 from planner.schedules import PLAIN
 from planner.simulate import timeline
 from planner.training import Training
-from profiler.chain import Case, Chain, plan_of
+from profiler.chain import Case, Chain, plan_of, whole_stage
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
 from runtime.engine import TokenEngine
 from runtime.mesh import Place, place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import ParallelStage, activation_type, parallel_stage
+from runtime.parallelize import activation_type
+from runtime.recorded_stage import MicroBatch
 from runtime.replicas import Replicas
+from runtime.transforms import Staged
 
 SEQ_LEN = 8
 """Of the tiny model."""
@@ -125,7 +127,7 @@ def shard_unit_s(device: torch.device) -> float:
     """Seconds per unit and pass that data parallelism takes without any communication."""
     model = tiny_model(blocks=4)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
-    wrapped = _over_data(chain, model, zero=2, device=device).chain  # gathered in the first round
+    wrapped = _over_data(chain, model, zero=2, device=device).module  # gathered in the first round
     times = _interleaved(
         {
             "plain": partial(_micro_batch, chain, chain.module, Clock(device)),
@@ -158,11 +160,11 @@ def shard_costs(
     differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)
-    zero_3 = _over_data(chain, model, zero=3, device=device).chain
-    zero_2 = _over_data(chain, model, zero=2, device=device).chain
+    zero_3 = _over_data(chain, model, zero=3, device=device).module
+    zero_2 = _over_data(chain, model, zero=2, device=device).module
     whole = _over_data(chain, model, zero=0, device=device)
     replicas = Replicas(whole.replicated, backwards=1) if whole.replicated else None
-    reduced = partial(_micro_batch, chain, whole.chain, clock)
+    reduced = partial(_micro_batch, chain, whole.module, clock)
     times = _interleaved(
         {
             "plain": partial(_micro_batch, chain, chain.module, clock),
@@ -177,7 +179,7 @@ def shard_costs(
     gathered, reduced_bytes = (
         [
             sum(p.numel() * width(p) for p in layer.parameters() if p.requires_grad)
-            for layer in chain.module.layers.values()
+            for layer in chain.parts.values()
         ]
         for width in (Tensor.element_size, lambda _: REDUCED_BYTES)
     )
@@ -244,9 +246,7 @@ def _collectives_s(
     return sum(interpolated_s(curve, size) for size in sizes_bytes)
 
 
-def _over_data(
-    chain: Chain, model: ModelGraph, *, zero: int, device: torch.device
-) -> ParallelStage:
+def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.device) -> Staged:
     """Return the same layers anew, for data parallelism over all ranks."""
     world = dist.get_world_size()
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
@@ -258,9 +258,7 @@ def _over_data(
         zero=zero,
         precision=chain.precision,
     )
-    return parallel_stage(
-        plan, chain.adapter, place_of(plan, device), stage=0, device=device, weights=None
-    )
+    return whole_stage(plan, chain.adapter, place_of(plan, device), device)
 
 
 def _micro_batch(
@@ -283,7 +281,7 @@ def _micro_batch(
     else:
         chain.gradients_exist()
     begin = clock.moment()
-    loss, _ = chain.adapter.loss(modules(tokens), targets)
+    loss, _ = chain.adapter.loss(modules(micro=MicroBatch((tokens, targets))), targets)
     middle = clock.moment()
     loss.backward()
     if replicas is not None:
@@ -396,17 +394,15 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
         model, stages, seq_len=SEQ_LEN, mesh=Mesh(pipeline=world), micro_batches=MICRO_BATCHES
     )
     engine = TokenEngine(plan, model, device=device)
-    pipeline = engine._pipeline
-    assert pipeline is not None
     tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64, device=device)
     clock = Clock(device)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
     layers: dict[str, list[Seconds]] = {}
 
     def whole_step() -> Seconds:
-        losses = clock.seconds(lambda: pipeline.run(tokens[:, :-1], tokens[:, 1:]))
+        losses = clock.seconds(lambda: engine.forward_backward(tokens))
         for part in engine._parts:
-            part.chain.zero_grad()
+            part.module.zero_grad()
         return losses, 0.0
 
     def each_layer() -> Seconds:

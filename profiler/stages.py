@@ -21,7 +21,7 @@ from planner.profile import StageMeasurement
 from profiler.chain import Case, Chain
 from profiler.clock import Clock, median, slowest, spread
 from profiler.layer_bytes import looks_at
-from runtime.branches import TOKENS
+from runtime.adapter import TOKENS
 from runtime.exchange import all_gather_json
 from runtime.live_memory import LiveMemory
 

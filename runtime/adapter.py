@@ -1,7 +1,7 @@
 """Adapter: a model as a chain of layers, each from one tensor to one tensor.
 
 The engine sees every model alike: it asks an adapter for the layers of its stage one by one, runs
-them in a Chain and hands the last output to the adapter's loss.  Layers carry the names of
+them one after another and hands the last output to the adapter's loss.  Layers carry the names of
 ModelGraph.chain, and a parameter's name is its layer's name and its path in the layer.
 """
 
@@ -24,6 +24,8 @@ TensorStyle = Literal[
 
 EMBEDDING = "embedding"
 HEAD = "head"
+TOKENS = "tokens"
+"""What a layer that reads the model's input names; no layer has this name."""
 
 
 class Adapter(Protocol):
@@ -65,52 +67,6 @@ class Adapter(Protocol):
 
     def tie(self, layers: Mapping[str, nn.Module]) -> None:
         """Share the weights that are tied, if both ends are among these layers."""
-
-
-class Chain(nn.Module):
-    """Layers run one after another; each stands under its own name (`block.0` nests)."""
-
-    documents = False
-    """Attention stays within documents: the model's input is [sample, 2 position], the tokens and
-    behind them where the document of each begins."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.names = tuple(layers)
-        for name, layer in layers.items():
-            self.place(name, layer)
-
-    def place(self, name: str, layer: nn.Module) -> None:
-        """Put a layer under its name, in place of what stood there."""
-        parent: nn.Module = self
-        *path, last = name.split(".")
-        for step in path:
-            if step not in parent._modules:
-                parent.add_module(step, nn.Module())
-            parent = parent.get_submodule(step)
-        parent.add_module(last, layer)
-
-    @property
-    def layers(self) -> dict[str, nn.Module]:
-        """The layers by name, in order."""
-        return {name: self.get_submodule(name) for name in self.names}
-
-    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Run all layers on one micro-batch; `tokens` is the model's input, if `x` is not."""
-        if self.documents:
-            return self._in_documents(x, x if tokens is None else tokens)
-        for name in self.names:
-            x = self.get_submodule(name)(x)
-        return x
-
-    def _in_documents(self, x: Tensor, both: Tensor) -> Tensor:
-        tokens, starts = both.chunk(2, dim=1)
-        if self.names[0] == EMBEDDING:
-            x = tokens
-        for name in self.names:
-            layer = self.get_submodule(name)
-            x = layer(x) if name == HEAD else layer(x, starts)
-        return x
 
 
 class Head(nn.Module):

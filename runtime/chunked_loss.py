@@ -39,17 +39,8 @@ from runtime.loss import IGNORED
 from runtime.tensor import gather
 
 
-class Targets:
-    """The targets [sample, position] of the micro-batch that a head is about to see."""
-
-    def __init__(self) -> None:
-        self.now: Tensor | None = None
-
-
-def in_chunks(
-    head: nn.Module, how: ChunkedLoss, targets: Targets, group: dist.ProcessGroup | None
-) -> None:
-    """Let a head return its loss as (sum, count) rather than logits.
+def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None) -> None:
+    """Let a head take targets [sample, position] too, and return its loss as (sum, count).
 
     `group` are the ranks among which the tensor axis divides its outputs, if it does.
     """
@@ -59,17 +50,16 @@ def in_chunks(
     if lora.is_adapted(output):
         raise LaunchError("loss: is in chunks, and the output projection has an adapter")
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden = head.norm(x)
         if group is not None:
             hidden = gather(hidden, group)
         weight, bias = (_local(output._parameters.get(name)) for name in ("weight", "bias"))
         assert weight is not None
-        assert targets.now is not None
         return chunked_loss(
             hidden.flatten(0, 1),
             weight,
-            targets.now.flatten(),
+            targets.flatten(),
             rows=how.rows,
             gradients=how.gradients,
             bias=bias,

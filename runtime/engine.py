@@ -1,7 +1,7 @@
 """TokenEngine: executes a Plan of a language model on one rank, from tokens to the update.
 
-It asks an adapter for its stage's layers, makes them parallel, and repeats: forwards and backwards
-of all micro-batches in the plan's order, gradients summed and clipped, one optimizer step.
+It asks an adapter for its stage's layers, applies the plan to them (runtime.transforms), and
+repeats: passes as of a script's Engine, gradients summed and clipped, one optimizer step.
 Whatever the plan, the losses and weights are those of one process, to rounding.
 """
 
@@ -11,48 +11,38 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never, cast
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from planner import schedule
 from planner.cluster import EIGHT_BITS
-from planner.costs.crossings import crossings_of
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
 from planner.model import ModelGraph
 from planner.plan import Plan
-from planner.schedules import schedule_of
 from runtime import document_attention, eight_bits, lora
 from runtime.agreement import COMPARED_EVERY
-from runtime.branches import TOKENS
-from runtime.chunked_loss import Targets
+from runtime.batch_norm import RunningStatistics
 from runtime.compiled import Compiler
+from runtime.described_model import DescribedModel
 from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.huggingface import LM_HEAD, HuggingFace
-from runtime.loss import IGNORED, Counted, Totals, divisor_near
+from runtime.loss import IGNORED, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.mesh import place_of
 from runtime.optimizer import Optimizer
-from runtime.parallelize import (
-    activation_type,
-    gathers_anew,
-    parallel_stage,
-    reduces_at_once,
-    reduces_in_step,
-)
-from runtime.pipeline import Pipeline, StagePart
+from runtime.parallelize import activation_type, reduces_in_step
 from runtime.published import Weights
-from runtime.replicas import Replicas
+from runtime.recorded_stage import MicroBatch
+from runtime.script_passes import Passes
 from runtime.source import adapter_of
 from runtime.stale_pipeline import StalePipeline
 from runtime.supported import documents_refused, supported
-from runtime.torch_internals import forget_forward_order
+from runtime.transforms import language_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +103,33 @@ class TokenEngine:
             raise LaunchError(reason)
         self._positions = self._place.context.positions(plan.seq_len).to(device)
         self.stages = plan.stages_of_rank(self._place.stage)
-        self._targets = Targets()
         files = Weights(weights) if weights else None
         if files and self._adapter.tied_names and (self._place.mesh is None or not dist.get_rank()):
             files.refuse_untied(self._adapter.published_name("embedding.tokens.weight"), LM_HEAD)
         pieces = plan.tensor_overlap == "async"
         self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
         """What compiles layers, if the plan lets any be compiled."""
+        length = plan.seq_len // plan.mesh.context
+        tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
+        described = DescribedModel(plan, self._adapter, tokens, documents=documents)
         self._parts = tuple(
-            parallel_stage(
+            language_stage(
                 plan,
                 self._adapter,
                 self._place,
+                described,
                 stage=stage,
                 device=device,
                 weights=files,
-                targets=self._targets,
                 compiler=self.compiler,
             )
             for stage in self.stages
         )
-        for part in self._parts:
-            part.chain.documents = documents
         if plan.training.lora is not None:
             adapted = sum(part.adapted for part in self._parts)
             lora.refuse_without_targets(adapted, plan.training.lora, self._place, model=model.name)
         self._optimizer = Optimizer(
-            [part.chain for part in self._parts],
+            [part.module for part in self._parts],
             self._adapter,
             plan.training,
             self._place,
@@ -148,15 +138,31 @@ class TokenEngine:
             scale=LossScale(device, active=plan.precision == "fp16"),
             mean=self._mean_over_replicas(),
             divisor=divisor_near(plan.global_batch * plan.seq_len / self._place.replicas),
-            summed=frozenset().union(*(part.summed for part in self._parts)),
+            summed=frozenset[str]().union(*(part.summed for part in self._parts)),
             factors={name: factor for part in self._parts for name, factor in part.factors.items()},
         )
-        self._totals = Totals(device)
         self._counts: deque[Tensor] = deque()
         """Of the steps whose update waits, where weights are stale; oldest first."""
         self._norm = 0.0
-        self._replicas = self._new_replicas()
-        self._pipeline = self._new_pipeline() if plan.mesh.pipeline > 1 else None
+        example = (tokens, tokens, tokens) if documents else (tokens, tokens)
+        self._passes = Passes(
+            plan,
+            self._place,
+            self._parts,
+            described,
+            example=example,
+            loss=self._loss,
+            gradients=self._optimizer,
+            statistics=RunningStatistics((), self._place),
+            sums=False,
+            compares=False,
+            device=device,
+        )
+        self._stale: StalePipeline | None = None
+        """A pipeline that never drains, on weights of two ages."""
+        if plan.mesh.pipeline > 1:  # made before the first step, as all else that takes memory
+            pipeline = self._passes.pipeline_of([MicroBatch(example)])
+            self._stale = pipeline if isinstance(pipeline, StalePipeline) else None
 
     @property
     def data_rank(self) -> int:
@@ -186,7 +192,7 @@ class TokenEngine:
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The plan's layers of this rank, in order.  Each runs once per micro-batch."""
-        return {name: layer for part in self._parts for name, layer in part.chain.layers.items()}
+        return {name: layer for part in self._parts for name, layer in part.layers.items()}
 
     @property
     def steps(self) -> int:
@@ -203,21 +209,11 @@ class TokenEngine:
         loss counts it, [sample, seq_len]; without it all count.  `starts` says of each token but
         the last where its document begins: attention does not reach behind that.
         """
-        inputs, targets = self._inputs_and_targets(tokens, counts, starts)
-        self._totals.clear()
-        for part in self._parts:
-            part.narrow.rescale()
-        with self._loss_context():
-            if self._pipeline is None:
-                self._all_micro_batches(inputs, targets)
-            else:
-                self._pipeline.run(inputs, targets)
-        if self._replicas is not None:
-            self._replicas.finish()
-        if isinstance(self._pipeline, StalePipeline):
-            mean, self._norm = self._late_update(self._pipeline)
+        self.forward_backward(tokens, counts, starts)
+        if self._stale is not None:
+            mean, self._norm = self._late_update(self._stale)
             return StepResult(mean, self._norm, expert_load=self._expert_load())
-        loss, norm, count, drift = self._optimizer.step(self._own_totals()).tolist()
+        loss, norm, count, drift = self._optimizer.step(self._passes.totals.values.clone()).tolist()
         if drift and self._optimizer.agreement is not None:
             self._optimizer.agreement.refuse_drift()
         return StepResult(
@@ -227,32 +223,26 @@ class TokenEngine:
             expert_load=self._expert_load(),
         )
 
+    def forward_backward(
+        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
+    ) -> None:
+        """Make the gradients of a step, and note its losses."""
+        micros = self._micro_batches(tokens, counts, starts)
+        with self._loss_context():
+            self._passes.train(micros)
+
     @torch.no_grad()
     def evaluate(
         self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
     ) -> float:
         """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
-        inputs, targets = self._inputs_and_targets(tokens, counts, starts)
-        self._totals.clear()
-        for part in self._parts:
-            part.narrow.rescale()
+        micros = self._micro_batches(tokens, counts, starts)
         with self._loss_context():
-            if self._pipeline is None:
-                count = self.plan.micro_batches_of(self.data_rank)
-                for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-                    self._targets.now = y
-                    self._micro_batch_loss(self._parts[0].chain(x), y)
-            else:
-                self._pipeline.evaluate(inputs, targets)
+            self._passes.evaluate(micros)
         for part in self._parts:
-            for module in part.chain.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what no backward follows stays gathered
             for load in part.loads.values():
                 load.taken()  # a step reports its own
-        totals = self._own_totals()
-        if self._place.mesh is not None:
-            dist.all_reduce(totals)
+        totals = self._passes.of_all(self._passes.totals.values)
         return float(totals[0] / totals[1])
 
     def agree(self) -> None:
@@ -269,7 +259,7 @@ class TokenEngine:
         held: dict[str, Tensor] = {}
         for part in self._parts:
             held |= part.buffers
-            for name, parameter in part.chain.named_parameters():
+            for name, parameter in part.module.named_parameters():
                 if not parameter.requires_grad:
                     held[name] = parameter
         return held
@@ -285,11 +275,11 @@ class TokenEngine:
         parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
         All ranks ask together: a pipeline that never drains does so now.
         """
-        if isinstance(self._pipeline, StalePipeline):
-            self._pipeline.drain()
-            if self._pipeline.due():
-                self._totals.clear()
-                _, self._norm = self._late_update(self._pipeline)
+        if self._stale is not None:
+            self._stale.drain()
+            if self._stale.due():
+                self._passes.totals.clear()
+                _, self._norm = self._late_update(self._stale)
                 self._counts.pop()  # no step has begun
         state: dict[str, Tensor] = self._optimizer.state()
         if self.plan.training.lora is None:
@@ -297,9 +287,10 @@ class TokenEngine:
                 state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
         return state
 
-    def _inputs_and_targets(
+    def _micro_batches(
         self, tokens: Tensor, counts: Tensor | None, starts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[MicroBatch]:
+        """Return this rank's positions of its samples, and forget what was noted of others."""
         samples = len(self.plan.samples_of(self.data_rank))
         expected = (samples, self.plan.seq_len + 1)
         if tuple(tokens.shape) != expected:
@@ -328,16 +319,15 @@ class TokenEngine:
         if self.plan.mesh.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
             starts = None if starts is None else starts[:, self._positions]
-        return inputs if starts is None else torch.cat((inputs, starts), dim=1), targets
+        self._passes.totals.clear()
+        for part in self._parts:
+            part.narrow.rescale()
+        batch = (inputs, targets) if starts is None else (inputs, targets, starts)
+        return self._passes.cut(batch, step=self.steps, drawing=False)
 
-    def _all_micro_batches(self, inputs: Tensor, targets: Tensor) -> None:
-        """Forward and backward without a pipeline."""
-        count = self.plan.micro_batches_of(self.data_rank)
-        pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        for index, (batch, target) in enumerate(pairs):
-            self._before_micro_batch(last=index == count - 1)
-            self._targets.now = target
-            self._micro_batch_loss(self._parts[0].chain(batch), target).backward()
+    def _loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:
+        """Return the sum of losses and what it counts; a loss in chunks is the head's."""
+        return self._adapter.loss(made, batch[1]) if self.plan.loss is None else made
 
     def _expert_load(self) -> float | None:
         """Return how unevenly tokens fall on experts, of the whole global batch."""
@@ -353,26 +343,9 @@ class TokenEngine:
             dist.all_reduce(rows)
         return float(imbalance(rows)) if names else None
 
-    def _before_micro_batch(self, *, last: bool) -> None:
-        """Say what data parallelism does in this backward: reduce, and let parameters go."""
-        if self._parts[0].wrapped:
-            chain = cast(FSDPModule, self._parts[0].chain)
-            forget_forward_order(chain)
-            chain.set_is_last_backward(last)
-            chain.set_requires_gradient_sync(last or reduces_at_once(self.plan, self._place))
-            chain.set_reshard_after_backward(last or gathers_anew(self.plan, self._place))
-
-    def _own_totals(self) -> Tensor:
-        """Return this rank's [sum, count] of the loss; one of the ranks that know them gives them.
-
-        All tensor ranks of a stage have the same.
-        """
-        totals = self._totals.values
-        return torch.zeros_like(totals) if self._place.along("tensor") else totals.clone()
-
     def _late_update(self, pipeline: StalePipeline) -> tuple[float, float]:
         """Update by a step that is due, if any; return the loss of all ranks and the last norm."""
-        totals = self._own_totals()
+        totals = self._passes.totals.values.clone()
         if not pipeline.due():
             dist.all_reduce(totals)
             self._counts.append(totals[1])
@@ -398,76 +371,8 @@ class TokenEngine:
             case _:
                 assert_never(self.plan.gradient_wire)
 
-    def _new_replicas(self) -> Replicas | None:
-        replicated = [one for part in self._parts for one in part.replicated]
-        if not replicated:
-            return None
-        apart = any(part.store is not None for part in self._parts)
-        backwards = None if apart else self.plan.micro_batches_of(self.data_rank)
-        return Replicas(replicated, backwards=backwards)
-
-    def _micro_batch_loss(self, output: Any, target: Tensor) -> Tensor:
-        """Note what a micro-batch adds to the loss; return where its backward begins."""
-        one = Counted(*(self._adapter.loss(output, target) if self.plan.loss is None else output))
-        self._totals.add(one)
-        return self._optimizer.scale.applied(one.total / self._optimizer.divisor)
-
-    def _boundary(self, stage: int, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return meta tensors of what a stage hands on: this rank's part of the positions."""
-        if self._adapter.model.edges and stage < len(self.plan.stages) - 1:
-            crossing = crossings_of(self.plan, self._adapter.model)[stage]
-            return tuple(self._handed_on(name, tokens) for name in crossing)
-        return self._handed_on(self.plan.stages[stage].layers[-1].layer, tokens)
-
-    def _handed_on(self, layer: str, tokens: Tensor) -> Tensor:
-        made = self._adapter.boundary(layer, tokens)
-        if self.plan.mesh.tensor > 1:
-            made = made.chunk(self.plan.mesh.tensor, dim=1)[0].contiguous()
-        return made.requires_grad_(made.is_floating_point())
-
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self.plan.mesh.tensor > 1 else contextlib.nullcontext()
-
-    def _new_pipeline(self) -> Pipeline:
-        plan, place = self.plan, self._place
-        length = plan.seq_len // plan.mesh.context
-        tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
-        given = torch.cat((tokens, tokens), dim=1) if self._documents else tokens
-        parts = [
-            StagePart(
-                stage=stage,
-                module=part.chain,
-                inputs=self._boundary(stage - 1, tokens) if stage else given,
-                outputs=self._boundary(stage, tokens),
-                store=part.store,
-            )
-            for stage, part in zip(self.stages, self._parts, strict=True)
-        ]
-        if schedule_of(plan.schedule).stale:
-            return StalePipeline(
-                parts[0],
-                name=plan.schedule,
-                stages=len(plan.stages),
-                micro_batches=plan.micro_batches,
-                groups=place.pipeline_groups(),
-                device=self.device,
-                loss=self._micro_batch_loss,
-            )
-        return Pipeline(
-            parts,
-            schedule.orders(
-                plan.schedule,
-                stages=len(plan.stages),
-                micro_batches=plan.micro_batches,
-                virtual_stages=plan.virtual_stages,
-            ),
-            micro_batches=plan.micro_batches,
-            groups=place.pipeline_groups(),
-            device=self.device,
-            loss=self._micro_batch_loss,
-            everywhere=TOKENS if self._adapter.model.edges or self._documents else None,
-            targets=self._targets,
-        )
 
 
 def _set_precision(plan: Plan, device: torch.device) -> None:

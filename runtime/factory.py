@@ -42,8 +42,7 @@ from torch.func import functional_call
 from planner.errors import DocumentError, LaunchError
 from planner.model import Edge, Layer, LayerTrace, ModelGraph
 from planner.units import name_of
-from runtime.adapter import TensorStyle, next_token_loss
-from runtime.branches import TOKENS, Branches
+from runtime.adapter import TOKENS, TensorStyle, next_token_loss
 from runtime.loss import counted
 from runtime.trace import traced
 from runtime.unfold import Piece, layers_of
@@ -310,7 +309,7 @@ def _named(returned: dict[Any, Any], factory: str, source: str) -> _Made:
     for name, entry in returned.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise refused(f"{name!r} is no name; write letters, digits and _")
-        if name in (TOKENS, "names") or name in dir(Branches):
+        if name in (TOKENS, "names") or name in dir(nn.Module):
             raise refused(f"'{name}' is taken; choose another name")
         module, *inputs = entry if isinstance(entry, tuple) else (entry,)
         if not isinstance(module, nn.Module) or not inputs:

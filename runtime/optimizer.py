@@ -1,31 +1,33 @@
-"""AdamW as a plan's training settings say, over what this rank holds."""
+"""AdamW as a plan's training settings say, over what this rank holds of a language model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.errors import LaunchError
 from planner.plan import Offload
 from planner.training import Training
-from runtime.adamw import AdamW
-from runtime.adapter import Adapter, Chain
+from runtime.adapter import Adapter
 from runtime.gradient_wire import Mean
-from runtime.gradients import Gradients, Slot, copies_of, whole_part
+from runtime.gradients import Slot, copies_of
 from runtime.learning_rate import learning_rate
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
+from runtime.streamed_state import host_like
+from runtime.torch_optimizers import Group, TorchOptimizers
 
 
-class Optimizer(Gradients):
-    """AdamW of one rank.  Weight decay acts on matrices, not on norms and biases."""
+class Optimizer(TorchOptimizers):
+    """torch's fused AdamW on one rank.  Weight decay acts on matrices, not on norms and biases."""
 
     def __init__(
         self,
-        chains: Sequence[Chain],
+        stages: Sequence[nn.Module],
         adapter: Adapter,
         training: Training,
         place: Place,
@@ -38,19 +40,39 @@ class Optimizer(Gradients):
         mean: Mean | None = None,
         divisor: float = 1.0,
     ) -> None:
-        """`summed` and `factors` are by parameter: see ParallelStage."""
-        slots = tuple(_slots(chains, adapter, place, summed, factors))
-        super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
-        self.training = training
-        # Its state is made now rather than at the first step, so that a checkpoint can load.
-        self._adamw = AdamW(
-            [slot.local for slot in self.slots],
-            [slot.parameter.ndim > 1 for slot in self.slots],
-            training,
-            names=[slot.name for slot in self.slots],
-            device=device,
-            offload=offload,
+        """`summed` and `factors` are by parameter: see runtime.transforms.Staged."""
+        slots = tuple(_slots(stages, adapter, place, summed, factors))
+        for slot in slots:
+            _refuse_gaps(slot)
+        factory = functools.partial(
+            torch.optim.AdamW,
+            betas=(training.beta1, training.beta2),
+            eps=training.epsilon,
+            fused=True,
         )
+        groups = [
+            Group(
+                factory,
+                {"weight_decay": training.weight_decay if matrices else 0.0},
+                tuple(slot.name for slot in slots if (slot.parameter.ndim > 1) == matrices),
+                elementwise=True,
+            )
+            for matrices in (True, False)
+        ]
+        super().__init__(
+            slots,
+            groups,
+            place,
+            device=device,
+            divisor=divisor,
+            scale=scale,
+            mean=mean,
+            streamed=offload == "optimizer",
+        )
+        self.training = training
+        for parameter, optimizer in self._users.items():
+            # Made now rather than at the first step, so that a checkpoint can load.
+            optimizer.state[parameter] = _first_state(parameter, device, offload)
 
     @torch.no_grad()
     def step(self, totals: Tensor, earlier: Tensor | None = None) -> Tensor:
@@ -62,43 +84,52 @@ class Optimizer(Gradients):
         grads = self.whole()
         measured = self.measured(grads, totals, earlier)
         self.scaled(grads, measured, self.training.clip_norm)
-        spoilt = self.scale.spoilt(measured.norm)
-        empty = (measured.factor == 0).float()
-        self._adamw.step(
-            [grads.get(slot) for slot in self.slots],
-            rate=learning_rate(self.training, int(self.steps)),
-            spoilt=empty if spoilt is None else spoilt.maximum(empty),
-        )
-        self.scale.update(spoilt)
-        self.steps += 1
-        self.dropped()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.training, int(self.steps))
+        self.update_on_device(grads, measured)
         return measured.report
 
     def follow(self) -> None:
         """Update the parameters where their values are now."""
-        # `data` has a version counter of its own: in-flight backwards do not need these values.
-        self.use(replace(slot, local=slot.parameter.data) for slot in self.slots)
-        self._adamw.parameters = [slot.local for slot in self.slots]
+        for part in self._parts.values():
+            # `data` has a version counter of its own: in-flight backwards do not need these values.
+            part.slot.local.data = part.plain.data = part.slot.parameter.data
 
-    def state(self) -> dict[str, Tensor]:
-        """Return parameters and optimizer state by published name, sharing the live memory.
 
-        Parts of a divided parameter are DTensors, so any other plan can load them.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # what comes back to the host must have arrived
-        result: dict[str, Tensor] = {"train.step": self.steps, **self.scale.state()}
-        for slot, moments in zip(self.slots, self._adamw.moments, strict=True):
-            result[f"model.{slot.name}"] = whole_part(slot, slot.local)
-            for key, value in moments.named().items():
-                result[f"optim.{slot.name}.{key}"] = (
-                    value if key == "step" else whole_part(slot, value)
-                )
-        return result
+def _refuse_gaps(slot: Slot) -> None:
+    """Refuse a parameter that is not alone in its memory: fused updates run through that."""
+    alone = torch.empty_like(slot.local, device="meta")
+    if _strides(slot.local) != _strides(alone):
+        raise LaunchError(
+            f"{slot.name}: has strides {slot.local.stride()} in memory, between which others lie, "
+            "and AdamW's fused update runs through memory. Let the module keep the parameter "
+            "contiguous"
+        )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides that elements have; of a dim of one there may be any."""
+    return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _first_state(parameter: Tensor, device: torch.device, offload: Offload) -> dict[str, Tensor]:
+    """Return what torch's AdamW keeps of a parameter before its first step."""
+
+    def zeros() -> Tensor:
+        if offload == "none" or parameter.device != device:
+            return torch.zeros_like(parameter, requires_grad=False)
+        return host_like(parameter).zero_()
+
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": zeros(),
+        "exp_avg_sq": zeros(),
+    }
 
 
 def _slots(
-    chains: Sequence[Chain],
+    stages: Sequence[nn.Module],
     adapter: Adapter,
     place: Place,
     summed: frozenset[str],
@@ -106,7 +137,7 @@ def _slots(
 ) -> Iterator[Slot]:
     world = 1 if place.mesh is None else place.degrees.devices // place.degrees.pipeline
     ends = place.ends() if place.degrees.pipeline > 1 else None
-    for name, parameter in (pair for chain in chains for pair in chain.named_parameters()):
+    for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
         if not parameter.requires_grad:
             continue
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -20,7 +20,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import LaunchError
 from planner.schedule import Order
-from runtime.chunked_loss import Targets
 from runtime.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from runtime.weight_gradients import WeightGradients
 
@@ -46,6 +45,8 @@ class StagePart:
     outputs: Tensor | tuple[Tensor, ...]
     store: WeightGradients | None = None
     """Where weight gradients wait between the two parts of a split backward."""
+    select: Callable[[int], None] | None = None
+    """Told the number of the micro-batch that the module is about to run."""
 
 
 class Pipeline:
@@ -60,19 +61,13 @@ class Pipeline:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
         loss: Callable[[Tensor, Tensor], Tensor],
-        everywhere: str | None = None,
-        targets: Targets | None = None,
     ) -> None:
         """`loss` must already be divided by the number of micro-batches.
 
         `groups` are of the same ranks, one for activations and one for gradients: NCCL runs what a
         group sends and receives in order, and a gradient would wait behind a receive that was
         posted early.
-        `everywhere` hands the tokens to every stage, as an argument of that name.
-        `targets` has those of the micro-batch that the last stage is about to see.
         """
-        self._targets = targets or Targets()
-        self._everywhere = everywhere
         count = 1 + max(action.stage for order in orders for action in order)
         self._parts = tuple(parts)
         self._rank_of = {
@@ -80,7 +75,7 @@ class Pipeline:
         }
         self._group, self._device = groups[0], device
         self._micro_batches, self._loss = micro_batches, loss
-        self._stages = [_Stage(part, count, device, groups, self._targets) for part in parts]
+        self._stages = [_Stage(part, count, device, groups) for part in parts]
         self._schedule = PipelineRuntime(
             self._stages, micro_batches, loss_fn=loss, scale_grads=False
         )
@@ -95,15 +90,11 @@ class Pipeline:
         """Run one step on all micro-batches; return their losses on the last stage."""
         losses: list[Tensor] = []
         is_last = any(stage.is_last for stage in self._stages)
-        everywhere: dict[str, Any] = {self._everywhere: tokens} if self._everywhere else {}
-        for stage in self._stages:
-            stage.targets = targets.chunk(self._micro_batches)
         self._schedule.step(
             *((tokens,) if any(stage.is_first for stage in self._stages) else ()),
             target=targets if is_last else None,
             losses=losses if is_last else None,
             return_outputs=False,
-            **everywhere,
         )
         for stage in self._stages:
             stage.finish_sends()
@@ -121,7 +112,7 @@ class Pipeline:
         pairs = zip(
             tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True
         )
-        for batch, target in pairs:
+        for number, (batch, target) in enumerate(pairs):
             x: Tensor | tuple[Tensor, ...] = batch
             for part in self._parts:
                 own = self._rank_of[part.stage]
@@ -129,11 +120,9 @@ class Pipeline:
                 after = self._rank_of.get(part.stage + 1)
                 if before is not None and before != own:
                     x = tuple(self._received(one, before) for one in _tuple(part.inputs))
-                self._targets.now = target
-                made = part.module(
-                    *_tuple(x), **({self._everywhere: batch} if self._everywhere else {})
-                )
-                x = made
+                if part.select is not None:
+                    part.select(number)
+                x = made = part.module(*_tuple(x))
                 if after is None:
                     losses.append(self._loss(made, target))
                 elif after != own:
@@ -147,7 +136,7 @@ class Pipeline:
 
     def _received(self, declared: Tensor, source: int) -> Tensor:
         """Wait for a tensor like a declared one from another rank of the pipeline."""
-        buffer = torch.empty_like(declared, device=self._device, requires_grad=False)
+        buffer = torch.empty(declared.shape, dtype=declared.dtype, device=self._device)
         dist.recv(buffer, group=self._group, group_src=source)
         return buffer
 
@@ -176,9 +165,7 @@ class _Stage(PipelineStage):
         stages: int,
         device: torch.device,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        current: Targets,
     ) -> None:
-        """`current` is told the targets of each micro-batch that the last stage sees."""
         super().__init__(
             part.module,
             part.stage,
@@ -189,9 +176,7 @@ class _Stage(PipelineStage):
             group=groups[0],
             dw_builder=part.store.taken if part.store else None,
         )
-        self.targets: tuple[Tensor, ...] = ()
-        """Of the step's micro-batches."""
-        self._current = current
+        self._select = part.select
         self._gradient_group = groups[1]
         self._store = part.store
         self._declared_inputs = _tuple(part.inputs)
@@ -246,8 +231,8 @@ class _Stage(PipelineStage):
             for info, declared in pairs:
                 assert info.buffer is not None
                 info.buffer.requires_grad_(declared.requires_grad)
-        if self.is_last:
-            self._current.now = self.targets[fwd_chunk_id]
+        if self._select is not None:
+            self._select(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             for one, declared in zip(_tuple(output), self._declared_outputs, strict=True):

@@ -1,12 +1,13 @@
 """Stages of a recorded module under a schedule: what crosses is theirs, the batch is everywhere.
 
-Every rank gives all micro-batches of its slice to `run`, and torch moves only numbers of
-micro-batches along the schedule; a stage takes the micro-batch itself.
+Every rank gives all micro-batches of its slice to `run_all`, and a stage takes the one whose number
+the schedule says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class RecordedPipeline(Pipeline):
                 inputs=stage.received(recording) or (number,),
                 outputs=stage.sent(recording) or torch.empty((), device="meta", requires_grad=True),
                 store=stores[at] if stores else None,
+                select=stage.select,
             )
             for at, stage in stages.items()
         ]
@@ -62,24 +64,24 @@ class RecordedPipeline(Pipeline):
             groups=groups,
             device=device,
             loss=lambda made, _: made,
-            everywhere="at",
         )
+        # What torch cuts and hands on; on the device, where it would be copied to.
+        self._numbers = torch.arange(micro_batches, device=device)
 
     def run_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run one step on all micro-batches; return their losses on the last stage."""
-        numbers = self._given(micro_batches)
-        losses = self.run(numbers, numbers)
-        self._given(())
-        return losses
+        with self._given(micro_batches) as numbers:
+            return self.run(numbers, numbers)
 
     def evaluate_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run all micro-batches forward only; return their losses on the last stage."""
-        numbers = self._given(micro_batches)
-        losses = self.evaluate(numbers, numbers)
-        self._given(())
-        return losses
+        with self._given(micro_batches) as numbers:
+            return self.evaluate(numbers, numbers)
 
-    def _given(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    @contextlib.contextmanager
+    def _given(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Tensor]:
         for stage in self._recorded:
             stage.micro_batches = tuple(micro_batches)
-        return torch.arange(len(micro_batches))
+        yield self._numbers[: len(micro_batches)]
+        for stage in self._recorded:
+            stage.micro_batches = ()

@@ -16,7 +16,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,11 @@ from planner.errors import RecordError
 from planner.plan import Activations
 from planner.profile import Recompute
 from runtime import activations, inner_loss
-from runtime.activations import Packing, Traffic, row_ends
+from runtime.activations import Packing, Traffic
 from runtime.participation import BackwardOrder
 from runtime.recent import Recent
 from runtime.recompute import recomputed
-from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
+from runtime.recorder import MOST_RECORDINGS, units_of
 from runtime.recording import (
     Device,
     Held,
@@ -106,10 +106,27 @@ class _Program:
     """[part] Values that nobody reads behind it."""
 
 
+class Recordings(Protocol):
+    """What a stage asks of who recorded its module, or described it."""
+
+    @property
+    def first(self) -> Recording:
+        """Of the example."""
+        ...
+
+    def recording(self, batch: Any, *, training: bool = True) -> Recording:
+        """Return what the forward does with a batch of these shapes."""
+        ...
+
+    def training_of(self, name: str) -> bool:
+        """Return the mode that a module is in while the whole one trains."""
+        ...
+
+
 class RecordedStage(nn.Module):
     """Layers first to last of a recorded module, the last one left out."""
 
-    def __init__(self, module: nn.Module, recorder: Recorder, first: int, last: int) -> None:
+    def __init__(self, module: nn.Module, recorder: Recordings, first: int, last: int) -> None:
         """`module` gives the parts that are run; it and `recorder` are of one construction."""
         super().__init__()
         self._recorder = recorder
@@ -121,6 +138,7 @@ class RecordedStage(nn.Module):
         """What each layer's stored tensors go through; those that are not named stay."""
         self.micro_batches: Sequence[MicroBatch] = ()
         """Those of the step that a pipeline runs."""
+        self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
         self.order: BackwardOrder | None = None
@@ -150,31 +168,47 @@ class RecordedStage(nn.Module):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
 
-    def pack(self, choices: Mapping[str, Activations]) -> None:
-        """Offload or compress what layers store, as a plan says of each; units are in place."""
-        traffic = Traffic(self.device)
-        ends = row_ends(choices[layer.name] for layer in self.layers)
-        nodes = self._recorder.first.nodes
-        for layer, (first, last) in zip(self.layers, ends, strict=True):
-            called = nodes[layer.first : layer.last]
-            units = nn.ModuleList(
-                self.part(unit) if unit else self._whole[0]
-                for unit in dict.fromkeys(node.unit for node in called)
-                if unit is not None
-            )
-            names = {leaf.name for node in called for leaf in node.leaves if isinstance(leaf, Held)}
-            packing = activations.packing(
-                units,
-                choices[layer.name],
-                traffic,
-                first=first,
-                last=last,
-                beside=functools.partial(self._tensors, tuple(sorted(names))),
-            )
-            if packing is not None:
-                self._packings[layer.name] = packing
-                for unit in units:
-                    packing.leave_parameters(unit)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this class beside a unit of the user's that has the same name."""
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def packing(
+        self, name: str, choice: Activations, traffic: Traffic, *, first: bool, last: bool
+    ) -> Packing | None:
+        """Return what a layer's stored tensors go through, its values in place; None keeps them.
+
+        `first` and `last` are those of a row of layers that all offload.
+        """
+        called = self._called(name)
+        names = {leaf.name for node in called for leaf in node.leaves if isinstance(leaf, Held)}
+        return activations.packing(
+            self._units_of(called),
+            choice,
+            traffic,
+            first=first,
+            last=last,
+            beside=functools.partial(self._tensors, tuple(sorted(names))),
+        )
+
+    def pack(self, name: str, packing: Packing) -> None:
+        """Pack what a layer stores wherever it is replayed; units are in place."""
+        self._packings[name] = packing
+        for unit in self._units_of(self._called(name)):
+            packing.leave_parameters(unit)
+
+    def _called(self, name: str) -> Sequence[Node]:
+        layer = next(layer for layer in self.layers if layer.name == name)
+        return self._recorder.first.nodes[layer.first : layer.last]
+
+    def _units_of(self, called: Sequence[Node]) -> nn.ModuleList:
+        return nn.ModuleList(
+            self.part(unit) if unit else self._whole[0]
+            for unit in dict.fromkeys(node.unit for node in called)
+            if unit is not None
+        )
 
     def _tensors(self, names: Sequence[str]) -> list[Tensor]:
         return [one for one in map(self.held, names) if isinstance(one, Tensor)]
@@ -238,17 +272,18 @@ class RecordedStage(nn.Module):
                 one.training = self._recorder.training_of("")
         return self
 
-    def forward(
-        self, *received: Tensor, micro: MicroBatch | None = None, at: Tensor | None = None
-    ) -> Any:
-        """Run one micro-batch, given or number `at` of those that a pipeline has at hand.
+    def select(self, number: int) -> None:
+        """Run this one of the micro-batches that a pipeline has at hand next."""
+        self._number = number
+
+    def forward(self, *received: Tensor, micro: MicroBatch | None = None) -> Any:
+        """Run one micro-batch, given or selected.
 
         Returns tensors in fixed order.  The last stage returns the module's own outputs, or what
         `loss` makes of them.
         """
         if micro is None:
-            assert at is not None
-            micro = self.micro_batches[int(at)]
+            micro = self.micro_batches[self._number]
         if self.order is not None:
             self.order.begin(self.device)
         # A pipeline hands its first stage the number too.

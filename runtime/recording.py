@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,7 +118,7 @@ class Recording:
     """A forward as nodes in the order in which they ran."""
 
     nodes: tuple[Node, ...]
-    values: tuple[Made, ...]
+    values: Sequence[Made]
     result: tuple[Any, ...]
     result_spec: TreeSpec
     layers: tuple[RecordedLayer, ...]

@@ -238,7 +238,7 @@ def _everything(engine: TokenEngine) -> Iterator[Tensor]:
 
 def _fsdp_parameters(engine: TokenEngine) -> Iterator[Any]:
     """Yield FSDP's own records of the parameters that it divides."""
-    for module in (m for part in engine._parts for m in part.chain.modules()):
+    for module in (m for part in engine._parts for m in part.module.modules()):
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)
 

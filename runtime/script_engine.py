@@ -49,13 +49,13 @@ from runtime.script_passes import Passes
 from runtime.script_plan import script_plan
 from runtime.script_records import ScriptRecords
 from runtime.script_stage import (
-    ScriptStage,
     check_layers,
     frozen_and_buffers,
     holders_of,
     modules_of,
     refuse_hooks,
     refuse_plan,
+    refuse_sparse,
     script_stage,
 )
 from runtime.script_start import built, check_functions, device_of, join_ranks, plan_or_layout
@@ -63,6 +63,7 @@ from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles, styles_by_name
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers, grouped
+from runtime.transforms import Staged
 from runtime.whole_batch import whole_batch
 
 
@@ -142,6 +143,7 @@ class Engine:
         self.clip_norm = clip_norm
         module = built(build, wanted)
         refuse_hooks(module)
+        refuse_sparse(module)
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
@@ -501,7 +503,7 @@ def _mean(total: float, count: float) -> LossValue:
 
 
 def _slots(
-    parts: Sequence[ScriptStage],
+    parts: Sequence[Staged],
     place: Place,
     aliases: Mapping[str, str],
     holders: Mapping[str, dist.ProcessGroup],
@@ -528,9 +530,9 @@ def _slots(
                 parameter=parameter,
                 local=local.detach(),
                 copies=copies_of(parameter, world) * (tied.size() if tied else 1),
-                partial=name in part.divided.summed,
+                partial=name in part.summed,
                 pieces=1,
-                sections=part.divided.sections.get(name, ()),
+                sections=part.sections.get(name, ()),
                 tied=tied,
                 factor=1.0,
             )

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from planner import schedule
 from planner.errors import BatchError, LaunchError
 from planner.plan import Plan
+from planner.schedules import schedule_of
 from runtime import batches
 from runtime.batch_norm import RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
@@ -34,11 +35,12 @@ from runtime.mesh import Place
 from runtime.parallelize import gathers_anew, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
-from runtime.recorded_stage import MicroBatch, step_seed
-from runtime.recorder import MOST_RECORDINGS, Recorder, key_of
+from runtime.recorded_stage import MicroBatch, Recordings, step_seed
+from runtime.recorder import MOST_RECORDINGS, key_of
 from runtime.replicas import Replicas
-from runtime.script_stage import ScriptStage
+from runtime.stale_pipeline import StalePipeline
 from runtime.torch_internals import forget_forward_order
+from runtime.transforms import Staged
 from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
 
 
@@ -49,19 +51,21 @@ class Passes:
         self,
         plan: Plan,
         place: Place,
-        parts: Sequence[ScriptStage],
-        recorder: Recorder,
+        parts: Sequence[Staged],
+        recorder: Recordings,
         *,
         example: Any,
         loss: Callable[[Any, Any], Any],
         gradients: Gradients,
         statistics: RunningStatistics,
         sums: bool,
+        compares: bool = True,
         device: torch.device,
     ) -> None:
         """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled.
 
-        `sums` says that the module asks for sums over the batch.
+        `sums` says that the module asks for sums over the batch, and `compares` that batches are
+        a user's own, which ranks of one slice may not have alike.
         """
         self.totals = Totals(device)
         self._plan = plan
@@ -74,6 +78,7 @@ class Passes:
         self._statistics = statistics
         self._device = device
         self._sums = sums
+        self._compares = compares
         self._surveyed: Totals | None = None
         """What the loss counts, while sums over the batch are made."""
         self._taken: list[Any] | None = None
@@ -147,6 +152,8 @@ class Passes:
         Values are compared once, shapes each time: messages between stages have that of the batch,
         and a loss over the whole batch gathers it.
         """
+        if not self._compares:
+            return
         gathers = isinstance(self._loss, whole_batch) and self._place.data_degree > 1
         gathers = gathers and not any_size
         if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
@@ -182,7 +189,7 @@ class Passes:
         one = self._backward_of(torch.ones((), device=self._device))
         with running(InnerLosses(self._note_inner, one, sums)):
             if self._plan.mesh.pipeline > 1:
-                self._pipeline_of(micros).run_all(micros)
+                self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
         if self._replicas is not None:
@@ -287,7 +294,7 @@ class Passes:
             own = list(alike)
             for at in range(0, len(own), self._plan.micro_batches):
                 some = own[at : at + self._plan.micro_batches]
-                self._pipeline_of(some).evaluate_all(some)
+                self.pipeline_of(some).evaluate_all(some)
 
     def _one_after_another(self, micros: Sequence[MicroBatch]) -> None:
         part = self._parts[0]
@@ -382,7 +389,7 @@ class Passes:
         count = self._plan.micro_batches_of(self._place.data_rank)
         return Replicas(replicated, backwards=None if apart else count)
 
-    def _pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
+    def pipeline_of(self, micros: Sequence[MicroBatch]) -> RecordedPipeline:
         """Return the stages with the boundaries of these micro-batches."""
         example, training = micros[0].batch, self._parts[0].module.training
         return self._pipelines.get(
@@ -392,21 +399,24 @@ class Passes:
     def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:
         plan = self._plan
         parts = dict(zip(plan.stages_of_rank(self._place.stage), self._parts, strict=True))
-        return RecordedPipeline(
-            {stage: part.module for stage, part in parts.items()},
-            schedule.orders(
-                plan.schedule,
-                stages=len(plan.stages),
-                micro_batches=plan.micro_batches,
-                virtual_stages=plan.virtual_stages,
-            ),
-            recording=self._recorder.recording(example, training=training),
+        settings: dict[str, Any] = {
+            "recording": self._recorder.recording(example, training=training),
+            "micro_batches": plan.micro_batches,
+            "groups": self._place.pipeline_groups(),
+            "device": self._device,
+            "loss": self._micro_loss,
+        }
+        modules = {stage: part.module for stage, part in parts.items()}
+        if training and schedule_of(plan.schedule).stale:
+            return StalePipeline(modules, name=plan.schedule, stages=len(plan.stages), **settings)
+        orders = schedule.orders(
+            plan.schedule,
+            stages=len(plan.stages),
             micro_batches=plan.micro_batches,
-            groups=self._place.pipeline_groups(),
-            device=self._device,
-            loss=self._micro_loss,
-            stores={stage: part.store for stage, part in parts.items() if part.store} or None,
+            virtual_stages=plan.virtual_stages,
         )
+        stores = {stage: part.store for stage, part in parts.items() if part.store} or None
+        return RecordedPipeline(modules, orders, stores=stores, **settings)
 
     # --- sums over all ranks ----------------------------------------------------------------
 

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from planner.claims import SCRIPT, unexecuted
 from planner.cluster import EIGHT_BITS
 from planner.errors import LaunchError
 from planner.plan import Plan
-from planner.schedules import schedule_of
 from planner.training import Training
 from runtime.compiled import Compiler
 from runtime.mesh import Place, wants_mesh
-from runtime.parallelize import no_view, over_data, prefetch, reduces_apart, replicated
-from runtime.participation import BackwardOrder, Participation
-from runtime.recompute import wrapped
+from runtime.parallelize import reduces_apart
+from runtime.participation import Participation
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
-from runtime.script_tensor import DividedStage, ScriptStyles, divide
+from runtime.script_tensor import ScriptStyles
 from runtime.supported import foreign
-from runtime.weight_gradients import PLAIN, WeightGradients, defer
+from runtime.transforms import Script, Staged, transformed
 from runtime.whole_batch import whole_batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptStage:
-    """One of this rank's stages."""
-
-    module: RecordedStage
-    wrapped: bool
-    """FSDP is at work (the module is an FSDPModule)."""
-    store: WeightGradients | None
-    """Where weight gradients wait, if the schedule makes them apart."""
-    replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
-    """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
-    divided: DividedStage
-    """What of its parameters the tensor axis makes other than plain parts."""
 
 
 def check_layers(plan: Plan, recorder: Recorder) -> None:
@@ -195,10 +173,20 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters: those that data parallelism puts in their place have none."""
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise LaunchError(
                 f"{name}: has a gradient hook, which would never be called once parameters are "
                 "divided; change gradients between engine.gradients() and engine.optimizer_step()"
+            )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
+            raise LaunchError(
+                f"{name or type(one).__name__}: {type(one).__name__}(sparse=True) makes sparse "
+                "gradients, which ranks cannot sum; build it with sparse=False"
             )
 
 
@@ -213,103 +201,36 @@ def script_stage(
     styles: ScriptStyles,
     participation: Participation,
     compiler: Compiler | None = None,
-) -> ScriptStage:
-    """Make one of this rank's stages parallel.  `module` is on the CPU or on the device.
-
-    A `compiler` compiles the units that repeat.
-    """
+) -> Staged:
+    """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
     sizes = [len(one.layers) for one in plan.stages]
     first = sum(sizes[:stage])
     made = RecordedStage(module, recorder, first, first + sizes[stage])
-    for item in plan.stages[stage].layers:
-        made.recompute[item.layer] = item.recompute
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
-    divided = divide(made, styles, place.axis("tensor")) if styles else DividedStage()
-    store = WeightGradients() if schedule_of(plan.schedule).splits_backward else None
-    if store is not None:
-        for unit in made.units.values():
-            defer(unit, store, PLAIN)
-    if compiler is not None:
-        _compile(made, module, recorder, compiler)
-    made.pack({item.layer: item.activations for item in plan.stages[stage].layers})
-    apart = reduces_apart(plan, place)
     wraps = wraps_stages(plan, place)
-    # FSDP divides along a dim, and these have none.
-    scalars = [parameter for parameter in made.parameters() if wraps and not parameter.ndim]
-    besides = [*scalars, *unused]
-    group = place.data_group if place.mesh is not None else None
-    if wraps:
-        if recorder.refused is not None:
-            # What runs between units is not known, and ranks may run other units: gathered whole.
-            made.units = {}
-        _make_contiguous(made)
-        for unit in made.units.values():
-            unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=besides)
-        made.register_forward_hook(no_view)
-        over_data(made, plan, place.data, device, root=True, besides=besides)
-        root = cast(FSDPModule, made)
-        units = [cast(FSDPModule, unit) for unit in made.units.values()]
-        for one in (*units, root):
-            participation.watch(one)
-        made.order = BackwardOrder(root, units)
-        prefetch(list(made.units.values()), plan.prefetch)
-    return ScriptStage(
-        module=made,
-        wrapped=wraps,
-        store=store,
-        divided=divided,
-        replicated=tuple(
-            (parameter, own)
-            for parameter, own in (
-                replicated(made, plan, place) if apart else ((one, group) for one in scalars)
-            )
-            if parameter.requires_grad
-            and own is not None
-            and own.size() > 1
-            and all(parameter is not one for one in unused)
-        ),
+    if wraps and recorder.refused is not None:
+        # What runs between units is not known, and ranks may run other units: gathered whole.
+        made.units = {}
+    return transformed(
+        Staged(
+            plan=plan,
+            stage=stage,
+            place=place,
+            device=device,
+            module=made,
+            of=Script(
+                module=module,
+                recorder=recorder,
+                styles=styles,
+                participation=participation,
+                unused=unused,
+            ),
+            compiler=compiler,
+            wrapped=wraps,
+        )
     )
-
-
-def _compile(
-    made: RecordedStage, module: nn.Module, recorder: Recorder, compiler: Compiler
-) -> None:
-    """Compile the units of a stage that repeat; one that is recomputed is so inside its graph.
-
-    Those that draw stay eager: their numbers follow the sample, and a graph draws its own.
-    """
-    nodes = recorder.first.nodes
-    calls = Counter(node.unit for node in nodes if node.unit is not None)
-    alike = Counter(type(module.get_submodule(name)) for name in calls)
-    for layer in made.layers:
-        inside = [
-            nodes[at] for at in range(layer.first, layer.last) if at not in recorder.first.derived
-        ]
-        for node in inside:
-            unit = made.unit(node.unit) if node.unit is not None else None
-            if unit is None or alike[type(unit)] == 1 or not any(True for _ in unit.children()):
-                continue
-            name, choice = str(node.unit), made.recompute[layer.name]
-            if node.draws:
-                compiler.fallbacks[name] = "it draws random numbers, which follow the sample"
-            elif calls[name] > 1:
-                compiler.fallbacks[name] = "the forward calls it more than once"
-            elif choice != "none" and len(inside) > 1:
-                compiler.fallbacks[name] = "it is recomputed together with what runs beside it"
-            else:
-                wrapped(unit, "full" if choice == "selective" and node.changed else choice)
-                made.recompute[layer.name] = "none"
-                compiler.compile(name, unit)
-
-
-def _make_contiguous(module: nn.Module) -> None:
-    """FSDP divides parameters through memory."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.contiguous()
 
 
 def frozen_and_buffers(stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ no number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from planner import schedule
 from planner.actions import Action
-from runtime.pipeline import Pipeline, StagePart
+from runtime.recorded_pipeline import RecordedPipeline
+from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.recording import Recording
 
 
 class Versions:
@@ -55,38 +58,44 @@ class Versions:
         self.use(newest + 1)
 
 
-class StalePipeline(Pipeline):
+class StalePipeline(RecordedPipeline):
     """This rank's one stage, and the part of the endless schedule that each call executes."""
 
     def __init__(
         self,
-        part: StagePart,
+        own: Mapping[int, RecordedStage],
         *,
         name: str,
         stages: int,
+        recording: Recording,
         micro_batches: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[[Any, MicroBatch], Tensor],
     ) -> None:
-        """`groups` are of the same ranks: one for activations, one for gradients.
+        """`own` is the one stage of this rank, by its number.
+
+        `groups` are of the same ranks: one for activations, one for gradients.
 
         Messages of two directions in one group could each wait for the other to be received.
         """
         shape = {"stages": stages, "micro_batches": micro_batches}
         super().__init__(
-            [part],
+            own,
             schedule.orders(name, stages=stages, micro_batches=micro_batches),
+            recording=recording,
             micro_batches=micro_batches,
             groups=groups,
             device=device,
             loss=loss,
         )
+        (part,) = self._parts
         both = schedule.orders(name, **shape, steps=2)[part.stage]
         second = both.index(Action(part.stage, "F", micro_batches))
         behind = stages - 1 - part.stage  # micro-batches that are in flight when a step ends
         self._fill, self._go_on = both[:second], both[second : len(both) - behind]
         self._rest = both[len(both) - behind :]
+        (self._module,) = own.values()
         self._part, self._last_stage = part, part.stage == stages - 1
         self._gradient_group = groups[1]
         self._parameters = [p for p in part.module.parameters() if p.requires_grad]
@@ -94,21 +103,18 @@ class StalePipeline(Pipeline):
         self._steps = 0
         self._filled = False
         self._due: list[int] = []
-        self._in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Begin a step and go on with the one before; return the losses on the last stage."""
-        pairs = list(
-            zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
-        )
         first = self._steps - 1 if self._filled else self._steps
         losses: list[Tensor] = []
         for action in self._go_on if self._filled else self._fill:
             later, micro_batch = divmod(action.micro_batch, self._micro_batches)
             if action.kind == "F":
-                losses += self._forward(first + later, micro_batch, *pairs[micro_batch])
+                losses += self._forward(first + later, micro_batch)
             else:
                 self._backward(first + later, micro_batch)
         self._due.append(self._steps)
@@ -139,17 +145,17 @@ class StalePipeline(Pipeline):
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
 
-    def _forward(self, step: int, micro_batch: int, tokens: Tensor, target: Tensor) -> list[Tensor]:
+    def _forward(self, step: int, micro_batch: int) -> list[Tensor]:
         """Run a micro-batch forward; return its loss, if this is the last stage."""
         self.versions.use(max(0, step - 1))
-        x = tokens
+        x: list[Tensor] = []
         if self._part.stage:
-            assert isinstance(self._part.inputs, Tensor)
-            x = self._received(self._part.inputs, self._part.stage - 1).requires_grad_()
-        output = self._part.module(x)
-        if self._last_stage:
-            output = self._loss(output, target)
-        else:
+            (like,) = self._part.inputs
+            x = [self._received(like, self._part.stage - 1).requires_grad_()]
+        self._module.select(micro_batch)
+        output = self._part.module(*x)
+        if not self._last_stage:
+            (output,) = output
             self._send(output.detach(), self._group, self._part.stage + 1)
         self._in_flight[step, micro_batch] = x, output
         return [output] if self._last_stage else []
@@ -160,7 +166,7 @@ class StalePipeline(Pipeline):
         x, output = self._in_flight.pop((step, micro_batch))
         gradient = None
         if not self._last_stage:
-            gradient = torch.empty_like(output)
+            gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
         known = self._grads.get(step) or [None] * len(self._parameters)
         for parameter, grad in zip(self._parameters, known, strict=True):
@@ -169,8 +175,9 @@ class StalePipeline(Pipeline):
         self._grads[step] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        if x.grad is not None:
-            self._send(x.grad, self._gradient_group, self._part.stage - 1)
+        for received in x:
+            assert received.grad is not None
+            self._send(received.grad, self._gradient_group, self._part.stage - 1)
 
     def _send(self, tensor: Tensor, group: dist.ProcessGroup, stage: int) -> None:
         tensor = tensor.contiguous()

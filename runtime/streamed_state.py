@@ -21,7 +21,7 @@ from runtime.quantized_state import is_quantized
 from runtime.trial import untouched
 
 BUCKET_BYTES = 64 * 2**20
-"""Of parameters, whose state is of the same order."""
+"""Of state, which is what a bucket moves."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -63,6 +63,11 @@ class StreamedState:
         coming = self._coming(*buckets[0]) if buckets else []
         going: list[_OnItsWay] = []
         for at, (optimizer, bucket) in enumerate(buckets):
+            homes = {
+                (id(one.state), one.key): one.source
+                for one in coming
+                if host.on_host(one.source)  # what a checkpoint was read into may not be yet
+            }
             for one in coming:
                 one.state[one.key] = one.copied.wait()
             coming = self._coming(*buckets[at + 1]) if at + 1 < len(buckets) else []
@@ -72,7 +77,7 @@ class StreamedState:
             for parameter in bucket:
                 parameter.grad = None
             _arrive(going)
-            going = self._going(optimizer, bucket)
+            going = self._going(optimizer, bucket, homes)
         _arrive(going)
 
     def _coming(self, optimizer: Optimizer, bucket: Sequence[nn.Parameter]) -> list[_OnItsWay]:
@@ -81,11 +86,27 @@ class StreamedState:
             for state, key, value in _tensors(optimizer, bucket)
         ]
 
-    def _going(self, optimizer: Optimizer, bucket: Sequence[nn.Parameter]) -> list[_OnItsWay]:
+    def _going(
+        self,
+        optimizer: Optimizer,
+        bucket: Sequence[nn.Parameter],
+        homes: Mapping[tuple[int, str], Tensor],
+    ) -> list[_OnItsWay]:
         return [
-            _OnItsWay(state, key, host.to_host(value), value)
+            _OnItsWay(
+                state,
+                key,
+                host.back_to_host(value, homes.get((id(state), key), host_like(value))),
+                value,
+            )
             for state, key, value in _tensors(optimizer, bucket)
         ]
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Return unfilled host memory for a tensor; fused updates run through memory by its strides."""
+    flat = host.room((tensor.numel(),), tensor.dtype, tensor.device)
+    return flat.as_strided(tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +132,14 @@ def _buckets(
     bucket: list[nn.Parameter] = []
     size_bytes = 0
     for parameter, optimizer in users.items():
-        full = size_bytes + parameter.nbytes > BUCKET_BYTES
+        kept = [value.nbytes for _, _, value in _tensors(optimizer, [parameter])]
+        own_bytes = sum(kept) if kept else parameter.nbytes
+        full = size_bytes + own_bytes > BUCKET_BYTES
         if bucket and (full or users[bucket[0]] is not optimizer):
             yield users[bucket[0]], bucket
             bucket, size_bytes = [], 0
         bucket.append(parameter)
-        size_bytes += parameter.nbytes
+        size_bytes += own_bytes
     if bucket:
         yield users[bucket[0]], bucket
 

@@ -57,6 +57,8 @@ class Group:
     factory: Factory
     settings: Mapping[str, Any]
     names: tuple[str, ...]
+    elementwise: bool | None = None
+    """Whether the update treats each element by itself; None: it is tried."""
 
 
 def grouped(
@@ -238,15 +240,20 @@ class TorchOptimizers(Gradients):
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
         for group in self._groups:
             held = [by_name[name] for name in group.names if name in by_name]
-            gathered = any(_is_divided(slot) for slot in held) and not is_elementwise(
-                group.factory, group.settings
-            )
+            elementwise = group.elementwise
+            if elementwise is None and any(_is_divided(slot) for slot in held):
+                elementwise = is_elementwise(group.factory, group.settings)
+            gathered = elementwise is False
             if gathered and not gather:
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "
                     "divides them (ZeRO); allow gather=True or use a plan with zero 0"
                 )
-            if streamed and not steps_apart(functools.partial(_of_group, group)):
+            if (
+                streamed
+                and not group.elementwise
+                and not steps_apart(functools.partial(_of_group, group))
+            ):
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} updates parameters together, and offload "
                     "'optimizer' one after the other; plan without offload"
@@ -336,6 +343,31 @@ class TorchOptimizers(Gradients):
         if float(measured.count) == 0 or (spoilt is not None and float(spoilt)):
             self.dropped()
             return False
+        self._step(grads)
+        return True
+
+    @torch.no_grad()
+    def update_on_device(self, grads: Mapping[Slot, Tensor], measured: Measured) -> None:
+        """Step with gradients of the mean loss; no host waits to learn whether weights move.
+
+        That is up to the optimizers, which take `found_inf` as torch's fused ones do.
+        """
+        overflown = self.scale.spoilt(measured.norm)
+        skipped = (measured.factor == 0).float()  # nothing counted
+        if overflown is not None:
+            skipped = skipped.maximum(overflown)
+        for optimizer in self.optimizers:
+            first = next((one for g in optimizer.param_groups for one in g["params"]), skipped)
+            # torch would copy it to parameters on the host without a wait, and read it too early.
+            optimizer.found_inf = skipped.to(first.device)  # type: ignore[attr-defined]
+        self.scale.update(overflown)
+        self.steps += 1
+        self._step(grads)
+        for optimizer in self.optimizers:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _step(self, grads: Mapping[Slot, Tensor]) -> None:
+        """Let the optimizers use the gradients, and forget those."""
         for part in self._parts.values():
             grad = grads.get(part.slot)
             if grad is None:
@@ -358,7 +390,6 @@ class TorchOptimizers(Gradients):
             part.plain.grad = None
         share_values(self.slots)
         self.dropped()
-        return True
 
     def _gather(self, part: _Part, grad: Tensor) -> None:
         """Bring a whole matrix and its gradient to the owner."""
@@ -374,6 +405,7 @@ class TorchOptimizers(Gradients):
         whole = part.plain.data if part.owned else torch.empty_like(slot.parameter, device="meta")
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
+        whole = whole.contiguous()
         dist.broadcast(whole, group=group, group_src=part.owner)
         if slot.sections:
             take_sections(slot, slot.local, whole)

@@ -23,7 +23,7 @@ import networkx as nx
 from torch import Tensor, fx, nn
 
 from planner.errors import DocumentError
-from runtime.branches import TOKENS, Branches
+from runtime.adapter import TOKENS
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 SCALARS = ("size", "dim", "numel")
@@ -212,7 +212,7 @@ def _needed(node: fx.Node, owners: Mapping[fx.Node, Owner], returned: fx.Node) -
 
 def _name(owner: Owner, taken: Mapping[str, Any]) -> str:
     name = re.sub(r"\W", "_", owner[0])
-    if not re.match(r"[A-Za-z_]", name) or name in dir(Branches) or name in (TOKENS, "names"):
+    if not re.match(r"[A-Za-z_]", name) or name in dir(nn.Module) or name in (TOKENS, "names"):
         name = f"layer_{name}"
     name = name if owner[1] <= 1 else f"{name}_call{owner[1]}"
     while name in taken:

@@ -66,6 +66,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class Event:
     def __init__(self, *_: Any, **__: Any) -> None:

@@ -29,7 +29,7 @@ from tests.cuda.walk import main
 main()
 """
 REPORT = {
-    "copy of pageable memory to cuda at runtime/engine.py:_inputs_and_targets": 1,
+    "copy of pageable memory to cuda at runtime/engine.py:_micro_batches": 1,
     "item at runtime/engine.py:step": 4,
 }
 """What the host waits for in a step: tokens that come, the four figures of its report that go."""
@@ -118,9 +118,9 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
-        "runtime/engine.py:_inputs_and_targets",
+        "runtime/engine.py:_micro_batches",
         "runtime/engine.py:step",
-        "runtime/adamw.py:step",
+        "runtime/torch_optimizers.py:update_on_device",
         "runtime/gradients.py:_multiply",
         "runtime/gradients.py:_squared_norm",
     }

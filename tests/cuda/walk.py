@@ -26,7 +26,7 @@ from planner.plan import Plan
 from planner.profile import ChunkedLoss, CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
-from runtime import compiled, experts, parallelize
+from runtime import compiled, experts, transforms
 from runtime.engine import TokenEngine
 from runtime.rehearsal import fake_job
 from tests.cuda.fake_cuda import fake_cuda
@@ -122,7 +122,7 @@ def untraced() -> Iterator[None]:
     """
     with (
         mock.patch.object(torch, "compile", lambda forward, **_: forward),
-        mock.patch.object(parallelize, "share_memory", lambda group, device: None),
+        mock.patch.object(transforms, "share_memory", lambda group, device: None),
         mock.patch.multiple(
             compiled,
             BACKEND="none",

@@ -85,7 +85,7 @@ def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
 
     tokens, _ = network.batch(2)
     values = {"tokens": tokens}
-    for layer, module in network.module.layers.items():
+    for layer, module in network.parts.items():
         inputs = [values[read].clone() for read in network.reads[layer]]
         fresh = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
         saved: dict[int, int] = {}

@@ -270,4 +270,4 @@ def test_compiled_layers_are_measured_beside_eager_ones(
     }
     assert compiled_graphs() - before == 1  # of both blocks, in all rounds
     assert all(m.recompute_s is None for m in found if m.compiled)
-    assert all("forward" not in vars(layer) for layer in short.module.layers.values())
+    assert all("forward" not in vars(layer) for layer in short.parts.values())

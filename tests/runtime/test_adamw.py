@@ -1,27 +1,74 @@
-"""Our AdamW is held against torch's, wherever its moments are."""
+"""The update of a plan is held against torch's AdamW, wherever its state lies."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from planner.plan import Mesh
 from planner.training import Training
-from runtime import adamw
-from runtime.adamw import AdamW
+from runtime import streamed_state
 from runtime.engine import TokenEngine
 from runtime.host import on_host
 from runtime.live_memory import LiveMemory
+from runtime.loss_scale import LossScale
+from runtime.mesh import Place
+from runtime.optimizer import Optimizer
+from runtime.recorded_stage import MicroBatch
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
-TRAINING = Training(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.2)
-SHAPES = ((64, 32), (32,), (0, 32), (32, 64), (7,), (64, 64))
 RATE = 0.01
+TRAINING = Training(
+    learning_rate=RATE, beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.2, clip_norm=0
+)
+SHAPES = ((64, 32), (32,), (0, 32), (32, 64), (7,), (64, 64))
+
+
+class Names:
+    """The rules of a model whose parameters have no names but their own."""
+
+    tied_names = frozenset[str]()
+
+    def published_name(self, name: str) -> str:
+        return name
+
+    def pieces(self, name: str) -> int:
+        return 1
+
+
+def optimizer_of(
+    parameters: Sequence[torch.Tensor], training: Training, offload: str = "none", **how: Any
+) -> Optimizer:
+    module = nn.Module()
+    for at, parameter in enumerate(parameters):
+        module.register_parameter(str(at), nn.Parameter(parameter))
+    return Optimizer(
+        [module],
+        Names(),  # type: ignore[arg-type]
+        training,
+        Place(degrees=Mesh(), mesh=None),
+        device=CPU,
+        summed=frozenset(),
+        factors={},
+        offload=offload,  # type: ignore[arg-type]
+        **how,
+    )
+
+
+def update(
+    optimizer: Optimizer, grads: Sequence[torch.Tensor | None], *, counted: float = 1.0
+) -> None:
+    for slot, grad in zip(optimizer.slots, grads, strict=True):
+        slot.parameter.grad = grad
+    optimizer.step(torch.tensor([0.0, counted], dtype=torch.float64))
 
 
 def values(seed: int) -> list[torch.Tensor]:
@@ -31,28 +78,13 @@ def values(seed: int) -> list[torch.Tensor]:
     return made
 
 
-def ours(offload: str, **how: Any) -> tuple[list[torch.Tensor], AdamW]:
-    parameters = values(0)
-    optimizer = AdamW(
-        parameters,
-        [parameter.ndim > 1 for parameter in parameters],
-        TRAINING,
-        names=[str(index) for index, _ in enumerate(parameters)],
-        device=CPU,
-        offload=offload,  # type: ignore[arg-type]
-    )
-    for step in range(3):
-        optimizer.step(values(1 + step), rate=RATE, **how)
-    return parameters, optimizer
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 2**26])
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
 def test_the_update_is_torchs_bit_by_bit(
     offload: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw, "BUCKET_BYTES", bucket_bytes)
-    expected = [torch.nn.Parameter(value) for value in values(0)]
+    monkeypatch.setattr(streamed_state, "BUCKET_BYTES", bucket_bytes)
+    expected = [nn.Parameter(value) for value in values(0)]
     oracle = torch.optim.AdamW(
         [
             {"params": [p for p in expected if p.ndim > 1], "weight_decay": 0.2},
@@ -63,61 +95,64 @@ def test_the_update_is_torchs_bit_by_bit(
         eps=1e-6,
         fused=True,
     )
-    for step in range(3):
-        for parameter, grad in zip(expected, values(1 + step), strict=True):
+    found = values(0)
+    optimizer = optimizer_of(found, TRAINING, offload)
+    for at in range(3):
+        for parameter, grad in zip(expected, values(1 + at), strict=True):
             parameter.grad = grad if grad.numel() else None
         oracle.step()
+        update(optimizer, values(1 + at))
 
-    found, optimizer = ours(offload)
-
+    state = optimizer.state()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    for parameter, moments in zip(expected, optimizer.moments, strict=True):
-        assert moments.step == 3
+    for at, parameter in enumerate(expected):
         if parameter.numel():
-            assert torch.equal(moments.exp_avg, oracle.state[parameter]["exp_avg"])
-            assert torch.equal(moments.exp_avg_sq, oracle.state[parameter]["exp_avg_sq"])
-            assert on_host(moments.exp_avg) == (offload != "none")
+            assert state[f"optim.{at}.step"] == 3
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[f"optim.{at}.{key}"], oracle.state[parameter][key])
+                assert on_host(state[f"optim.{at}.{key}"]) == (offload != "none")
 
 
-def test_a_spoilt_step_changes_nothing() -> None:
-    before = values(0)
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("why", ["overflown", "nothing counted"])
+def test_a_step_that_is_skipped_changes_nothing(why: str, offload: str) -> None:
+    found, grads = values(0), values(1)
+    scale = LossScale(CPU, active=why == "overflown")
+    if why == "overflown":
+        grads[0][0, 0] = torch.inf
+    optimizer = optimizer_of(found, TRAINING, offload, scale=scale)
 
-    for offload in ("none", "optimizer"):
-        found, optimizer = ours(offload, spoilt=torch.tensor(1.0))
+    update(optimizer, grads, counted=0.0 if why == "nothing counted" else 1.0)
 
-        assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
-        for moments in optimizer.moments:
-            assert moments.step == 0
-            assert not moments.exp_avg.any()
+    assert all(torch.equal(a, b) for a, b in zip(found, values(0), strict=True))
+    kept = {name: v for name, v in optimizer.state().items() if name.startswith("optim.")}
+    assert kept
+    assert not any(value.any() for value in kept.values())
 
 
 def test_what_has_no_gradient_stays() -> None:
     parameters = values(0)
-    optimizer = AdamW(
-        parameters, [True] * 6, TRAINING, names=list("abcdef"), device=CPU, offload="optimizer"
-    )
+    optimizer = optimizer_of(parameters, TRAINING, "optimizer")
 
-    optimizer.step([None, *values(1)[1:]], rate=RATE)
+    update(optimizer, [None, *values(1)[1:]])
 
     assert torch.equal(parameters[0], values(0)[0])
     assert not torch.equal(parameters[5], values(0)[5])
 
 
-def test_a_step_holds_three_buckets_of_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = [torch.randn(64, 64) for _ in range(8)]
+def test_a_step_holds_three_buckets_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
     each = 64 * 64 * 4
-    monkeypatch.setattr(adamw, "BUCKET_BYTES", 2 * each)  # the moments of one parameter
-    optimizer = AdamW(
-        parameters, [True] * 8, TRAINING, names=list("abcdefgh"), device=CPU, offload="optimizer"
-    )
+    monkeypatch.setattr(streamed_state, "BUCKET_BYTES", 2 * each)  # the state of one parameter
+    optimizer = optimizer_of([torch.randn(64, 64) for _ in range(8)], TRAINING, "optimizer")
+    update(optimizer, [torch.randn(64, 64) for _ in range(8)])
     grads = [torch.randn(64, 64) for _ in range(8)]
-    optimizer.step(grads, rate=RATE)
 
-    with LiveMemory() as live:
-        optimizer.step(grads, rate=RATE)
+    with LiveMemory(existing=grads) as live:
+        held = live.current_bytes
+        update(optimizer, grads)
 
-    assert live.current_bytes == 0
-    assert 2 * 2 * each <= live.peak_bytes <= 3 * 2 * each + 1024
+    assert live.current_bytes <= held
+    assert 2 * 2 * each <= live.peak_bytes - held <= 3 * 2 * each + 1024
 
 
 @pytest.mark.ranks
@@ -159,7 +194,7 @@ def forward_bytes(offload: str) -> tuple[int, int, int]:
     engine.step(cases.global_tokens(0))
     gc.collect()
     with LiveMemory(existing=engine.state().values()) as live:
-        engine._parts[0].chain(cases.global_tokens(1)[:4, :-1])
+        engine._parts[0].module(micro=MicroBatch((cases.global_tokens(1)[:4, :-1],)))
     sizes = [4 * layer.parameters for _, layer in graph.chain]
     return live.peak_bytes, max(sizes), sum(sizes)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import LaunchError
-from runtime import compiled, parallelize
+from runtime import compiled, transforms
 from runtime.torch_internals import share_memory
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -73,7 +73,7 @@ def passes_counted() -> Iterator[Graphs]:
     own.impl(SCATTERED, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
     with (
         mock.patch.object(compiled, "BACKEND", backend),
-        mock.patch.object(parallelize, "share_memory"),
+        mock.patch.object(transforms, "share_memory"),
         mock.patch.object(dist, "is_nccl_available", lambda: True),
         symmetric._test_mode(),
     ):

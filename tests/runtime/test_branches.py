@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planner.costs.crossings import crossings_of
 from planner.errors import DocumentError
@@ -21,7 +21,6 @@ from planner.pins import Pins
 from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.request import Request
 from planner.search.best_first import search
-from runtime.branches import Branches
 from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, networks, test_groups
@@ -158,32 +157,6 @@ def test_one_process_computes_what_the_modules_compute() -> None:
     expected = nn.functional.cross_entropy(held["head"].flatten(0, 1), tokens[:, 1:].flatten())
 
     assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_a_stage_passes_on_what_it_does_not_read_and_forgets_what_nobody_needs() -> None:
-    class Sum(nn.Module):
-        def forward(self, *read: Tensor) -> Tensor:
-            return sum(read, torch.zeros(()))
-
-    reads = {"b": ("a",), "c": ("b", "a"), "d": ("c", "tokens")}
-    stage = Branches(
-        {name: Sum() for name in reads},
-        reads=reads,
-        received=("skip", "a"),
-        sent=("skip", "b", "d"),
-    )
-    skip, a = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
-
-    passed, b, d = stage(skip, a, tokens=torch.full((2,), 10.0))
-    (2 * passed + d).sum().backward()
-
-    assert torch.equal(passed, skip)
-    assert torch.equal(b, a)
-    assert torch.equal(d, 2 * a + 10)
-    assert skip.grad is not None
-    assert skip.grad.tolist() == [2.0, 2.0]
-    assert a.grad is not None
-    assert a.grad.tolist() == [2.0, 2.0]
 
 
 def test_a_graph_has_the_users_names_edges_and_traced_costs() -> None:

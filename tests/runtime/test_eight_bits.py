@@ -200,7 +200,7 @@ def gathered(layout: dict[str, Any], wire: str) -> tuple[list[float], float, int
     narrow = sum(
         isinstance(module, DeferredLinear) and module.scale is not None
         for part in engine._parts
-        for module in part.chain.modules()
+        for module in part.module.modules()
     )
     return said, held, narrow
 

@@ -61,7 +61,7 @@ def test_only_adapters_are_trained_and_kept() -> None:
 
 
 def frozen(engine: TokenEngine) -> dict[str, torch.nn.Parameter]:
-    named = engine._parts[0].chain.named_parameters()
+    named = engine._parts[0].module.named_parameters()
     return {name: p for name, p in named if not p.requires_grad}
 
 

@@ -36,10 +36,9 @@ def simulated(graph: ModelGraph, steps: int = STEPS) -> Run:
     for step in range(steps):
         tokens = cases.global_tokens(step)
         put(parameters, history[max(0, step - 1)])
-        engine._totals.clear()
-        engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
+        engine.forward_backward(tokens)
         put(parameters, history[-1])
-        loss, norm, *_ = engine._optimizer.step(engine._totals.values).tolist()
+        loss, norm, *_ = engine._optimizer.step(engine._passes.totals.values).tolist()
         losses.append(loss)
         norms.append(norm)
         history.append([p.detach().clone() for p in parameters])
@@ -132,7 +131,7 @@ def calls_in_flight() -> list[int]:
     found = []
     for step in range(4):
         engine.step(cases.global_tokens(step))
-        found.append(len(engine._pipeline._in_flight))
+        found.append(len(engine._stale._in_flight))
     return found
 
 
@@ -147,7 +146,7 @@ def test_calls_together_are_the_schedule() -> None:
         graph = cases.transformer()
         plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2, micro_batches=4)
         engine = TokenEngine(plan, graph, device=CPU)
-        pipeline = engine._pipeline
+        pipeline = engine._stale
         done: list[str] = []
         forward, backward = pipeline._forward, pipeline._backward
 

@@ -1,0 +1,488 @@
+"""Everything that a plan does to one stage, in the order in which it is done.
+
+`transformed` is that order; each function behind it is one technique, and does nothing where the
+plan does not ask for it.  A stage of a language model has the rules of its family (styles, first
+values, names); one of a user's own module has the styles that were given or derived, and holds
+values already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from planner.errors import LaunchError
+from planner.model import ModelGraph
+from planner.plan import PlacedLayer, Plan
+from planner.schedules import schedule_of
+from runtime import activations, experts, gathered_experts, lora, tensor
+from runtime.activations import Traffic
+from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
+from runtime.chunked_loss import in_chunks
+from runtime.compiled import Compiler
+from runtime.described_model import DescribedModel, tree_of
+from runtime.eight_bits import products_of
+from runtime.experts import Load
+from runtime.initialize import first_buffer, materialize
+from runtime.mesh import Place, wants_mesh
+from runtime.narrow_gather import NarrowWeights
+from runtime.parallelize import (
+    let_go_before,
+    no_view,
+    over_data,
+    prefetch,
+    reduces_apart,
+    reduces_at_once,
+    reduces_in_step,
+    replicated,
+    shards,
+)
+from runtime.participation import BackwardOrder, Participation
+from runtime.published import Weights
+from runtime.recompute import wrapped
+from runtime.recorded_stage import RecordedStage
+from runtime.recorder import Recorder
+from runtime.script_tensor import ScriptStyles, divide
+from runtime.torch_internals import act_around, share_memory
+from runtime.weight_gradients import PLAIN, WeightGradients, defer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The rules of a language model, where a stage is of one."""
+
+    adapter: Adapter
+    weights: Weights | None
+    """Published values; None draws the first ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What is known of a user's own module, where a stage is of one."""
+
+    module: nn.Module
+    recorder: Recorder
+    styles: ScriptStyles
+    participation: Participation
+    unused: Sequence[nn.Parameter]
+    """Parameters that nothing reads, on the stage that holds them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """One of this rank's stages: its module, and what the techniques declare of it."""
+
+    plan: Plan
+    stage: int
+    place: Place
+    device: torch.device
+    module: RecordedStage
+    of: Family | Script
+    compiler: Compiler | None
+    """What compiles layers that repeat, if the plan lets any be compiled."""
+    wrapped: bool = False
+    """Data parallelism or mixed precision is at work (the module is an FSDPModule)."""
+    store: WeightGradients | None = None
+    """Where weight gradients wait, if the schedule makes them apart."""
+    adapted: int = 0
+    """Modules with an adapter; 0 where the whole model is trained."""
+    summed: set[str] = field(default_factory=set)
+    """Parameters whose gradients are partial over tensor."""
+    sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes of matrices that lie one behind the other in dim 0 of a parameter, divided apart."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """Of parameters whose gradients come out too large or small: what to multiply them with.
+
+    An expert's gradient is a sum over the tokens of all ranks that send to it.  Data parallelism
+    averages over the ranks with the same experts, n t / e of the n ranks with tokens of their own
+    (t the tensor, e the expert degree), where the mean over all tokens wants n.
+    """
+    loads: dict[str, Load] = field(default_factory=dict)
+    """How many tokens the experts of each layer get."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What a library's layers hold beside parameters, by published name; never divided."""
+    replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...] = ()
+    """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    narrow: NarrowWeights = field(default_factory=lambda: NarrowWeights(None))
+    """Weights that are gathered in 8 bits, where the plan says so."""
+
+    @property
+    def placed(self) -> tuple[PlacedLayer, ...]:
+        """The plan's layers of this stage."""
+        return self.plan.stages[self.stage].layers
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers of a language model, which are units, by name and in order."""
+        return {item.layer: self.module.part(item.layer) for item in self.placed}
+
+    @property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules that techniques act on one by one."""
+        return self.layers if isinstance(self.of, Family) else self.module.units
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether the head of this stage returns its loss, made in chunks."""
+        return self.plan.loss is not None and HEAD in (item.layer for item in self.placed)
+
+    def keeps_gradients(self, item: PlacedLayer) -> bool:
+        """Tell whether a layer is a head that keeps gradients, or recomputes by itself."""
+        return item.layer == HEAD and self.chunks_loss
+
+    def compiles(self, name: str) -> bool:
+        """Tell whether a layer of a language model is compiled."""
+        of = self.of
+        return (
+            self.compiler is not None and isinstance(of, Family) and repeats(of.adapter.model, name)
+        )
+
+
+def language_stage(
+    plan: Plan,
+    adapter: Adapter,
+    place: Place,
+    described: DescribedModel,
+    *,
+    stage: int,
+    device: torch.device,
+    weights: Weights | None = None,
+    compiler: Compiler | None = None,
+) -> Staged:
+    """Build one of this rank's stages of a language model, and apply the plan to it."""
+    layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
+    adapter.tie(layers)
+    _check_parameters(layers, adapter)
+    sizes = [len(one.layers) for one in plan.stages]
+    first = sum(sizes[:stage])
+    module = RecordedStage(tree_of(layers), described, first, first + sizes[stage])
+    apart = reduces_apart(plan, place)
+    reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
+    wraps = reduces or wants_mesh(plan) or _wraps_experts(plan, place)
+    return transformed(
+        Staged(
+            plan=plan,
+            stage=stage,
+            place=place,
+            device=device,
+            module=module,
+            of=Family(adapter=adapter, weights=weights),
+            compiler=compiler,
+            wrapped=place.mesh is not None and wraps,
+            narrow=NarrowWeights(
+                place.data.sharding.get_group() if plan.weight_wire == "fp8" else None
+            ),
+        )
+    )
+
+
+def _wraps_experts(plan: Plan, place: Place) -> bool:
+    """Tell whether data parallelism holds experts by themselves."""
+    apart = place.expert_replicas > 1 and not reduces_apart(plan, place)
+    return plan.mesh.expert > 1 and (apart or wants_mesh(plan))
+
+
+def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None:
+    """Refuse modules that are not what was planned for: a plan's memory rests on their size."""
+    planned = dict(adapter.model.chain)
+    seen: set[int] = set()
+    for name, layer in layers.items():
+        fresh = {id(p): p for p in layer.parameters() if id(p) not in seen}
+        seen |= set(fresh)
+        count = sum(
+            fresh[own].numel()
+            for full_name, module, attribute in parameter_names(name, layer)
+            if (own := id(module._parameters[attribute])) in fresh
+            and not (full_name in adapter.tied_names and name != EMBEDDING)
+        )
+        if count != planned[name].parameters:
+            raise LaunchError(
+                f"layer '{name}' has {count} parameters, and {planned[name].parameters} in the "
+                f"plan's model {adapter.model.name}; plan again with this model's own figures"
+            )
+
+
+def transformed(staged: Staged) -> Staged:
+    """Apply a plan to a stage.  Positions of context parallelism are divided in its batch."""
+    _adapters(staged)  # adds parameters and freezes others
+    _products(staged)  # sees every Linear before anything acts around it
+    _experts(staged)  # before tensor, which leaves alone what experts hold
+    _tensor(staged)
+    _loss(staged)  # over the divided vocabulary
+    placed, traffic = staged.placed, Traffic(staged.device)
+    ends = activations.row_ends(item.activations for item in placed)
+    done: dict[int, nn.Parameter] = {}
+    for at, (item, end) in enumerate(zip(placed, ends, strict=True)):
+        _first_values(staged, item, done)  # whole for one layer at a time
+        packing = _packing(staged, item, traffic, end)
+        _recomputation(staged, item, packing)
+        _compilation(staged, at)  # around recomputation, inside of hooks
+        _activations(staged, item, packing)  # around graphs, on what autograd saves
+        _data(staged, at)  # holds what is left
+    _root(staged)
+    return staged
+
+
+def repeats(model: ModelGraph, name: str) -> bool:
+    """Tell whether a layer is one of several alike, or a block: those are worth a compilation."""
+    kind = dict(model.chain)[name].kind
+    if model.architecture is not None:
+        return name not in (EMBEDDING, HEAD)
+    return model.chain_kinds.count(kind) > 1
+
+
+# --- once for all layers --------------------------------------------------------------------------
+
+
+def _adapters(staged: Staged) -> None:
+    """LoRA: matrices of low rank beside frozen ones."""
+    plan = staged.plan
+    if plan.training.lora is None:
+        return
+    layers = staged.layers
+    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
+    if staged.stage == 0:
+        next(iter(layers.values())).register_forward_hook(lora.wants_gradient)
+
+
+def _products(staged: Staged) -> None:
+    """Let Linears multiply in the plan's precision, and put weight gradients off."""
+    plan = staged.plan
+    if schedule_of(plan.schedule).splits_backward:
+        staged.store = WeightGradients()
+    for name, unit in staged.units.items():
+        end = name in (EMBEDDING, HEAD)
+        products = PLAIN if end else products_of(plan.precision, plan.scales)
+        if staged.store is not None or products is not PLAIN:
+            defer(unit, staged.store, products)
+
+
+def _experts(staged: Staged) -> None:
+    """Divide experts over their ranks, and count how many tokens each gets."""
+    plan, place = staged.plan, staged.place
+    if isinstance(staged.of, Script):
+        return
+    mix = gathered_experts.mixed if plan.dispatch == "allgather" else experts.mixed
+    for name, layer in staged.layers.items():
+        for path, module in experts.modules_of(layer).items():
+            staged.loads[name] = Load(module, experts.count_of(module), staged.device)
+            if plan.mesh.expert > 1:
+                experts.spread(module, place.expert_mesh["expert"], mix)
+                for parameter in experts.HIDDEN_DIM:
+                    full_name = f"{name}.{path}.{parameter}"
+                    staged.factors[full_name] = plan.mesh.tensor / plan.mesh.expert
+
+
+def _tensor(staged: Staged) -> None:
+    """Divide modules over the tensor axis, as the family's styles say, or given or derived ones."""
+    plan, of = staged.plan, staged.of
+    if isinstance(of, Script):
+        if of.styles:
+            staged.summed, staged.sections = divide(
+                staged.module, of.styles, staged.place.axis("tensor")
+            )
+        return
+    layers = staged.layers
+    if plan.mesh.tensor > 1:
+        mesh, pieces = staged.place.axis("tensor"), plan.tensor_overlap == "async"
+        if pieces:
+            share_memory(mesh.get_group(), staged.device)
+        for name, layer in layers.items():
+            styles = of.adapter.tensor_plan(name)
+            if plan.mesh.expert > 1:
+                styles = tensor.apart(styles)
+            partial = tensor.divide(layer, styles, mesh, pieces=pieces)
+            staged.summed |= {f"{name}.{parameter}" for parameter in partial}
+        of.adapter.tie(layers)  # again, since `divide` made new parameters
+    if plan.mesh.expert > 1:  # now that the input of a mixture is what its parts get
+        for layer in layers.values():
+            experts.compute_shared_meanwhile(layer)
+
+
+def _loss(staged: Staged) -> None:
+    """Let the head return its loss, made in chunks."""
+    plan = staged.plan
+    if staged.chunks_loss:
+        assert plan.loss is not None
+        group = staged.place.axis("tensor").get_group() if plan.mesh.tensor > 1 else None
+        in_chunks(staged.module.part(HEAD), plan.loss, group)
+
+
+# --- layer by layer -------------------------------------------------------------------------------
+
+
+def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Parameter]) -> None:
+    """Put a layer of a language model on the device, with drawn or published values."""
+    of, device = staged.of, staged.device
+    if isinstance(of, Script):
+        return
+    layer = staged.module.part(item.layer)
+    only_shards = staged.wrapped and staged.place.sharded and of.weights is not None
+    materialize(
+        item.layer,
+        layer,
+        of.adapter,
+        seed=staged.plan.training.seed,
+        device=device,
+        weights=of.weights,
+        done=done,
+        keeps=shards(layer, staged.plan, staged.place) if only_shards else {},
+    )
+    for path, buffer in list(layer.named_buffers()):
+        value = buffer
+        if buffer.is_meta:  # the library's own, whose values are not drawn
+            published = of.adapter.published_name(f"{item.layer}.{path}")
+            value = first_buffer(published, buffer, of.weights).to(device)
+            staged.buffers[published] = value
+        owner, _, attribute = path.rpartition(".")
+        layer.get_submodule(owner)._buffers[attribute] = value.to(device)
+
+
+def _packing(
+    staged: Staged, item: PlacedLayer, traffic: Traffic, end: tuple[bool, bool]
+) -> activations.Packing | None:
+    """Return what becomes of a layer's stored tensors, if they do not stay."""
+    if staged.keeps_gradients(item):
+        return None
+    return staged.module.packing(item.layer, item.activations, traffic, first=end[0], last=end[1])
+
+
+def _recomputation(staged: Staged, item: PlacedLayer, packing: activations.Packing | None) -> None:
+    """Recompute a layer: inside its one unit, or where the stage replays what is around units."""
+    if staged.keeps_gradients(item):
+        return
+    if isinstance(staged.of, Script):
+        staged.module.recompute[item.layer] = item.recompute
+    else:  # a graph keeps what `selective` does, and autograd's hooks see it
+        inside = None if staged.compiles(item.layer) else packing
+        wrapped(staged.module.part(item.layer), item.recompute, inside)
+
+
+def _compilation(staged: Staged, at: int) -> None:
+    """Compile the units of a layer that repeat; one that is recomputed is so inside its graph.
+
+    Units of a script that draw stay eager: their numbers follow the sample.
+    """
+    compiler, of, name = staged.compiler, staged.of, staged.placed[at].layer
+    if compiler is None:
+        return
+    if isinstance(of, Family):
+        if staged.compiles(name):
+            compiler.compile(name, staged.module.part(name))
+        return
+    recording, layer = of.recorder.first, staged.module.layers[at]
+    calls = Counter(node.unit for node in recording.nodes if node.unit is not None)
+    alike = Counter(type(of.module.get_submodule(unit)) for unit in calls)
+    inside = [
+        recording.nodes[node]
+        for node in range(layer.first, layer.last)
+        if node not in recording.derived
+    ]
+    for node in inside:
+        unit = staged.module.unit(node.unit) if node.unit is not None else None
+        if unit is None or alike[type(unit)] == 1 or not any(True for _ in unit.children()):
+            continue
+        path, choice = str(node.unit), staged.module.recompute[name]
+        if node.draws:
+            compiler.fallbacks[path] = "it draws random numbers, which follow the sample"
+        elif calls[path] > 1:
+            compiler.fallbacks[path] = "the forward calls it more than once"
+        elif choice != "none" and len(inside) > 1:
+            compiler.fallbacks[path] = "it is recomputed together with what runs beside it"
+        else:
+            wrapped(unit, "full" if choice == "selective" and node.changed else choice)
+            staged.module.recompute[name] = "none"
+            compiler.compile(path, unit)
+
+
+def _activations(staged: Staged, item: PlacedLayer, packing: activations.Packing | None) -> None:
+    """Offload or compress what a layer stores."""
+    if packing is not None and isinstance(staged.of, Script):
+        staged.module.pack(item.layer, packing)
+    elif packing is not None:
+        packing.around(staged.module.part(item.layer))
+
+
+def _data(staged: Staged, at: int) -> None:
+    """Let data parallelism hold the units of a layer, experts by themselves."""
+    plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
+    if not staged.wrapped:
+        return
+    if isinstance(of, Family):
+        name = staged.placed[at].layer
+        layer = staged.module.part(name)
+        inner = experts.modules_of(layer).values() if _wraps_experts(plan, place) else ()
+        for module in inner:
+            over_data(module, plan, place.expert_data, device, root=False)
+        layer.register_forward_hook(no_view)
+        if staged.compiles(name):  # hooks of experts end a graph
+            for module in inner:
+                act_around(layer, cast(FSDPModule, module))
+        if name in staged.module.units:
+            over_data(layer, plan, place.data, device, root=False)
+            staged.narrow.take(layer)
+        return
+    for name in staged.module.layers[at].units:
+        unit = staged.module.units.get(name)
+        if unit is not None and not isinstance(unit, FSDPModule):
+            _make_contiguous(unit)
+            unit.register_forward_hook(no_view)
+            over_data(unit, plan, place.data, device, root=False, besides=_whole(staged, of))
+
+
+# --- the stage as a whole -------------------------------------------------------------------------
+
+
+def _root(staged: Staged) -> None:
+    """Let data parallelism hold what no unit has, and say when it gathers and reduces."""
+    plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
+    module = staged.module
+    whole = _whole(staged, of) if isinstance(of, Script) else []
+    if staged.wrapped:
+        if isinstance(of, Script):
+            _make_contiguous(module)
+            module.register_forward_hook(no_view)
+        over_data(module, plan, place.data, device, root=True, besides=whole)
+        root = cast(FSDPModule, module)
+        units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
+        if isinstance(of, Script):
+            for one in (*units, root):
+                of.participation.watch(one)
+            module.order = BackwardOrder(root, units)
+        elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
+            layers = list(staged.layers.values())
+            let_go_before(layers[len(layers) // 2], root)
+        prefetch(list(module.units.values()), plan.prefetch)
+    if reduces_apart(plan, place):
+        staged.replicated = tuple(
+            (parameter, group)
+            for parameter, group in replicated(module, plan, place)
+            if isinstance(of, Family) or all(parameter is not one for one in of.unused)
+        )
+    elif staged.wrapped and isinstance(of, Script) and place.data_group.size() > 1:
+        unused = {id(one) for one in of.unused}
+        staged.replicated = tuple(
+            (one, place.data_group) for one in whole if id(one) not in unused and one.requires_grad
+        )
+
+
+def _whole(staged: Staged, of: Script) -> list[nn.Parameter]:
+    """Return what FSDP leaves whole: what has no dim, and what no gradient ever moves."""
+    scalars = [parameter for parameter in staged.module.parameters() if not parameter.ndim]
+    return [*scalars, *of.unused]
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """FSDP divides parameters through memory."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.contiguous()
