@@ -338,7 +338,7 @@ def _replacing(result: Result) -> Iterator[str]:
                 yield (
                     f"Replacing {old.candidate} by {new.candidate} pays "
                     + (
-                        "by what it saves in power alone."
+                        "by what it saves in running costs alone."
                         if each <= 0
                         else f"if the old devices sell for at least {each:,.0f} USD each now, the "
                         "new ones being used for other work afterwards."

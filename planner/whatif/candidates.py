@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.catalog import Rent, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
@@ -327,9 +327,10 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
     if isinstance(offer.owned, tuple):
         return _owned_in_part(assumed, offer, offer.owned, cluster, known)
     if offer.owned:
-        power = power_usd_per_device_hour(cluster, assumed, offer.power_limit)
         return Priced(
-            hourly=_used_alone(power or exact(0.0)), owned=True, how="owned: power alone is paid"
+            hourly=kept_hourly(assumed, cluster, offer.power_limit),
+            owned=True,
+            how="owned: hosting, staff, support and power are paid, the hardware is not",
         )
     if offer.buy is not None:
         return _bought(assumed, offer.buy, cluster, offer.power_limit)
@@ -374,7 +375,7 @@ def _owned_in_part(
     cluster: ClusterSpec,
     known: Sequence[Rent],
 ) -> Priced:
-    """Return the mean price of a device of which some are rented and others take power alone."""
+    """Return the mean price of a device of which some are rented and others are owned."""
     mine = tuple(g for g in cluster.groups if g.accelerator.name in owned)
     others = tuple(g for g in cluster.groups if g.accelerator.name not in owned)
     missing = set(owned) - {group.accelerator.name for group in mine}
@@ -390,19 +391,18 @@ def _owned_in_part(
         cluster.model_copy(update={"groups": others}),
         known,
     )
-    power = power_usd_per_device_hour(
-        cluster.model_copy(update={"groups": mine}), assumed, offer.power_limit
-    )
-    if rent.hourly is None or power is None:
-        return rent if power is not None else Priced(how="the power of what is owned is not known")
+    kept = kept_hourly(assumed, cluster.model_copy(update={"groups": mine}), offer.power_limit)
+    if rent.hourly is None:
+        return rent
     rented = sum(group.devices for group in others)
     share = rented / cluster.devices
     return Priced(
         hourly=Hourly(
-            fixed=rent.hourly.fixed.times(share),
-            used=total([rent.hourly.used.times(share), power.times(1 - share)]),
+            fixed=total([rent.hourly.fixed.times(share), kept.fixed.times(1 - share)]),
+            used=total([rent.hourly.used.times(share), kept.used.times(1 - share)]),
         ),
-        how=f"{rented} of {cluster.devices} devices: {rent.how}; power alone for the others",
+        how=f"{rented} of {cluster.devices} devices: {rent.how}; the others are owned: hosting, "
+        "staff, support and power are paid",
     )
 
 
@@ -476,6 +476,31 @@ def _bought(
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
     return Priced(hourly=purchase.hourly, purchase=purchase, how=how)
+
+
+def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:
+    """Return what an owned device costs: the same as a bought one, but for the hardware.
+
+    Support and insurance are shares of the hardware's price, and 0 where no price is known.
+    """
+    parts = []
+    for group in cluster.groups:
+        known = purchases().get(group.accelerator.name)
+        value = 0.0 if known is None else known.usd_per_device
+        low, high = (value, value) if known is None else (known.low or value, known.high or value)
+        purchase = purchase_of(
+            assumed,
+            Span(value=value, low=low, high=high),
+            span_of(network_purchase()),
+            cluster.model_copy(update={"groups": (group,)}),
+            power_limit,
+        )
+        hourly = replace(purchase, hardware_usd=exact(0.0)).hourly
+        parts.append((group.devices / cluster.devices, hourly))
+    return Hourly(
+        fixed=total([hourly.fixed.times(share) for share, hourly in parts]),
+        used=total([hourly.used.times(share) for share, hourly in parts]),
+    )
 
 
 def purchase_of(

@@ -411,7 +411,7 @@ class Offer(Part):
     rent: Rental | None = None
     buy: Buying | None = None
     owned: bool | tuple[Line, ...] = False
-    """Nothing is paid but power; where accelerators are named, for those, and rent for others."""
+    """All but the hardware is paid; where accelerators are named, of those, and rent for others."""
     tuning: Tuning | None = None
     """Instead of the study's own."""
     host_memory_bytes: Positive | None = None

@@ -9,7 +9,7 @@ import pytest
 from planner.errors import DocumentError
 from planner.whatif import run as running
 from planner.whatif.answers import answers
-from planner.whatif.candidates import candidates_of, power_usd_per_device_hour
+from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
 from planner.whatif.run import Result, run
 from planner.whatif.study import Study
@@ -109,11 +109,10 @@ def test_of_devices_owned_in_part_the_others_are_rented() -> None:
     [candidate] = candidates_of(asked)
 
     [own] = candidates_of(study(offers=[{"cluster": "8xa10g", "owned": True}]))
-    power = power_usd_per_device_hour(own.cluster, asked.assumptions)
-    assert power is not None
-    hourly = candidate.priced.hourly
+    hourly, kept = candidate.priced.hourly, own.priced.hourly
     assert hourly is not None
-    assert hourly.at(0.5).value == pytest.approx((8 * power.value + 4 * 2.0) / 12)
+    assert kept is not None
+    assert hourly.at(0.5).value == pytest.approx((8 * kept.at(0.5).value + 4 * 2.0) / 12)
 
 
 def test_what_is_owned_must_be_there() -> None:

@@ -166,3 +166,17 @@ def test_devices_that_the_plan_leaves_idle_are_not_asked_for(
     # 100 kW feed more than 20 nodes of 8; 20 devices are 3 nodes.
     asked = study(goal={"tokens": 1e9, "power_cap_w": 100e3}, offers=[one])
     assert size_of(asked, 0, "gpt2") == 3
+
+
+def test_what_is_owned_costs_all_but_the_hardware() -> None:
+    asked = study(offers=[{"cluster": "4xa10g", "owned": True}], assumptions=ASSUMED)
+    [candidate] = candidates_of(asked)
+
+    hourly = candidate.priced.hourly
+    assert hourly is not None
+    # Staff and half of the 0.015 USD of power in all hours, the other half in those that are used.
+    assert hourly.fixed.value == pytest.approx(1_000 / 8_760 + 0.0075)
+    assert hourly.used.value == pytest.approx(0.0075)
+    [bought_one] = candidates_of(bought({"tokens": 1e9}))
+    assert bought_one.priced.hourly is not None
+    assert bought_one.priced.hourly.used.value == pytest.approx(0.0075)

@@ -94,9 +94,11 @@ def test_two_sites_pay_two_prices_for_power() -> None:
     )
     north, south = (candidate.priced.hourly for candidate in candidates_of(asked))
     assert north is not None and south is not None
-    # 1,197.3 W (above): at 5 cents 0.059865 an hour, at 20 cents four times as much.
-    assert north.used.value == pytest.approx(0.059865)
-    assert south.used.value == pytest.approx(4 * 0.059865)
+    # 1,197.3 W (above): at 5 cents 0.059865 an hour, at 20 cents four times as much; a quarter of
+    # it is drawn in all hours.
+    assert north.used.value == pytest.approx(0.75 * 0.059865)
+    assert south.used.value == pytest.approx(4 * 0.75 * 0.059865)
+    assert south.fixed.value - north.fixed.value == pytest.approx(3 * 0.25 * 0.059865)
 
 
 NORTH = {"electricity_usd_per_kwh": 0.05}
