@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import LaunchError
+from runtime import gradients
 from runtime.script_engine import Engine
 from tests.runtime.ranks import on_ranks
 
@@ -164,3 +167,48 @@ def test_gradients_that_would_not_be_summed_as_they_are_made_are_refused(
 
     with pytest.raises(LaunchError, match=message):
         Engine(build, loss=loss, optimizer=sgd, batch=tokens)
+
+
+HERE, COPIED = "made here, its elements in their order", "copied into their order before"
+SENT = {
+    ("agreement.py", "all_reduce"): HERE,
+    ("batch_norm.py", "all_gather"): COPIED,
+    ("engine.py", "all_reduce"): HERE,
+    ("exchange.py", "all_gather"): HERE,
+    ("exchange.py", "broadcast"): HERE,
+    ("gradient_wire.py", "all_reduce"): HERE,
+    ("gradients.py", "all_reduce"): COPIED,
+    ("lora.py", "all_reduce"): HERE,
+    ("narrow_gather.py", "all_reduce"): HERE,
+    ("pipeline.py", "isend"): COPIED,
+    ("pipeline.py", "recv"): HERE,
+    ("replicas.py", "all_reduce"): HERE,
+    ("script_passes.py", "all_reduce"): HERE,
+    ("script_state.py", "broadcast"): COPIED,
+    ("stale_pipeline.py", "isend"): COPIED,
+    ("stale_pipeline.py", "recv"): HERE,
+    ("synchronised_norm.py", "all_reduce"): HERE,
+    ("torch_optimizers.py", "broadcast"): COPIED,
+    ("train.py", "broadcast"): HERE,
+    ("whole_batch.py", "all_gather"): COPIED,
+}
+"""Where tensors are sent as they lie in memory; between ranks they may lie in different orders."""
+SENDS = {"broadcast", "send", "recv", "isend", "irecv", "all_gather", "all_reduce", "all_to_all",
+         "reduce", "gather", "scatter", "all_gather_into_tensor", "reduce_scatter_tensor",
+         "all_to_all_single"}  # fmt: skip
+
+
+def test_every_place_that_sends_says_why_elements_are_in_their_order() -> None:
+    folder = Path(gradients.__file__).parent
+
+    found = {
+        (file.name, node.func.attr)
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in SENDS
+        and ast.unparse(node.func.value) == "dist"
+    }
+
+    assert found == set(SENT)
