@@ -230,6 +230,14 @@ TRIED_LEFT_OUT = (
     "torchtitan 7.1 to 8.8 %; over all sources the 90th percentile 21.9 to 21.8 %. Kept. The same "
     "of reductions and gathers once per step, as Megatron has them: published trainings of "
     "Llama-3.1-405B on 8,192 H100 from 3 to 13 % too slow at a half. Dropped.",
+    "Ranges of 0.12 below and 0.22 above outside of a stack's runs for 0.2 and 0.45, which stay "
+    "where the framework is unknown, 0.12 inside Megatron's for 0.19, and 0.2 and 0.35 of mixtures "
+    "of experts for 0.35 and 0.5: in range 96.3 to 80.0 %. Of the ten sources with 30 timed rows "
+    "or more six are inside 75 to 92 %; dgxc, fms_acceleration, internevo and llm_foundry lie "
+    "nearer, nanotron_usp (51 %) waits as no range says. Kept.",
+    "Memory of Megatron within 0.08 of its prediction (standard deviation of the logarithm) for "
+    "0.15, by residuals of three sources above 20 GiB and the runs of six: Brier score of those "
+    "sources 0.0058 with both. Kept, so that plans that fit with 95 % have 70 of 80 GiB, not 62.",
     "Memory of LoRA under FSDP on Mistral-7B is predicted 6 to 30 % too small (8 of 23 runs of "
     "fms_acceleration that ran out of memory are so said to fit), by about 8 KiB for each token "
     "and block, where PowerLM-3B under the same trainer is within 2 %: no mechanism was found. "
@@ -282,6 +290,7 @@ def main(path: str) -> None:
         f"+{_share(math.exp(UNMEASURED_ABOVE) - 1)} (`planner/costs/uncertainty.py`).\n"
     )
     _coverage(left_out)
+    _memory_ranges(left_out)
     print("## In-sample, by source: rows whose inputs are all known\n")
     _sources(result.sources)
     print("## In-sample, by source: rows with gaps in their inputs\n")
@@ -581,6 +590,31 @@ def _coverage(result: Validation) -> None:
             runs = sum(map(len, sources.values()))
             mean = _share(sum(shares) / len(shares))
             print(f"| {name}: {kind} | {len(sources)} | {runs} | {mean} |")
+    print()
+
+
+def _memory_ranges(result: Validation) -> None:
+    """Print the share of measured peaks inside their ranges, by source."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for row in result.rows:
+        seen, prediction = row.measured, row.prediction
+        if not (prediction and row.memories and seen.complete and seen.judge_memory):
+            continue
+        ends = prediction.peak_memory_range_bytes
+        if ends is None:
+            continue
+        peak = max(stage.peak_memory_bytes for stage in prediction.stages)
+        over = row.memories[1] / row.memories[0] * peak
+        found[seen.source].append(ends[0] <= over <= ends[1])
+    shares = {name: sum(each) / len(each) for name, each in found.items()}
+    print(
+        f"Peaks of memory in range: {_share(mean(shares.values()))}, mean over {len(shares)} "
+        "sources. A range is that of the fullest rank, scaled to the rank and kind that a row "
+        "tells.\n"
+    )
+    print("| source | peaks | in range |\n|---|---:|---:|")
+    for name, share in sorted(shares.items()):
+        print(f"| {name} | {len(found[name])} | {_share(share)} |")
     print()
 
 

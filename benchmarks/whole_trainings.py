@@ -50,6 +50,9 @@ STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (
     # Selene has eight HDR links a node; table 2 has micro-batches of one sample under PTD-P.
     (r"zero3.*(sc21|narayanan)", "deepspeed@0.3", {**OF_2021}),
     (r"sc21|narayanan", "megatron", {**OF_2021, "micro_batch_size": "1", "vpp": "1"}),
+    # Megatron-LM's authors on Selene: MT-NLG under DeepSpeed, and selective recomputation.
+    (r"2201\.11990", "megatron-deepspeed", {**OF_2021}),
+    (r"2205\.05198", "megatron", {**OF_2021}),
     # bigscience-workshop/bigscience, train/tr11-176B-ml; Jean Zay has four Omni-Path links a node.
     (
         r"bloom",
@@ -155,7 +158,7 @@ class Outcome:
 
 def outcome(row: Mapping[str, str]) -> Outcome:
     """Return what a training took and what it should have taken."""
-    found, setup = _tuned(row)
+    found, setup = tuned_run(row)
     request = setup.request
     model = request.model
     devices = int(row["nodes"]) * int(row["devices_per_node"])
@@ -221,7 +224,7 @@ def causal(row: Mapping[str, str]) -> bool:
 def stack_words(row: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the stack of a row's day, and what is known of its kernels."""
     if row.get("framework"):
-        return row["framework"], {}
+        return row["framework"], {"options": row["options"]} if row.get("options") else {}
     said = f"{row['name']} {row['source']} {layout_text(row)}".lower()
     for pattern, name, cells in STACKS:
         if re.search(pattern, said) and name in stacks():
@@ -229,7 +232,7 @@ def stack_words(row: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-def _tuned(row: Mapping[str, str]) -> tuple[Prediction, Setup]:
+def tuned_run(row: Mapping[str, str]) -> tuple[Prediction, Setup]:
     """Return the fastest prediction that fits among what a row leaves open, and its run."""
     tables = Tables()
     best: tuple[Prediction, Setup] | None = None
@@ -342,7 +345,7 @@ def _searched(row: Mapping[str, str]) -> Iterator[Setup]:
     if isinstance(setup, Skipped):
         raise DocumentError("", f"{row['name']}: {setup.reason}")
     request = _own_model(row, setup.request)
-    request = replace(request, stack=_searchable(request.stack), pins=read_pins([]))
+    request = replace(request, stack=searchable(request.stack), pins=read_pins([]))
     plan = search(request).plan
     [recompute] = {item.recompute for stage in plan.stages for item in stage.layers[1:-1]} or {
         "none"
@@ -351,7 +354,7 @@ def _searched(row: Mapping[str, str]) -> Iterator[Setup]:
     yield replace(setup, request=request, layout=plan.layout, recompute=kinds[recompute])
 
 
-def _searchable(stack: Stack) -> Stack:
+def searchable(stack: Stack) -> Stack:
     """Return a stack with a space: Megatron's where its own layouts are not searched."""
     if stack.space is not None:
         return stack

@@ -29,7 +29,7 @@ from planner import catalog as shelves
 from planner import document
 from planner.cluster import ClusterSpec, Precision
 from planner.costs.layout_costs import refusal
-from planner.errors import DocumentError
+from planner.errors import DocumentError, NoPlanFits
 from planner.expressions import resolve_model
 from planner.model import ModelGraph, is_factory
 from planner.pins import outside, read_layout, read_pins, without_effect
@@ -38,7 +38,7 @@ from planner.predict import layout_prediction, plan_timeline
 from planner.predict import predict as predict_plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile, Profiles
-from planner.request import FACTORY_SEQ_LEN, Request, pinned_layout
+from planner.request import AS_PREDICTED, FACTORY_SEQ_LEN, SURE_TO_FIT, Request, pinned_layout
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
 from planner.search.preferred import (
@@ -84,6 +84,7 @@ def plan(
     backend: str = "native",
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
+    fit_probability: float = SURE_TO_FIT,
     output: str | None = None,
     html: str | None = None,
     progress: Progress | None = None,
@@ -101,6 +102,9 @@ def plan(
     search may do beside: `offload` to the host, and what changes the arithmetic of training,
     `stale` weights and `compress`.
     `require` says in words what its stages must keep (see planner.solver.requirements).
+
+    Plans fit with `fit_probability` at least, since needs of memory differ from their prediction
+    (`planner.costs.uncertainty`); 0.5 takes the prediction as it is.
 
     `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
     profile another stack than ours takes constants of the cluster; layers measured in our runtime
@@ -124,6 +128,7 @@ def plan(
         profile=measured,
         stack=backend,
         called=cluster,
+        fit_probability=fit_probability,
     )
     answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
     if output is not None:
@@ -154,9 +159,12 @@ def answer_to(
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
     told = None if progress is None or prove == "usual" else _closing(progress)
-    found = search(
-        request, solver=solver, top=top, progress=progress, effort=EFFORTS[prove], told=told
-    )
+    try:
+        found = search(
+            request, solver=solver, top=top, progress=progress, effort=EFFORTS[prove], told=told
+        )
+    except NoPlanFits as error:
+        raise type(error)(f"{error}{_with_less_surety(request)}") from error
     answer = with_preference(request, found, prefer)
     said = answer.prediction.on(request.cluster.devices, used=answer.plan.mesh.devices)
     said = said.noted(
@@ -164,6 +172,20 @@ def answer_to(
         *not_worth_eight_bits(request, answer.plan, said),
     )
     return replace(answer, prediction=said)
+
+
+def _with_less_surety(request: Request) -> str:
+    """Return, for a request that no plan fits, what does if memory is as predicted, if anything."""
+    if request.fit_probability <= AS_PREDICTED:
+        return ""
+    try:
+        found = search(replace(request, fit_probability=AS_PREDICTED)).prediction
+    except NoPlanFits:
+        return ""
+    return (
+        f" That is with {request.fit_probability:.0%}: --fit-probability {AS_PREDICTED:g} plans "
+        f"{found.layout}, which fits with {found.fit_probability or 0.0:.0%}."
+    )
 
 
 def _closing(progress: Progress) -> Told:
@@ -218,7 +240,12 @@ def compare_best(
     machine = machine_of(cluster or wanted.cluster, None)
     check_devices(wanted, machine)
     mine = _with_caveats(wanted, graph, machine)
-    request = replace(Request.of_plan(wanted, graph, machine), called=cluster or wanted.cluster)
+    request = replace(
+        Request.of_plan(wanted, graph, machine),
+        called=cluster or wanted.cluster,
+        # As sure to fit as the plan itself, so that nothing is gained by less room.
+        fit_probability=min(SURE_TO_FIT, max(AS_PREDICTED, mine.fit_probability or 0.0)),
+    )
     answer = answer_to(request, "fastest", progress=progress)
     best = answer.plan.model_copy(update={"training": wanted.training})
     answer = replace(answer, plan=best)

@@ -25,7 +25,7 @@ from planner.pins import read_pins
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
 from planner.profile import Profile
-from planner.request import Request
+from planner.request import SURE_TO_FIT, Request
 from planner.search.answer import Alternative, Answer
 from planner.search.preferred import Prefer
 from planner.search.simulated_proof import Prove
@@ -66,6 +66,7 @@ def plan(
     require: Sequence[str] = (),
     backend: str = "native",
     prefer: Prefer = "simplest",
+    fit_probability: float = SURE_TO_FIT,
 ) -> Plan:
     """Return the plan to train by; `search` also returns its prediction and proof.
 
@@ -77,7 +78,8 @@ def plan(
     Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module
     is planned in fp32 unless `precision` says otherwise, as a plain script trains.
     Of plans within 1.5 % of the fastest the simplest is taken, unless the fastest is preferred.
-    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload".
+    `fix`, `allow` and `require` are as on the command line: "pipeline=2", "offload"; so is
+    `fit_probability`, with which the plan fits at least.
 
     >>> import meshwright
     >>> plan = meshwright.plan("gpt2-small", "8xa100-sxm-80gb", seq_len=1024, global_batch=64)
@@ -105,6 +107,7 @@ def plan(
         require=require,
         backend=backend,
         prefer=prefer,
+        fit_probability=fit_probability,
     ).plan
 
 
@@ -128,6 +131,7 @@ def search(
     backend: str = "native",
     prefer: Prefer = "simplest",
     prove: Prove = "usual",
+    fit_probability: float = SURE_TO_FIT,
     top: int = 1,
 ) -> Answer:
     """Return the fastest plan with its prediction and its certificate; arguments as of `plan`.
@@ -155,6 +159,7 @@ def search(
             backend=backend,
             prefer=prefer,
             prove=prove,
+            fit_probability=fit_probability,
         )
     if seq_len is not None:
         raise DocumentError("seq-len", "is given by the shapes of the example batch")
@@ -192,6 +197,7 @@ def search(
         pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
         profile=measured,
         called=cluster,
+        fit_probability=fit_probability,
     )
     answer = commands.answer_to(request, prefer, top=top, prove=prove)
     leaves = batch_leaves(batch)

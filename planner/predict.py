@@ -33,7 +33,7 @@ from planner.costs.rank_memory import (
 )
 from planner.costs.seats import Seats, alike, branching
 from planner.costs.strategy import StrategyParts
-from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, fit_probability, step_range
+from planner.costs.uncertainty import fit_probability, memory_range, step_range
 from planner.errors import DocumentError
 from planner.layers.arithmetic import step_flops
 from planner.model import ModelGraph, is_script
@@ -358,16 +358,13 @@ def placement_prediction(
             stages, peaks, capacities, memory, home, strict=True
         )
     )
-    spread = tables.request.stack.memory.spread
-    if tables.profile is not None:
-        spread = min(spread, MEASURED_MEMORY_SPREAD)
     hosts_fit = _hosts_fit(tables, layout, seats, home, on_host)
     fits = fits and hosts_fit
     probability = min(
         fit_probability(
             tensors_bytes(of_stage),
-            room_bytes(seat.accelerator.memory_bytes, seat.costs),
-            spread,
+            room_bytes(seat.accelerator.memory_bytes, seat.costs) / seat.costs.room_share,
+            tables.memory_spread,
         )
         for of_stage, seat in zip(memory, seats.stages, strict=True)
     )
@@ -386,6 +383,7 @@ def placement_prediction(
         compile_s=_compile_s(tables, layout, placements, home),
         fits=fits,
         fit_probability=probability if hosts_fit else 0.0,
+        peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),
         stages=predicted,
         notes=() if compacted is None else (compacted,),
         assumptions=(

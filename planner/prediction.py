@@ -82,6 +82,8 @@ class Prediction(Document):
     fits: Flag
     fit_probability: Finite | None = None
     """That it fits, since needs of memory differ from their prediction; None where nobody says."""
+    peak_memory_range_bytes: tuple[Finite, Finite] | None = None
+    """Where the peak of the fullest stage should lie, in 80 of 100 runs."""
     stages: tuple[StagePrediction, ...]
     assumptions: tuple[Assumption, ...] = ()
     idle_devices: Count = 0

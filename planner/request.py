@@ -35,6 +35,10 @@ TOKENS_PER_STEP = 2**22
 CPU_SEQ_LEN = 256
 CPU_SAMPLES = 8
 """On CPUs: tokens of a sample; samples of each rank in a step."""
+AS_PREDICTED = 0.5
+"""With which plans fit that memory is predicted to hold."""
+SURE_TO_FIT = 0.95
+"""With which the plans that a user is given fit, unless another probability is asked for."""
 FACTORY_SEQ_LEN = 256
 """Tokens of a sample of a model that does not say how many it takes."""
 
@@ -53,6 +57,15 @@ class Request:
     """How the framework trains that the plan is for."""
     called: str | None = None
     """The cluster as a plan names it: an expression or a file; its own name if None."""
+    fit_probability: float = AS_PREDICTED
+    """With which plans have to fit at least, since needs of memory differ from their prediction."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fit_probability < 1:
+            raise DocumentError(
+                "fit-probability",
+                f"is {self.fit_probability:g}; it lies between 0 and 1, as 0.95",
+            )
 
     @classmethod
     def of(
@@ -69,6 +82,7 @@ class Request:
         profile: Profiles = None,
         stack: str = "native",
         called: str | None = None,
+        fit_probability: float = AS_PREDICTED,
     ) -> Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
@@ -98,7 +112,7 @@ class Request:
         )
         own = stack_called(stack)
         measured = profile if own.name == "native" else None
-        return cls(model, cluster, job, pins or Pins(), measured, own, called)
+        return cls(model, cluster, job, pins or Pins(), measured, own, called, fit_probability)
 
     @classmethod
     def of_plan(

@@ -486,6 +486,10 @@ class Accuracy(Part):
     """80 of 100 measured steps lie within a factor exp(spread), among runs like those seen."""
     pipelined_spread: Amount = 0.0
     """The same above the prediction where pipelines run over several nodes, if it is larger."""
+    outside_below: Amount = 0.0
+    """Logarithm: of runs unlike those seen 80 of 100 lie no further below their prediction, where
+    that is more than `planner.costs.uncertainty` has of all stacks."""
+    outside_above: Amount = 0.0
     seen: Seen | None = None
     runs_with: tuple[RunsWith, ...] = ()
 

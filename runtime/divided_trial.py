@@ -49,6 +49,8 @@ DROPOUTS = frozenset(
         "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     )
 )  # fmt: skip
+TRIED = ("on a part of it", "its code draws")
+"""How reasons begin that the user's code between two products gives."""
 ON_A_PART = (
     "write code that runs on a part of features or heads: view(..., -1, head_size) and chunk(3) "
     "rather than their numbers"
@@ -201,8 +203,8 @@ class _DrawsOtherwise(Refused):
 
     def __init__(self, partial: bool) -> None:
         super().__init__(
-            "its code draws random numbers that cannot be divided (functional dropout, dropout_p "
-            "of attention); use modules of nn.Dropout, or a probability of 0"
+            f"{TRIED[1]} random numbers that cannot be divided (functional dropout, dropout_p of "
+            "attention); use modules of nn.Dropout, or a probability of 0"
         )
         self.partial = partial
         """It has whole parameters whose gradients are summed."""
@@ -378,7 +380,7 @@ class Study:
             partial = self._equal(made.regions, plain, watch, parts, made.degree)
             dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
         except Refused as error:
-            raise Refused(f"on a part of it: {error}; {ON_A_PART}") from error
+            raise Refused(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
         return replace(made, partial=made.partial | partial, dropouts=dropouts)
 
     def _equal(

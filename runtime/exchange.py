@@ -54,8 +54,8 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as error:  # of the user's own code, too
         failed = error
     if dist.is_initialized():
-        every = all_gather_json(failed and _said(failed), group=group)
-        problem = next(((rank, said) for rank, said in enumerate(every) if said), None)
+        every = all_gather_json(None if failed is None else _said(failed), group=group)
+        problem = next(((rank, said) for rank, said in enumerate(every) if said is not None), None)
         if problem is not None and failed is None:
             raise LaunchError(f"rank {problem[0]}: {problem[1]}")
     if failed is not None:

@@ -312,7 +312,7 @@ class Gradients:
 
     def _sum_tied(self, slot: Slot, grad: Tensor) -> None:
         if grad.numel():
-            whole = grad.to(self.device)
+            whole = grad.to(self.device).contiguous()  # other stages' may lie otherwise
             dist.all_reduce(whole, group=slot.tied)
             if whole is not grad:
                 grad.copy_(whole)

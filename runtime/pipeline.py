@@ -136,7 +136,7 @@ class Pipeline:
 
     def _received(self, declared: Tensor, source: int) -> Tensor:
         """Wait for a tensor like a declared one from another rank of the pipeline."""
-        buffer = torch.empty_like(declared, device=self._device, requires_grad=False)
+        buffer = torch.empty(declared.shape, dtype=declared.dtype, device=self._device)
         dist.recv(buffer, group=self._group, group_src=source)
         return buffer
 

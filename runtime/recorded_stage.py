@@ -168,6 +168,13 @@ class RecordedStage(nn.Module):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this class beside a unit of the user's that has the same name."""
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def packing(
         self, name: str, choice: Activations, traffic: Traffic, *, first: bool, last: bool
     ) -> Packing | None:

@@ -55,6 +55,7 @@ from runtime.script_stage import (
     modules_of,
     refuse_hooks,
     refuse_plan,
+    refuse_sparse,
     script_stage,
 )
 from runtime.script_start import built, check_functions, device_of, join_ranks, plan_or_layout
@@ -142,6 +143,7 @@ class Engine:
         self.clip_norm = clip_norm
         module = built(build, wanted)
         refuse_hooks(module)
+        refuse_sparse(module)
         shapes = {name: (t.dtype, t.shape) for name, t in module.state_dict().items()}
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)

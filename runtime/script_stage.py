@@ -173,10 +173,20 @@ def holders_of(plan: Plan, recorder: Recorder, place: Place) -> dict[str, dist.P
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters: those that data parallelism puts in their place have none."""
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise LaunchError(
                 f"{name}: has a gradient hook, which would never be called once parameters are "
                 "divided; change gradients between engine.gradients() and engine.optimizer_step()"
+            )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Refuse tables whose gradients are sparse: ranks sum gradients as dense memory."""
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse:
+            raise LaunchError(
+                f"{name or type(one).__name__}: {type(one).__name__}(sparse=True) makes sparse "
+                "gradients, which ranks cannot sum; build it with sparse=False"
             )
 
 

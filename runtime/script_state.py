@@ -145,7 +145,10 @@ class ScriptState:
         for name, value in self.tensors().items():
             if name.startswith(f"{kind}."):
                 full = value.full_tensor() if isinstance(value, DTensor) else value
-                own[name.removeprefix(f"{kind}.")] = full.detach().cpu().clone()
+                # A collective sends memory as it lies: elements in their order, on every rank.
+                own[name.removeprefix(f"{kind}.")] = (
+                    full.detach().cpu().clone(memory_format=torch.contiguous_format)
+                )
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
             every: list[Any] = all_gather_json(list(own), group=group)

@@ -23,7 +23,7 @@ from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime.derived_styles import DerivedStyles, given_text, line_of
 from runtime.divided import shards, take_parts
-from runtime.divided_trial import DividedUnit
+from runtime.divided_trial import TRIED, DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.recording import Held
@@ -67,13 +67,15 @@ def styles_by_name(
     units = DerivedStyles(module, recorder, recorder.example, left_out=frozenset(given)).of(degree)
     derived = {name: unit for name, unit in units.items() if unit.regions}
     if not (given or derived):
-        name, reason = next(
-            ((name, text) for name, unit in units.items() for text in unit.whole.values()),
-            (type(module).__name__, "it has no Linear, convolution or table"),
+        name, reason = _main_reason(
+            units, (type(module).__name__, "it has no Linear, convolution or table")
         )
+        # Styles do not help code that does not run on a part, unless only its draws differ.
+        fitting = given_text(units) or ({} if reason.startswith(TRIED) else EXAMPLE)
+        say_how = f"say how with Engine({line_of(fitting)}), or " if fitting else ""
         raise LaunchError(
-            f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); say how "
-            f"with Engine({line_of(given_text(units) or EXAMPLE)}), or plan with tensor 1"
+            f"mesh.tensor: is {degree}, and no module can be divided ({name}: {reason}); {say_how}"
+            "plan with tensor 1"
         )
     if not given:
         _refuse_other_figures(plan, module, units)
@@ -81,7 +83,7 @@ def styles_by_name(
 
 
 def _refuse_other_figures(plan: Plan, module: nn.Module, units: Mapping[str, DividedUnit]) -> None:
-    """Refuse a plan whose figures are those of a module that more or less of is divided.
+    """Refuse a plan whose figures are those of a module of which more is divided.
 
     Older versions divided code that names sizes of the whole, by changing it while it ran.
     """
@@ -102,20 +104,23 @@ def _refuse_other_figures(plan: Plan, module: nn.Module, units: Mapping[str, Div
                 parameter = whole.get_submodule(path)._parameters.get(attribute)
                 count = 0 if parameter is None else parameter.numel()
                 here += count - count // degree
-    if here == planned:
+    if here >= planned:
         return
-    name, reason = next(
-        (
-            (f"{name}.{path}", text)
-            for name, unit in units.items()
-            for path, text in unit.whole.items()
-        ),
-        ("the module", "it is divided otherwise than by the version that made the plan"),
-    )
+    name, reason = _main_reason(units, ("the module", "an older version made the plan"))
     raise PlanError(
         f"mesh.tensor: is {degree}, and the plan's figures leave {planned:,} parameters to other "
         f"ranks, where {here:,} can be left ({name}: {reason}); plan again with meshwright.plan"
     )
+
+
+def _main_reason(units: Mapping[str, DividedUnit], otherwise: tuple[str, str]) -> tuple[str, str]:
+    """Return what stays whole and why, that which was tried first."""
+    reasons = [
+        (f"{name}.{path}".strip("."), text)
+        for name, unit in units.items()
+        for path, text in unit.whole.items()
+    ]
+    return min(reasons, key=lambda pair: not pair[1].startswith(TRIED), default=otherwise)
 
 
 def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, ParallelStyle]:

@@ -166,7 +166,7 @@ class StalePipeline(RecordedPipeline):
         x, output = self._in_flight.pop((step, micro_batch))
         gradient = None
         if not self._last_stage:
-            gradient = torch.empty_like(output)
+            gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
             dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
         known = self._grads.get(step) or [None] * len(self._parameters)
         for parameter, grad in zip(self._parameters, known, strict=True):

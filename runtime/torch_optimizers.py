@@ -405,6 +405,7 @@ class TorchOptimizers(Gradients):
         whole = part.plain.data if part.owned else torch.empty_like(slot.parameter, device="meta")
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
+        whole = whole.contiguous()
         dist.broadcast(whole, group=group, group_src=part.owner)
         if slot.sections:
             take_sections(slot, slot.local, whole)

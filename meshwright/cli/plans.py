@@ -52,6 +52,7 @@ from planner.native import CAVEAT_SOURCE
 from planner.report.facts import Fact, Summary
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
+from planner.request import SURE_TO_FIT
 from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import Infeasible, Unfinished
 from planner.units import bytes_text, count_text
@@ -107,6 +108,12 @@ def plan(
             "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
         ),
     ] = Proven.USUAL,
+    fit_probability: Annotated[
+        float,
+        typer.Option(
+            "--fit-probability", help="With which plans fit at least; 0.5: as memory is predicted"
+        ),
+    ] = SURE_TO_FIT,
     output: Output = None,
     html: Html = None,
     explain: Explain = False,
@@ -132,6 +139,7 @@ def plan(
             backend=mine.take("backend", backend) or "native",
             prefer=prefer.value,
             prove=prove.value,
+            fit_probability=fit_probability,
             output=output,
             html=html,
             progress=progress,

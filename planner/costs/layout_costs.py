@@ -43,6 +43,7 @@ from planner.costs.strategy import (
     StrategyParts,
     strategy_cost,
 )
+from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
 from planner.layers import arithmetic
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
@@ -81,6 +82,8 @@ class LayoutCosts:
     """Reserved over allocated bytes."""
     tight: float
     """The same where memory is short (planner.costs.rank_memory.room_bytes)."""
+    room_share: float
+    """Of a device's room, what predicted needs may take to fit with the probability asked for."""
     keeps_sent: bool
     """Activations sent to the next stage stay until their backward."""
     step_s: float
@@ -173,6 +176,11 @@ class CostTables:
             rule = self._rates.stack.memory
             self.slack = self._rates.slack or rule.reserved
             self.tight = self.slack * rule.tight / rule.reserved
+        self.memory_spread = self._rates.stack.memory.spread
+        """Standard deviation of the logarithm of needs over what is predicted of them."""
+        if profile is not None:
+            self.memory_spread = min(self.memory_spread, MEASURED_MEMORY_SPREAD)
+        self.room_share = room_share(request.fit_probability, self.memory_spread)
         self._step_s = self._rates.step_s
         spaces = self._rates.stack.memory.workspaces
         architecture = cluster.groups[0].accelerator.architecture or ""
@@ -201,6 +209,7 @@ class CostTables:
             fixed_bytes=shared.context_bytes,
             slack=self.slack,
             tight=self.tight,
+            room_share=self.room_share,
             keeps_sent=self._rates.stack.pipeline.keeps_sent,
             step_s=self.layout_step_s(layout),
             parts=shared.parts,

@@ -86,6 +86,10 @@ class RankCosts(Protocol):
         """The same where memory is short."""
 
     @property
+    def room_share(self) -> float:
+        """Of the room, what predicted needs may take."""
+
+    @property
     def flat_bytes_at_most(self) -> float:
         """Of a shard's gradients, the most that the optimizer's step copies together."""
 
@@ -101,12 +105,13 @@ class RankCosts(Protocol):
 def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     """Return how many bytes tensors may take of so much device memory.
 
-        (memory - context) / tight
+        s (memory - context) / tight
 
-    The search and `planner.predict` both ask this function what fits, for every stack.  On CPUs
-    `tight` is 1: there is no caching allocator.
+    s is what the probability leaves that is asked for (`uncertainty.room_share`).  The search and
+    `planner.predict` both ask this function what fits, for every stack.  On CPUs `tight` is 1:
+    there is no caching allocator.
     """
-    return (memory_bytes - costs.context_bytes) / costs.tight
+    return costs.room_share * (memory_bytes - costs.context_bytes) / costs.tight
 
 
 NOT_TENSORS = ("context", "reduce buckets", "allocator overhead", "recorded buffers", "workspaces")

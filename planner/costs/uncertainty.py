@@ -29,12 +29,12 @@ It is also what layouts of one model on one machine do not share: within a sweep
 80 % lie within 8 % of the sweep's common error (middle of sources), and measured ratios of two that
 are predicted alike lie within 12 % of the predicted ones in the three largest sources
 (docs/accuracy.md)."""
-UNMEASURED_BELOW, UNMEASURED_ABOVE = 0.2, 0.45
+UNMEASURED_BELOW, UNMEASURED_ABOVE = 0.12, 0.22
 """Logarithms: 80 of 100 steps of a source that no constant was fitted to lie between, mean over
-sources (docs/accuracy.md, leaving sources out).  Steps are rather slower than predicted than
-faster, since what nobody knows of takes time."""
-EXPERTS_BELOW, EXPERTS_ABOVE = 0.35, 0.5
-"""Logarithms: spread of steps with experts, since routing is as skewed as the data makes it, and
+sources whose framework's code is known (docs/accuracy.md, leaving sources out).  Steps are rather
+slower than predicted than faster, since what nobody knows of takes time."""
+EXPERTS_BELOW, EXPERTS_ABOVE = 0.2, 0.35
+"""Logarithms: the same of steps with experts, since routing is as skewed as the data makes it, and
 releases of one framework differ by 1.8 times on one plan."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
@@ -46,6 +46,10 @@ ASSUMED_SPREAD = 0.05
 MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
 machine where layers were measured (benchmarks/results/local_truth.md)."""
+MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
+"""Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
+over six sources, each left out (docs/accuracy.md).  What nobody knows of holds memory rather than
+that it frees some."""
 BEYOND = 2.0
 """Factor by which sizes may pass those of a stack's runs and still count as like them."""
 
@@ -116,8 +120,8 @@ def _widths(
     accuracy, groups = request.stack.accuracy, request.cluster.groups
     below = above = accuracy.spread
     if miss is not None:
-        below = max(below, UNMEASURED_BELOW, -math.log1p(-min(miss, 0.5)))
-        above = max(above, UNMEASURED_ABOVE, math.log1p(miss))
+        below = max(accuracy.outside_below, UNMEASURED_BELOW, -math.log1p(-min(miss, 0.5)))
+        above = max(accuracy.outside_above, UNMEASURED_ABOVE, math.log1p(miss))
     a = request.model.architecture
     if a is not None and a.experts is not None:
         below, above = max(below, EXPERTS_BELOW), max(above, EXPERTS_ABOVE)
@@ -148,6 +152,31 @@ def fit_probability(needed_bytes: float, room_bytes: float, spread: float) -> fl
     if room_bytes <= 0:
         return 0.0
     return NormalDist().cdf(math.log(room_bytes / needed_bytes) / spread)
+
+
+def room_share(probability: float, spread: float) -> float:
+    """Return the share of a device's room that predicted needs may take to fit with `probability`.
+
+        exp(-σ Φ⁻¹(P))
+
+    The inverse of `fit_probability`.
+
+    >>> round(room_share(0.95, 0.15), 2), room_share(0.5, 0.15)
+    (0.78, 1.0)
+    """
+    return math.exp(-spread * NormalDist().inv_cdf(probability))
+
+
+def memory_range(needed_bytes: float, spread: float) -> tuple[float, float]:
+    """Return between what a run's memory should peak, in 80 of 100 runs.
+
+    >>> [round(end, 1) for end in memory_range(60.0, 0.15)], memory_range(60.0, 0.03)[0] > 57
+    ([55.4, 77.0], True)
+    """
+    below, above = 1.28 * spread, 1.28 * spread
+    if spread > MEASURED_MEMORY_SPREAD:
+        below, above = MEMORY_BELOW * spread, MEMORY_ABOVE * spread
+    return needed_bytes * math.exp(-below), needed_bytes * math.exp(above)
 
 
 def outside_of(request: Request, layout: Layout) -> tuple[str, ...]:

@@ -151,6 +151,8 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     figures = _in_gib if peak >= 10 * GIB and not whole else bytes_text
     odds = prediction.fit_probability
     said = "" if odds is None or (odds >= SURE and not whole) else f", fits with {100 * odds:.0f} %"
+    if whole and prediction.peak_memory_range_bytes is not None:
+        said = f" ({' to '.join(map(bytes_text, prediction.peak_memory_range_bytes))}){said}"
     text = f"{figures(peak)} of {bytes_text(capacity)}{on}{said}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:

@@ -20,6 +20,7 @@ from meshwright.cli import app
 from meshwright.library import DOCUMENTS
 from planner import document
 from planner.catalog import stacks
+from planner.errors import NoPlanFits
 from planner.expressions import resolve_cluster, resolve_model
 from planner.plan import Plan
 from planner.prediction import Certificate, Prediction
@@ -230,3 +231,21 @@ def test_notebooks_show_tables_with_text_escaped() -> None:
     assert isinstance(told, Prediction)
     assert isinstance(proof, Certificate)
     assert "&lt;script&gt;" in plan._repr_html_() and "&lt;script&gt;" in told._repr_html_()
+
+
+def test_where_nothing_fits_surely_the_message_says_what_fits_as_predicted() -> None:
+    asked = ["tp=1", "pp=1", "dp=8", "micro_batch=1", "recompute=none"]
+
+    def plan(probability: float) -> Plan:
+        return meshwright.plan(
+            "llama-3.1-8b",
+            "8xh100-sxm-80gb",
+            global_batch=1024,
+            backend="megatron",
+            fix=asked,
+            fit_probability=probability,
+        )
+
+    with pytest.raises(NoPlanFits, match=r"with 95%: --fit-probability 0\.5 plans tp=1 pp=1 dp=8"):
+        plan(0.95)
+    assert plan(0.5).mesh.devices == 8

@@ -79,6 +79,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seq_len=int(seq_len),
         global_batch=int(batch),
         backend="deepspeed",
+        fit_probability=0.5,
         output=str(path),
     )
     return path
@@ -105,6 +106,7 @@ def test_every_command_says_what_a_full_device_takes(crowded: Path, command: lis
     if name == "plan":
         model, cluster, seq_len, batch = FULL["deepspeed"].split()
         asked = ["--seq-len", seq_len, "--global-batch", batch, "--backend", "deepspeed"]
+        asked += ["--fit-probability", "0.5"]
         options = [model, "--cluster", cluster, *asked, *options]
 
     ended = CliRunner().invoke(app, [name, *options])

@@ -263,21 +263,37 @@ def shaped_like(name: str) -> tuple[Any, dict[str, Tensor]]:
             transformers.Phi3Config(**sizes, num_key_value_heads=2, pad_token_id=0, use_cache=False)
         ),
         "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes)),
+        "bert without dropout": lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(**sizes, attention_probs_dropout_prob=0.0)
+        ),
     }
     return kinds[name], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+QUERY = "bert.encoder.layer.*.attention.self.query"
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "divided", "whole"),
     [
-        ("llama", {"self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"}),
-        ("phi3", {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"}),
-        ("bert", {"attention.self.query", "attention.output.dense", "output.dense"}),
+        ("llama", ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"), {}),
+        ("phi3", ("mlp.gate_up_proj", "mlp.down_proj"), {"self_attn.qkv_proj": "head_size"}),
+        ("bert", ("output.dense",), {"attention.self.query": "draws random numbers"}),
+        (
+            "bert without dropout",
+            ("attention.self.query", "attention.output.dense", "output.dense"),
+            {},
+        ),
     ],
 )
-def test_blocks_of_transformers_are_divided(name: str, wanted: set[str]) -> None:
+def test_blocks_of_transformers_are_divided_or_say_what_to_write(
+    name: str, divided: tuple[str, ...], whole: dict[str, str]
+) -> None:
     build, batch = shaped_like(name)
-    divided = meshwright.tensor_styles(build, batch=batch).divided
-    for path in wanted:
-        assert any(pattern.endswith(f".*.{path}") for pattern in divided), (path, divided)
+    styles = meshwright.tensor_styles(build, batch=batch)
+    for path in divided:
+        assert any(pattern.endswith(f".*.{path}") for pattern in styles.divided), path
+    for path, reason in whole.items():
+        assert any(p.endswith(f".*.{path}") and reason in said for p, said in styles.whole.items())
+    assert (QUERY in styles.given) == (name == "bert")

@@ -152,6 +152,17 @@ def test_divided_modules_train_as_in_one_process(ranks: int) -> None:
                     )
 
 
+class Sized(nn.Module):
+    """Names a size of the whole between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(-1, 2, 4).relu().flatten(1))
+
+
 class Tied(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -165,6 +176,11 @@ class Tied(Model):
             lambda: nn.Linear(WIDTH, WIDTH),
             None,
             "no module can be divided",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(WIDTH, 4), Sized(), nn.Linear(WIDTH, WIDTH)),
+            None,
+            r"divided \(1\.up: on a part of it: .*view\(\.\.\., -1, head_size\)[^;]*; plan with",
         ),
         (Model, {"blocks.*.middle": ColwiseParallel()}, r"'blocks\.\*\.middle' names no module"),
         (Model, {"*.up": ColwiseParallel()}, r"'\*\.up' names no module"),

@@ -100,6 +100,7 @@ class Process:
     context_bytes: float = 10.0
     slack: float = 1.25
     tight: float = 1.5
+    room_share: float = 1.0
     reduce_bytes: float = 0.0
     flat_bytes_at_most: float = 100.0
     recorded_bytes: float = 0.0

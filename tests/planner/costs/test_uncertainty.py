@@ -17,9 +17,15 @@ from planner.costs.uncertainty import (
     UNMEASURED_BELOW,
     fit_probability,
     outside_of,
+    room_share,
     step_range,
 )
+from planner.errors import DocumentError
+from planner.expressions import resolve_cluster, resolve_model
+from planner.pins import Pins
 from planner.prediction import Prediction
+from planner.request import Request
+from planner.search.best_first import search
 from planner.setup import Setup
 from planner.tables.predictions import backend_prediction, predicted
 from planner.tables.rows import setup_of
@@ -179,3 +185,73 @@ def test_what_fits_does_so_with_more_than_even_odds(micro_batch: str) -> None:
 
     assert found.fit_probability is not None
     assert found.fits == (found.fit_probability >= 0.5)
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.08, 0.15])
+@pytest.mark.parametrize("probability", [0.05, 0.5, 0.8, 0.95, 0.999])
+def test_needs_that_fill_the_share_of_the_room_fit_with_that_probability(
+    spread: float, probability: float
+) -> None:
+    needed_bytes = 80e9 * room_share(probability, spread)
+
+    assert fit_probability(needed_bytes, 80e9, spread) == pytest.approx(probability)
+
+
+@pytest.mark.parametrize("probability", [0.3, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("stack", ["native", "megatron", "torchtitan"])
+def test_the_search_keeps_plans_that_fit_with_what_is_asked_for(
+    stack: str, probability: float
+) -> None:
+    """Layouts whose memory is short: the answer has the odds, and more memory would not."""
+    request = Request.of(
+        resolve_model("llama-3.2-3b"),
+        resolve_cluster("4xl40s"),
+        seq_len=4096,
+        global_batch=32,
+        pins=Pins(data=4),
+        stack=stack,
+        fit_probability=probability,
+    )
+
+    found = search(request).prediction
+
+    assert found.fits
+    assert (found.fit_probability or 0.0) >= probability - 1e-9
+
+
+def test_surer_plans_are_no_faster() -> None:
+    steps_s = [
+        search(
+            Request.of(
+                resolve_model("llama-3.1-8b"),
+                resolve_cluster("8xh100-sxm-80gb"),
+                pins=Pins(tensor=1),
+                stack="megatron",
+                fit_probability=probability,
+            )
+        ).certificate.objective_s
+        for probability in (0.5, 0.95, 0.999)
+    ]
+
+    assert steps_s == sorted(steps_s)
+    assert steps_s[0] < steps_s[-1]
+
+
+@pytest.mark.parametrize("probability", [-1.0, 0.0, 1.0, 1.5, math.nan])
+def test_a_probability_is_asked_for_between_never_and_always(probability: float) -> None:
+    with pytest.raises(DocumentError, match=r"fit-probability: is .*between 0 and 1"):
+        Request.of(
+            resolve_model("gpt2-small"),
+            resolve_cluster("8xh100-sxm-80gb"),
+            fit_probability=probability,
+        )
+
+
+def test_a_peak_lies_in_its_range_and_rather_above_its_prediction() -> None:
+    found = predicted(setup())
+    assert found.peak_memory_range_bytes is not None
+    low, high = found.peak_memory_range_bytes
+    peak = max(stage.peak_memory_bytes for stage in found.stages)
+
+    assert low < peak < high
+    assert high / peak > peak / low
