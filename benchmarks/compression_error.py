@@ -41,7 +41,7 @@ def first_gradient(graph: ModelGraph, how: str) -> Tensor:
     plan = cases.plan(graph, micro_batches=1, activations=how)
     engine = TokenEngine(plan, graph, device=torch.device("cpu"))
     tokens = cases.global_tokens(0)
-    engine._all_micro_batches(tokens[:, :-1], tokens[:, 1:])
+    engine.forward_backward(tokens)
     grads = [p.grad for layer in engine.layers.values() for p in layer.parameters()]
     return torch.cat([grad.flatten() for grad in grads if grad is not None])
 

@@ -147,6 +147,9 @@ class Counting:
     def __exit__(self, *error: object) -> None:
         self._opened.__exit__(*error)
 
+    def keys(self) -> Any:
+        return self._inside.keys()
+
     def get_slice(self, name: str) -> Any:
         whole = self._inside.get_slice(name)
 
@@ -162,18 +165,12 @@ class Counting:
 
 
 def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, int]:
-    opening = published_weights.Weights.__init__
-
-    def counted(self: Any, folder: Path) -> None:
-        opening(self, folder)
-        opened = self._open
-        self._open = lambda *args, **options: Counting(opened(*args, **options))
-
-    published_weights.Weights.__init__ = counted
+    opened = published_weights._opened
+    published_weights._opened = lambda path: Counting(opened(path))
     try:
         engine = TokenEngine(plan, graph, device=CPU, weights=folder)
     finally:
-        published_weights.Weights.__init__ = opening
+        published_weights._opened = opened
     own = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
     return engine.step(own).loss, Counting.read_bytes
 
