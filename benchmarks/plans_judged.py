@@ -60,7 +60,7 @@ CLOSE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedLayout:
     """A published layout, its prediction, and what is planned for the same request."""
 
     published: Outcome
@@ -89,7 +89,7 @@ class Judged:
         )
 
 
-def judged(row: Mapping[str, str]) -> Judged:
+def judged(row: Mapping[str, str]) -> JudgedLayout:
     """Return a layout as published, and the answer to the same request."""
     prediction, setup = tuned_run(row)
     request = replace(
@@ -104,7 +104,7 @@ def judged(row: Mapping[str, str]) -> Judged:
         answer, planned = found.prediction, found.plan.layout
     except MeshwrightError as error:
         why = str(error).split(". ")[0]
-    return Judged(
+    return JudgedLayout(
         published=outcome(row),
         layout=row["layout"],
         setup=setup,
@@ -115,7 +115,7 @@ def judged(row: Mapping[str, str]) -> Judged:
     )
 
 
-def verdict(one: Judged) -> str:
+def verdict(one: JudgedLayout) -> str:
     """Return in a sentence how our answer differs from the published layout, and why."""
     if one.answer is None:
         return f"none: {one.why_none}"
@@ -162,7 +162,7 @@ def _seconds(parts: Mapping[str, float], cause: str) -> float:
     return sum(seconds for name, seconds in parts.items() if _cause(name) == cause)
 
 
-def text(found: Sequence[Judged], rows: Mapping[str, Mapping[str, str]]) -> str:
+def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page."""
     errors = sorted(abs(one.published.error) for one in found)
     unfit = [one.published.name for one in found if not one.published.fits]
@@ -221,7 +221,7 @@ def rows_judged() -> Iterator[dict[str, str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
+class RemarkedRequest:
     """A request as a user makes it, and what an expert of its framework would say of the answer."""
 
     model: str
@@ -233,7 +233,7 @@ class Walked:
 
 
 REQUESTS = (
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-8b",
         cluster="8xh100-sxm-80gb",
         seq_len=8192,
@@ -242,7 +242,7 @@ REQUESTS = (
         remark="What one expects: data parallelism alone. ZeRO-2 for FSDP's ZeRO-3, since with 16 "
         "micro-batches parameters that stay need not be gathered for each.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-8b",
         cluster="8xh100-sxm-80gb",
         seq_len=8192,
@@ -252,7 +252,7 @@ REQUESTS = (
         "data parallelism alone. That is in 8 bits, or with gradients in 16; in bf16 with sums in "
         "fp32 it has to recompute, and takes 15.9 s where it fits with 75 %.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-70b",
         cluster="8x8xh100-sxm-80gb",
         seq_len=8192,
@@ -261,7 +261,7 @@ REQUESTS = (
         remark="FSDP over 64 with two samples of 8,192 tokens a device: gathers of 140 GB a pass "
         "hide behind 16 thousand tokens, as torchtitan runs it. Recomputation is the price.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-70b",
         cluster="8x8xh100-sxm-80gb",
         seq_len=8192,
@@ -269,7 +269,7 @@ REQUESTS = (
         stack="megatron",
         remark="NeMo's layout of 70B on 64 H100 is tp=4 pp=4 cp=2, the same.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-70b",
         cluster="64x8xh100-sxm-80gb",
         seq_len=8192,
@@ -278,7 +278,7 @@ REQUESTS = (
         remark="FSDP inside groups of 128 and replicas of those, four samples a device: the usual "
         "hybrid sharding. An expert would compare it with tp=4 pp=4, which takes 35.8 s.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-405b",
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
@@ -286,7 +286,7 @@ REQUESTS = (
         stack="native",
         remark="Meta's layout: tp=8 inside the node, 16 stages with 8 chunks each, 128 replicas.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-405b",
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
@@ -295,7 +295,7 @@ REQUESTS = (
         remark="Meta's pipeline, with two context ranks for half of the replicas: twice the "
         "micro-batches, half of the fill. NVIDIA's MLPerf layouts of 405B have cp=2 too.",
     ),
-    Walked(
+    RemarkedRequest(
         model="llama-3.1-405b",
         cluster="2048x8xh100-sxm-80gb",
         seq_len=8192,
@@ -304,7 +304,7 @@ REQUESTS = (
         remark="Twice Meta's stages, under a zero-bubble schedule, which has less fill to pay for "
         "them. torchtitan's own runs of 405B have 8 stages on 512 devices.",
     ),
-    Walked(
+    RemarkedRequest(
         model="mixtral-8x7b",
         cluster="2x8xh100-sxm-80gb",
         seq_len=4096,
@@ -312,7 +312,7 @@ REQUESTS = (
         stack="native",
         remark="Experts inside the node, two stages across, as the Megatron-Core report advises.",
     ),
-    Walked(
+    RemarkedRequest(
         model="mixtral-8x7b",
         cluster="2x8xh100-sxm-80gb",
         seq_len=4096,
@@ -320,7 +320,7 @@ REQUESTS = (
         stack="megatron",
         remark="The same.",
     ),
-    Walked(
+    RemarkedRequest(
         model="deepseek-v3",
         cluster="256x8xh800-sxm-80gb",
         seq_len=4096,
@@ -330,7 +330,7 @@ REQUESTS = (
         "groups of 8 inside a node, not of 64 over eight, since our exchange sends a token to each "
         "of its experts; that, bf16 and 1F1B for fp8 and DualPipe make 44 s of the published 20.",
     ),
-    Walked(
+    RemarkedRequest(
         model="deepseek-v3",
         cluster="256x8xh800-sxm-80gb",
         seq_len=4096,

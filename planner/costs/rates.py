@@ -44,9 +44,9 @@ alone: its kernels wait for multiprocessors, and share memory with products.  Th
 Four devices of one node overlapped in full compute 1.189 times as long, and are 1.102 times as fast
 as one after the other (arXiv:2507.03114, means of A100, H100, MI210 and MI250), so that 0.61 of
 what is hidden is seen: 0.18 to 0.22 of multiprocessors over that is 0.30 to 0.36.  Llama-2-7B under
-FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055): 36 % at a third, 29 % at
-a half, 9 % at the whole rate.  Of runs of llm_foundry and prime_rl the errors fall with it
-(docs/accuracy.md)."""
+FSDP is 37 % slower a device on 2,048 H100 than on 128 (arXiv:2411.13055, section 4, from memory):
+36 % at a third, 29 % at a half, 9 % at the whole rate.  Of runs of llm_foundry and prime_rl the
+errors fall with it (docs/accuracy.md)."""
 HOST_LINK_SHARE = 0.8
 """Of a host link's quoted rate, what copies from and to pinned memory are taken to reach: headers
 and flow control of PCIe take a tenth to a fifth.  Assumed, not measured."""
