@@ -460,11 +460,13 @@ class Candidates:
         What sharing adds to a step `once_s` [unit], and to a micro-batch of one of the commonest
         layers `seen_s` [unit, choice].
         """
+        if seen_s is None:  # what sharing adds once has what offloaded states add
+            once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
         found = self._rooms.least_s(
             units,
             np.array([self._divided[family.divided] for family, _ in units]),
             Paces.together(paces),
-            once_s + [self._added_s(family.savings[0]) for family, _ in units],
+            once_s,
             seen_s,
         )
         return np.split(found, np.cumsum([len(family.timetables) for family, _ in units])[:-1])

@@ -195,3 +195,23 @@ def test_what_cannot_be_kept_is_said(gpt2: ModelGraph) -> None:
     several = search(Request(gpt2, small(16e9), job, pins=replace(pins, virtual_stages=None))).plan
     assert several.virtual_stages > 1
     assert max(len(stage.layers) for stage in several.stages) <= 3
+
+
+def test_no_bound_of_layouts_with_states_on_the_host_is_above_their_optimum() -> None:
+    """What the host adds to a step counts once."""
+    model, cluster = resolve_model("gpt-neox-20b"), resolve_cluster("8xa100-sxm-80gb")
+    job = Job(seq_len=2048, global_batch=64)
+    pins = Pins(tensor=1, context=1, pipeline=1, micro_batch=8, zero=3, allowed=HOST)
+    candidates = Candidates(Request(model, cluster, job, pins=pins))
+    candidates.computation_s()
+    compared = 0
+    for family in candidates.families:
+        for saved in family.by_saving():
+            for part in saved.by_loss():
+                for layout, bound_s in candidates.shared_rooms_s([part])[0]:
+                    found = solve_chain(candidates.instance(layout))
+                    if candidates.refusal(layout) is None and isinstance(found, Solution):
+                        exact_s = found.objective_s + candidates.costs(layout).step_s
+                        assert bound_s <= exact_s * (1 + 1e-9)
+                        compared += layout.offload != "none"
+    assert compared
