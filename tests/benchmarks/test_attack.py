@@ -196,6 +196,7 @@ def test_ranks_share_like_layers_evenly_or_are_outside(sizes: tuple[int, ...], e
     assert (judged.outside is None) == even
 
 
+@pytest.mark.matrix
 def test_an_answer_read_as_a_draft_is_written_as_it_was() -> None:
     attack = attack_on("unequal-v100")
     plan = attack.answer.plan

@@ -209,6 +209,7 @@ def far_off(rows: Sequence[tuple[str, str]], folder: Path) -> list[str]:
     return bad
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_launches_train_and_export_like_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from planner.errors import LaunchError
 from runtime import compiled
 from runtime.script_engine import Engine
 from runtime.torch_internals import compiled_graphs
+from tests.parts import some_and_others
 from tests.runtime import own_modules
 from tests.runtime import test_script_engine as script
 from tests.runtime.ranks import on_ranks
@@ -58,16 +59,17 @@ def with_graphs(layout: dict[str, Any]) -> Compiled:
     return run, compiled_graphs() - graphs, dict(engines[0].not_compiled)
 
 
-def compiled_everywhere() -> dict[str, Compiled]:
-    return {name: with_graphs(layout) for name, layout in COMPILED.items()}
+def compiled_under(names: list[str]) -> dict[str, Compiled]:
+    return {name: with_graphs(COMPILED[name]) for name in names}
 
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("traced")
-def test_units_that_repeat_are_one_graph_and_train_as_a_plain_loop() -> None:
+@pytest.mark.parametrize("names", some_and_others(COMPILED, ["zero 3, full"]))
+def test_units_that_repeat_are_one_graph_and_train_as_a_plain_loop(names: list[str]) -> None:
     expected = script.plainly()
 
-    for found in on_ranks(2, compiled_everywhere):
+    for found in on_ranks(2, compiled_under, names):
         for name, (run, graphs, eager) in found.items():
             script.check(run, expected, name)
             assert eager == {}, name

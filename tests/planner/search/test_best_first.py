@@ -172,6 +172,7 @@ def test_no_configuration_is_faster_and_no_bound_is_above_its_optimum(case: Case
                     assert candidates.memory_s(layout) <= limit_s
 
 
+@pytest.mark.matrix
 def test_cases_have_all_axes_and_memory_that_is_too_small_for_many() -> None:
     for case in (ALL_AXES, DENSE_AND_EXPERTS):
         exhaustive = optima(case)
@@ -180,6 +181,12 @@ def test_cases_have_all_axes_and_memory_that_is_too_small_for_many() -> None:
         assert 3 < sum(map(math.isfinite, exhaustive.values())) < len(exhaustive) / 2
 
 
+@pytest.mark.long(
+    "gpt2 4xv100-sxm-32gb",
+    "mixtral-8x7b 2x4xh200-sxm-141gb",
+    "deepseek-v3 16x8xh200-sxm-141gb",
+    "llama-3.2-3b 4xa100-sxm-40gb0",
+)
 @pytest.mark.parametrize("case", QUICK_AND_LONG, ids=lambda case: f"{case.model} {case.cluster}")
 def test_a_dominator_is_at_least_as_fast(case: Case) -> None:
     exhaustive = optima(case)
@@ -480,7 +487,7 @@ def test_pinned_gpipe_is_not_dominated_by_what_the_pins_exclude() -> None:
     assert all("1f1b" not in layout.text() for layout in pinned.candidates().layouts())
 
 
-@pytest.mark.long("405b on 16,384")
+@pytest.mark.long("405b on 16,384", "deepseek-v3 on 2,048")
 @pytest.mark.parametrize(
     ("case", "limit_s"),
     [
