@@ -17,7 +17,7 @@ from planner.document import Document
 from planner.expressions import resolve_cluster, resolve_model
 from planner.model import ModelGraph
 from planner.profile import Profile
-from planner.request import Request
+from planner.request import SURE_TO_FIT, Request
 from planner.search.best_first import search
 
 FOLDER = Path(__file__).parent
@@ -56,6 +56,7 @@ def computed(name: str) -> dict[str, Document]:
         global_batch=global_batch,
         profile=profile,
         called=cluster_name,
+        fit_probability=SURE_TO_FIT,
     )
     answer = search(request)
     return {

@@ -15,14 +15,13 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.tolerances import NOTHING
 from planner.whatif.chances import DRAWS, outcomes_of
 from planner.whatif.evaluate import Outcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order
 
 Draws = NDArray[np.float64]
-ALIKE = 1e-9
-"""Relative difference below which two candidates come first together, and share that future."""
 
 
 def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | None]:
@@ -32,7 +31,7 @@ def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | 
     if not known:
         return [None] * len(figures)
     table = np.stack(known)
-    first = table <= table.min(axis=0) * (1 + ALIKE)
+    first = table <= table.min(axis=0) * (1 + NOTHING)  # twins share a future
     shares = iter((first / first.sum(axis=0)).mean(axis=1))
     return [None if figure is None else float(next(shares)) for figure in figures]
 
@@ -78,7 +77,7 @@ def _cost(outcome: Outcome) -> Draws | None:
         return price * duration
     paid_hours = outcome.usd.value / (hourly.value * outcome.devices)
     # More hours than the run takes are paid where the contract has a minimum.
-    least = paid_hours if paid_hours > outcome.hours.value * (1 + ALIKE) else 0.0
+    least = paid_hours if paid_hours > outcome.hours.value * (1 + NOTHING) else 0.0
     return price * np.maximum(duration, least)
 
 

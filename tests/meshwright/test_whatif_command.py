@@ -38,9 +38,10 @@ def test_flags_become_offers_on_their_terms() -> None:
     assert bought.priced.purchase is not None and listed.priced.purchase is not None
     # (38,000 + 1,882 + 600) x 1.03.
     assert bought.priced.purchase.hardware_usd.value == pytest.approx(41_696.46)
-    # 8 A100 draw (1.23 x 400 + 60) x 1.3 = 717.6 W each, at 8 cents 0.057408 an hour.
+    # 8 A100 draw (1.23 x 400 + 60) x 1.3 = 717.6 W each, at 8 cents 0.057408 an hour, of which a
+    # quarter is drawn while they wait too.
     assert own.priced.hourly is not None
-    assert own.priced.hourly.used.value == pytest.approx(0.057408)
+    assert own.priced.hourly.used.value == pytest.approx(0.75 * 0.057408)
 
 
 def test_what_is_written_is_the_same_study_and_short(

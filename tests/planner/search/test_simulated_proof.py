@@ -206,15 +206,15 @@ def test_more_effort_gives_no_lower_bound_and_no_slower_plan() -> None:
 
 
 def test_the_usual_answer_has_the_pipeline_that_simulates_faster_than_the_closed_form() -> None:
-    """Its closed form is above that of ZeRO-3; its simulated step is 6 % below."""
-    job = Job(seq_len=2048, global_batch=128, precision="fp16")
-    cluster = resolve_cluster("4x8xv100-sxm-32gb")
-    asked = Request(resolve_model("llama-2-13b"), cluster, job, pins=Pins(context=1))
+    """Its closed form is above that of fewer stages; its simulated step is 11 % below."""
+    job = Job(seq_len=1024, global_batch=64)
+    asked = Request(resolve_model("gpt2-xl"), resolve_cluster("8xrtx-4090"), job)
 
     found = search(asked)
 
     closed = found.closed_form
-    assert closed is not None and closed.plan.layout.pipeline == 1
+    assert closed is not None
+    assert closed.plan.layout.pipeline < found.plan.layout.pipeline
     assert found.prediction.step_time_s < 0.95 * closed.prediction.step_time_s
 
 
