@@ -29,13 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     named: dict[str, set[str]] = {}
     for item in items:
-        marker = item.get_closest_marker("long")
-        if marker is None:
+        cases = {case for marker in item.iter_markers("long") for case in marker.args}
+        if not cases:
             continue
         case = item.name.partition("[")[2].removesuffix("]")
-        missing = named.setdefault(item.nodeid.partition("[")[0], set(marker.args))
-        missing.discard(case)
-        if case in marker.args:
+        named.setdefault(item.nodeid.partition("[")[0], set(cases)).discard(case)
+        if case in cases:
             item.add_marker("matrix")
     if any("[" in given for given in config.args):
         return  # a part of a test's cases

@@ -111,6 +111,7 @@ def test_no_plan_of_an_attack_simulates_below_what_is_proven(name: str) -> None:
     assert finals.gap is None or finals.gap <= 0.005
 
 
+@pytest.mark.matrix
 def test_an_attack_sees_a_simulated_bound_that_is_too_high() -> None:
     answer = attack_on("gpt2-xl-4090").answer
     certificate = answer.certificate

@@ -374,6 +374,7 @@ def patient_start(room: Room) -> tuple[subprocess.Popen[str], int]:
     raise AssertionError("ranks do not find each other")
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_a_rank_that_hangs_ends_the_launch_when_the_time_is_over(room: Room) -> None:
     pytest.importorskip("torch")

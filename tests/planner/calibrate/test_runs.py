@@ -94,6 +94,7 @@ def test_runs_faster_than_the_peak_are_refused(tmp_path: Path) -> None:
         calibrate(runs.of_table(path), source="test")
 
 
+@pytest.mark.matrix
 def test_runs_on_two_accelerators_are_not_one_machine(tmp_path: Path) -> None:
     path = table(tmp_path / "runs.csv", TRUTH)
     path.write_text(path.read_text().replace("r-1,s,24", "r-1,s,24").replace("a100", "h100", 1))

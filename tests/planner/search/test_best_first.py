@@ -285,6 +285,12 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
 
 
 @pytest.mark.long(
+    "mixtral-8x7b 4x8xh100-sxm-80gb-memory",
+    "mixtral-8x7b 4x8xh100-sxm-80gb-links",
+    "mixtral-8x7b 4x8xh100-sxm-80gb-flops",
+    "mixtral-8x7b 4x8xh100-sxm-80gb-memory bandwidth",
+)
+@pytest.mark.long(
     "gemma-2-2b 8xrtx-4090-flops",
     "gemma-2-2b 8xrtx-4090-memory",
     "gemma-2-2b 8xrtx-4090-links",

@@ -185,6 +185,18 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
     return priced(instance, cuts, options)
 
 
+@pytest.mark.long(
+    "gpt2-xl-interleaved-8",
+    "gpt2-xl-interleaved-zb-8",
+    "gpt2-xl-interleaved-4",
+    "gpt2-xl-interleaved-3",
+    "gpt2-xl-interleaved-zb-2",
+    "llama-3.1-8b-interleaved-4",
+    "llama-3.1-8b-interleaved-zb-8",
+    "llama-3.1-8b-interleaved-zb-3",
+    "llama-3.1-8b-interleaved-8",
+    "llama-3.1-8b-interleaved-zb-2",
+)
 @pytest.mark.parametrize(
     ("name", "virtual"),
     [

@@ -190,6 +190,9 @@ def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Ite
 
 
 @pytest.mark.long(
+    "torchtitan-pp=2,zero=3-0.62", "megatron--1.0", "torchtitan-pp=2,schedule=zbv-0.62"
+)
+@pytest.mark.long(
     "torchtitan--1.0",
     "torchtitan-pp=2-1.0",
     "torchtitan-pp=2-0.62",
