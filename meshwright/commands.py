@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from runtime.export import Exported
     from runtime.report import Comparison
 
+MOST_TOP = 1_000
+"""Plans of other meshes that one command names."""
+
 
 def plan(
     model: str,
@@ -110,8 +113,8 @@ def plan(
     profile another stack than ours takes constants of the cluster; layers measured in our runtime
     are not that framework's, and are left out.
     """
-    if top < 1:
-        raise DocumentError("top", f"is {top}; it is a whole number from 1")
+    if not 1 <= top <= MOST_TOP:
+        raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
     graph = model_of(model, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)

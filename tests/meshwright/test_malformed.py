@@ -162,6 +162,10 @@ CASES = {
         "seq-len: is 0",
     ),
     "a folder to write to": (call("plan", "gpt2", *H100, "-o", "."), "Is a directory"),
+    "more plans than anyone reads": (
+        call("plan", "gpt2", *H100, "--top", "16777216"),
+        "top: is 16777216; it is a whole number from 1 to 1,000",
+    ),
     "no processes": (
         call("whatif", "--model", "gpt2", "--clusters", "local", "--processes", "-1"),
         "processes: is -1",
