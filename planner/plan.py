@@ -586,6 +586,11 @@ class Plan(Document):
         every = range(len(self.stages))
         return tuple(stage for stage in every if self.rank_of_stage(stage) == rank)
 
+    def span_of_stage(self, stage: int) -> tuple[int, int]:
+        """Return the numbers of a stage's first layer and of the one behind its last."""
+        first = sum(len(one.layers) for one in self.stages[:stage])
+        return first, first + len(self.stages[stage].layers)
+
     def device_of_rank(self, rank: int) -> int:
         """Return the device of the cluster that a rank uses; both count from 0.
 

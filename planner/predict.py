@@ -27,8 +27,8 @@ from planner.costs.rank_memory import (
     has_room,
     host_bytes,
     rank_memory_parts,
-    room_bytes,
     tensors_bytes,
+    whole_room_bytes,
     widest,
 )
 from planner.costs.seats import Seats, alike, branching
@@ -363,7 +363,7 @@ def placement_prediction(
     probability = min(
         fit_probability(
             tensors_bytes(of_stage),
-            room_bytes(seat.accelerator.memory_bytes, seat.costs) / seat.costs.room_share,
+            whole_room_bytes(seat.accelerator.memory_bytes, seat.costs),
             tables.memory_spread,
         )
         for of_stage, seat in zip(memory, seats.stages, strict=True)

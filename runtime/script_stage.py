@@ -107,12 +107,10 @@ def modules_of(
     """
     if not wraps_stages(plan, place):
         return [module] * len(stages)
-    sizes = [len(one.layers) for one in plan.stages]
     known: set[str] = set()
     result = []
     for stage in stages:
-        first = sum(sizes[:stage])
-        layers = recorder.first.layers[first : first + sizes[stage]]
+        layers = recorder.first.layers[slice(*plan.span_of_stage(stage))]
         read = {recorder.aliases[name] for layer in layers for name in layer.parameters}
         shared = sorted(read & known)
         for name in shared:
@@ -203,9 +201,7 @@ def script_stage(
     compiler: Compiler | None = None,
 ) -> Staged:
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
-    sizes = [len(one.layers) for one in plan.stages]
-    first = sum(sizes[:stage])
-    made = RecordedStage(module, recorder, first, first + sizes[stage])
+    made = RecordedStage(module, recorder, *plan.span_of_stage(stage))
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)

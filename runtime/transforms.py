@@ -161,9 +161,7 @@ def language_stage(
     layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
     adapter.tie(layers)
     _check_parameters(layers, adapter)
-    sizes = [len(one.layers) for one in plan.stages]
-    first = sum(sizes[:stage])
-    module = RecordedStage(tree_of(layers), described, first, first + sizes[stage])
+    module = RecordedStage(tree_of(layers), described, *plan.span_of_stage(stage))
     apart = reduces_apart(plan, place)
     reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
     wraps = reduces or wants_mesh(plan) or _wraps_experts(plan, place)

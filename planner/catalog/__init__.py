@@ -173,9 +173,14 @@ class PurchasePrice(Part):
     confidence: Literal["high", "medium", "low"]
     note: Text | None = None
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The price's range, its own value where no end is known."""
+        return self.low or self.usd_per_device, self.high or self.usd_per_device
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        low, high = self.low or self.usd_per_device, self.high or self.usd_per_device
+        low, high = self.ends
         if not low <= self.usd_per_device <= high:
             raise ValueError(f"usd_per_device {self.usd_per_device} is not in {low} to {high}")
         return self

@@ -102,16 +102,23 @@ class RankCosts(Protocol):
         """Of libraries, in the allocator."""
 
 
-def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
-    """Return how many bytes tensors may take of so much device memory.
+def whole_room_bytes(memory_bytes: float, costs: RankCosts) -> float:
+    """Return how many bytes tensors find of so much device memory.
 
-        s (memory - context) / tight
+        (memory - context) / tight
 
-    s is what the probability leaves that is asked for (`uncertainty.room_share`).  The search and
-    `planner.predict` both ask this function what fits, for every stack.  On CPUs `tight` is 1:
-    there is no caching allocator.
+    On CPUs `tight` is 1: there is no caching allocator.
     """
-    return costs.room_share * (memory_bytes - costs.context_bytes) / costs.tight
+    return (memory_bytes - costs.context_bytes) / costs.tight
+
+
+def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
+    """Return how many bytes tensors may take, by their prediction, to fit as surely as asked.
+
+    The whole room times `uncertainty.room_share`.  The search and `planner.predict` both ask this
+    function what fits, for every stack.
+    """
+    return costs.room_share * whole_room_bytes(memory_bytes, costs)
 
 
 NOT_TENSORS = ("context", "reduce buckets", "allocator overhead", "recorded buffers", "workspaces")

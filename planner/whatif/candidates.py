@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.catalog import Rent, network_purchase, purchases, rents
+from planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
 from planner.cluster import ClusterSpec
 from planner.errors import DocumentError
 from planner.expressions import resolve_cluster
@@ -52,6 +52,11 @@ class Reservation:
     """Share of it that is paid on the first day."""
     usd_per_device_hour: Span
 
+    @property
+    def term_usd_per_device(self) -> Span:
+        """What the whole term costs."""
+        return self.usd_per_device_hour.times(self.years * HOURS_PER_YEAR)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
@@ -71,10 +76,7 @@ class Priced:
         """What signing binds to for each device: a purchase, or a contract's whole term."""
         if self.purchase is not None:
             return self.purchase.hardware_usd.value
-        if self.reservation is not None:
-            term_hours = self.reservation.years * HOURS_PER_YEAR
-            return self.reservation.usd_per_device_hour.value * term_hours
-        return None
+        return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
     def outlay_usd_per_device(self, utilisation: float) -> Span | None:
         """Return what binding terms take out of a budget for each device; None on others.
@@ -83,10 +85,7 @@ class Priced:
         """
         if self.purchase is not None:
             return self.purchase.outlay_usd(utilisation)
-        if self.reservation is not None:
-            term_hours = self.reservation.years * HOURS_PER_YEAR
-            return self.reservation.usd_per_device_hour.times(term_hours)
-        return None
+        return None if self.reservation is None else self.reservation.term_usd_per_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,8 +466,7 @@ def _bought(
         known = purchases().get(name)
         if known is None:
             return Priced(how=f"no price known, purchase of {name}")
-        value = known.usd_per_device
-        price = Span(value=value, low=known.low or value, high=known.high or value)
+        price = _listed(known)
         node = "with its node" if known.with_node else "without its node"
         how = f"bought {node}, {known.date}, {known.source}"
     network = span_of(network_purchase())
@@ -476,6 +474,12 @@ def _bought(
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
     return Priced(hourly=purchase.hourly, purchase=purchase, how=how)
+
+
+def _listed(known: PurchasePrice) -> Span:
+    """Return the catalogue's price of a device with its range."""
+    low, high = known.ends
+    return Span(value=known.usd_per_device, low=low, high=high)
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:
@@ -486,11 +490,9 @@ def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) 
     parts = []
     for group in cluster.groups:
         known = purchases().get(group.accelerator.name)
-        value = 0.0 if known is None else known.usd_per_device
-        low, high = (value, value) if known is None else (known.low or value, known.high or value)
         purchase = purchase_of(
             assumed,
-            Span(value=value, low=low, high=high),
+            exact(0.0) if known is None else _listed(known),
             span_of(network_purchase()),
             cluster.model_copy(update={"groups": (group,)}),
             power_limit,

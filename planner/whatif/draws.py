@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -101,6 +102,7 @@ def _of(figure: Span, cause: str) -> Draws:
     return outcomes_of(figure, _normals(cause))
 
 
+@lru_cache(maxsize=64)
 def _normals(cause: str) -> Draws:
     """Return a cause's futures in standard deviations; the same ones whoever asks."""
     return np.random.default_rng(zlib.crc32(cause.encode())).standard_normal(DRAWS)

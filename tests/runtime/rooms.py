@@ -84,7 +84,15 @@ class Room:
     folder: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     python_path: tuple[str, ...] = (str(ROOT),)
+
     """Of the launches that `start` makes."""
+
+    def begin_with(self, code: str) -> None:
+        """Let each process that starts in this room run code before all else."""
+        site = self.folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(code)
+        self.python_path = (str(site), *self.python_path)
 
     @property
     def text(self) -> Path:

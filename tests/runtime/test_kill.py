@@ -36,9 +36,7 @@ os.fsync, os.rename, os.unlink = slow(os.fsync), slow(os.rename), slow(os.unlink
 
 def kill_and_resume(room: Room, *, moments: int, seed: int) -> int:
     """Kill a rank at each of so many moments; return how many of them fell into a save."""
-    (room.folder / "slow").mkdir()
-    (room.folder / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
-    room.python_path = (str(room.folder / "slow"), *room.python_path)
+    room.begin_with(SLOW_DISK)
     draw = random.Random(seed)
     saved = room.folder / "saved"
     hits = 0

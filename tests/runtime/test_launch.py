@@ -349,9 +349,7 @@ def test_a_bit_that_flips_on_one_rank_ends_the_launch_before_a_checkpoint_has_it
     room: Room,
 ) -> None:
     pytest.importorskip("torch")
-    (room.folder / "site").mkdir()
-    (room.folder / "site" / "sitecustomize.py").write_text(FLIPPED)
-    room.python_path = (str(room.folder / "site"), *room.python_path)
+    room.begin_with(FLIPPED)
     saved = room.folder / "saved"
 
     launcher = room.start(

@@ -265,9 +265,7 @@ if any(word.endswith("orders.yaml") for word in sys.orig_argv) and os.environ.ge
 def test_the_launcher_says_that_it_counts_and_the_run_goes_on(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (room.folder / "mortal").mkdir()
-    (room.folder / "mortal" / "sitecustomize.py").write_text(RANK_0_DIES)
-    room.python_path = (str(room.folder / "mortal"), *room.python_path)
+    room.begin_with(RANK_0_DIES)
     saved = room.folder / "saved"
 
     launcher = room.start(
