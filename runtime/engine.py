@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
-from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime import batches
 from runtime.agreement import COMPARED_EVERY

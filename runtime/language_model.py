@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
-from planner.model import ModelGraph
-from planner.plan import Plan
 from runtime import document_attention, eight_bits, lora
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.plan import Offload
+from planner.documents.training import Training
 from planner.errors import LaunchError
-from planner.plan import Offload
-from planner.training import Training
 from runtime.adapter import Adapter
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime import batches, inner_loss
 from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.plan import Mesh, Offload
-from planner.training import Training
+from planner.documents.plan import Mesh, Offload
+from planner.documents.training import Training
 from runtime import streamed_state
 from runtime.host import on_host
 from runtime.learning_rate import learning_rate

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime.gradient_wire import RANK, PowerSGD
 from runtime.train import token_engine
 from tests.runtime import cases
