@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 
 from planner.catalog import Quantity
+from planner.documents.units import bytes_text, seconds_text
 from planner.report.whatif_text import provenance_text
-from planner.units import bytes_text, seconds_text
 from planner.whatif.answers import answers
 from planner.whatif.outcome import Outcome
 from planner.whatif.page_data import page_data

@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.catalog import facility
 from planner.costs.figure_store import FigureStore
+from planner.documents.prediction import Prediction, compaction
+from planner.documents.units import bytes_text
 from planner.errors import DocumentError
-from planner.prediction import Prediction, compaction
-from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
 from planner.whatif.goals import chances_of, misses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.tolerances import ROUNDING
+from planner.documents.tolerances import ROUNDING
 from planner.whatif.chances import within
 from planner.whatif.draws import drawn_figure
 from planner.whatif.outcome import Outcome

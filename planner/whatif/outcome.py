@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.costs.uncertainty import link_seconds
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from planner.whatif.span import Span, exact, total
 
 

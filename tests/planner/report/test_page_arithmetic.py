@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from planner.tolerances import ROUNDING
+from planner.documents.tolerances import ROUNDING
 from planner.whatif import chances, economics, goodput, span
 from planner.whatif.break_even import cash_usd, present_value_usd
 from planner.whatif.candidates import Candidate, candidates_of
