@@ -14,8 +14,25 @@ from planner.documents import document
 from planner.errors import DocumentError
 from planner.errors.shown import cell
 from planner.whatif.run import Progress, Result, run
+from planner.whatif.span import Span
 from planner.whatif.study import Order, Sizing, Study, Tuning
 
+
+def _ends(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+RANGED = (
+    "hours",
+    "lead_days",
+    "usd",
+    "usd_per_device_hour",
+    "watts",
+    "energy_kwh",
+    "carbon_kg",
+    "outlay_usd",
+)
+"""Figures of an outcome whose ranges a table has."""
 COLUMNS = (
     "model",
     "candidate",
@@ -31,19 +48,18 @@ COLUMNS = (
     "tokens_per_s",
     "mfu",
     "goodput",
-    "hours",
-    "lead_days",
-    "usd",
-    "usd_low",
-    "usd_high",
-    "energy_kwh",
-    "carbon_kg",
+    *_ends("hours"),
+    *_ends("lead_days"),
+    *_ends("usd"),
+    *_ends("usd_per_device_hour"),
+    *_ends("watts"),
+    *_ends("energy_kwh"),
+    *_ends("carbon_kg"),
     "headroom_bytes",
     "host_bytes",
     "capital_usd",
-    "outlay_usd",
-    "outlay_usd_low",
-    "outlay_usd_high",
+    *_ends("outlay_usd"),
+    "tokens_in_budget",
     "misses",
     "probability",
     "probability_cheapest",
@@ -224,7 +240,13 @@ def table_text(result: Result) -> str:
     writer.writeheader()
     ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
     for outcome in result.outcomes:
-        step, usd = outcome.step_s, outcome.usd
+        step, tokens = outcome.step_s, outcome.tokens_in_budget
+        ranges: dict[str, float] = {}
+        for name in RANGED:
+            span: Span | None = getattr(outcome, name)
+            if span is not None:
+                ends = (span.value, span.low, span.high)
+                ranges |= dict(zip(_ends(name), ends, strict=True))
         first = ranks[id(outcome)].first if id(outcome) in ranks else {}
         writer.writerow(
             {
@@ -242,19 +264,11 @@ def table_text(result: Result) -> str:
                 "tokens_per_s": outcome.tokens_per_s.value if outcome.tokens_per_s else "",
                 "mfu": outcome.mfu if outcome.fits else "",
                 "goodput": outcome.goodput.value if outcome.goodput else "",
-                "hours": outcome.hours.value if outcome.hours else "",
-                "lead_days": outcome.lead_days.value if outcome.lead_days else "",
-                "usd": usd.value if usd else "",
-                "usd_low": usd.low if usd else "",
-                "usd_high": usd.high if usd else "",
-                "energy_kwh": outcome.energy_kwh.value if outcome.energy_kwh else "",
-                "carbon_kg": outcome.carbon_kg.value if outcome.carbon_kg else "",
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
-                "outlay_usd": outcome.outlay_usd.value if outcome.outlay_usd else "",
-                "outlay_usd_low": outcome.outlay_usd.low if outcome.outlay_usd else "",
-                "outlay_usd_high": outcome.outlay_usd.high if outcome.outlay_usd else "",
+                "tokens_in_budget": "" if tokens is None else tokens,
+                **ranges,
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
                 "probability_cheapest": first.get("cost", ""),

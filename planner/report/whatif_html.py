@@ -132,7 +132,7 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
     yield "Plans and prices of the candidates", module.plans()
     if matrix:
         yield "Models and candidates, as the study has it", module.cells()
-    said = answers(result)
+    said = [*verdicts(result), *answers(result)]
     if said:
         yield "What follows, as the study has it", module.listed(said)
     if failed:
@@ -196,6 +196,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("restart, s", failures.restart_s),
         ("checkpoint, bytes per parameter", failures.checkpoint_bytes_per_parameter),
         ("store, bytes/s per device", failures.store_bytes_per_s_per_device),
+        ("copy to the host, bytes/s per device", failures.copy_bytes_per_s_per_device),
         ("hours lost at any size", failures.other),
         ("value kept from year to year", owning.retained_a_year),
         ("storage, USD per device", owning.storage_usd_per_device),
