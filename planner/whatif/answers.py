@@ -151,6 +151,8 @@ def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
     if first.usd is not None and other.usd is not None:
         saved = 1 - first.usd.value / other.usd.value
         said.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
+    if said == ["no less time", "0 % less cost"]:
+        return f"{first.candidate} takes the time and the cost of {other.candidate}."
     text = f"{first.candidate} takes {' and '.join(said)} than {other.candidate}"
     its = other.usd_per_device_hour
     if ties_at is not None and its is not None and ties_at > 0:

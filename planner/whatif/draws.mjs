@@ -48,7 +48,7 @@ function energies({ watts }, duration) {
 
 function costs({ usdPerDeviceHour: hourly, devices, hours, usd, candidate }, duration) {
   if (hourly === null) return null;
-  const price = multipliers(hourly, `price ${candidate.how}`), found = new Float64Array(DRAWS);
+  const price = multipliers(hourly, `price ${candidate.cause || candidate.how}`), found = new Float64Array(DRAWS);
   const paid = usd === null ? 0 : usd.value / (hourly.value * devices);
   // More hours than the run takes are paid where the contract has a minimum.
   const least = hours !== null && paid > hours.value * (1 + NOTHING) ? paid : 0;

@@ -71,7 +71,7 @@ def _cost(outcome: Outcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
-    price = _of(hourly, f"price {outcome.price}") * outcome.devices
+    price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
     paid_hours = outcome.usd.value / (hourly.value * outcome.devices)

@@ -43,6 +43,7 @@ def evaluate(
         fits=False,
         binding=found.reason,
         price=candidate.priced.how,
+        price_cause=candidate.priced.cause,
         hypothetical=candidate.hypothetical,
     )
     prediction, plan = found.prediction, found.plan

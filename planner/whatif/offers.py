@@ -57,13 +57,15 @@ class Rented:
 
     usd_per_device_hour: Span | None
     how: str
+    cause: str = ""
+    """The quotes that it rests on: prices of the same quotes move together."""
     term_months: float | None = None
     prepaid: float = 0.0
 
 
 def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rented:
     """Return a device's rent from the offers that can make a cluster, and what they are."""
-    spans, words, terms = [], [], []
+    spans, words, terms, causes = [], [], [], set()
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
@@ -76,6 +78,7 @@ def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rent
         taken, others = _one_market(quotes)
         price = aged(range_of(_prices(taken)), _age_years(taken))
         spans.append(price.times(group.devices / cluster.devices))
+        causes |= {_quote_text(quote.offer, kind) for quote in taken}
         terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
         words.append(
             _words(taken, kind, name, rental) + _others(others) + _left_out(left, price.value)
@@ -83,9 +86,14 @@ def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rent
     return Rented(
         usd_per_device_hour=total(spans),
         how="; ".join(words),
+        cause="; ".join(sorted(causes)),
         term_months=max((offer.term_months or 0.0 for offer in terms), default=0.0) or None,
         prepaid=max(offer.prepaid for offer in terms),
     )
+
+
+def _quote_text(offer: Rent, kind: str) -> str:
+    return f"{kind} {offer.provider} {offer.instance} {offer.region} {offer.accelerator}"
 
 
 def _one_market(quotes: Sequence[Quote]) -> tuple[list[Quote], list[Quote]]:

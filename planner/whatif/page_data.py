@@ -116,6 +116,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: Outcome) -> dict[str
         "groups": groups,
         "terms": _terms(offer, candidate),
         "how": candidate.priced.how,
+        "cause": candidate.priced.cause,
         "dates": price_dates(candidate.priced.how),
         "assumed": None if own is None else assumed_data(candidate.assumed),
         "own": [] if own is None else _named(own.model_dump(exclude_unset=True)),

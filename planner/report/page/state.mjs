@@ -77,7 +77,7 @@ function repriced(data, candidate, value) {
   const how = terms.kind === "part" ? inPartWords(candidate, words)
     : words + (terms.term_words ? `, ${terms.term_words}` : "");
   return {
-    ...candidate, how, dates: [data.made.slice(0, 7)], hypothetical: false,
+    ...candidate, how, cause: "", dates: [data.made.slice(0, 7)], hypothetical: false,
     terms: {
       ...terms, kind: terms.kind === "none" ? (terms.bought ? "bought" : "rented") : terms.kind,
       quote: scaled(first.terms.quote, value),

@@ -232,7 +232,7 @@ def test_another_candidate_that_our_own_runtime_ranks_first_is_named() -> None:
 
     said = " ".join(verdicts(result(asked, outcomes)))
 
-    assert "under our own runtime (--backend native) new ranks first for gpt2" in said
+    assert "under our own runtime (--backend native) new ranks before old for gpt2" in said
     same = [replace(o, native_step_s=0.1) for o in outcomes]
     assert "own runtime (--backend" not in " ".join(verdicts(result(asked, same)))
 
