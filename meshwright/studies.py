@@ -7,7 +7,7 @@ import datetime
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.catalog.imports import Rents, imported
 from planner.documents import document
@@ -16,6 +16,9 @@ from planner.errors.shown import cell
 from planner.whatif.run import Progress, Result, run
 from planner.whatif.span import Span
 from planner.whatif.study import Order, Sizing, Study, Tuning
+
+if TYPE_CHECKING:
+    from meshwright.page_server import PageServer
 
 
 def _ends(name: str) -> tuple[str, str, str]:
@@ -119,6 +122,18 @@ def whatif(
     if table:
         document.write_text(table_text(result), table)
     return result
+
+
+def serve(found: Result, *, prices: str | None = None, processes: int | None = None) -> PageServer:
+    """Return a server of a study's page that plans changed studies; it does not run yet."""
+    from meshwright.page_server import PageServer, Planning  # noqa: PLC0415 - loads jinja2
+
+    offers = document.read(Rents, prices).rents if prices else None
+
+    def again(study: Study, progress: Progress) -> Result:
+        return run(study, processes=processes, progress=progress, offers=offers)
+
+    return PageServer(Planning(result=found, run=again))
 
 
 def study_of(

@@ -43,12 +43,12 @@ ARITHMETIC = (
     "sensitivity",
 )
 """Modules of the page in planner/whatif, each after those that it imports."""
-VIEW = ("state", "inputs", "documents", "charts", "words", "view")
+VIEW = ("state", "inputs", "documents", "charts", "words", "again", "view")
 """Modules in planner/report/page."""
 
 
-def study_page(result: Result) -> str:
-    """Return the report of a study."""
+def study_page(result: Result, *, served: bool = False) -> str:
+    """Return the report of a study; `served` by `meshwright.page_server`, it can plan again."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -60,6 +60,7 @@ def study_page(result: Result) -> str:
     return environment.get_template("whatif.html").render(
         study=result.study,
         verdicts=verdicts(result),
+        served=served,
         solved=any(offer.solve is not None for offer in result.study.offers),
         static=list(_static(result, environment)),
         css=_report_file("page/page.css"),

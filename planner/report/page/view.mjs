@@ -4,6 +4,7 @@ import { hourlyAt } from "../../whatif/economics.mjs";
 import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
 import { tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
+import { planAgain } from "./again.mjs";
 import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
 import { csvText, yamlText } from "./documents.mjs";
 import { inputsOf, midpointGoal } from "./inputs.mjs";
@@ -78,6 +79,7 @@ function update() {
   const changed = Object.keys(page.values).length;
   at("changed").textContent = changed ? `${changed} figure${changed > 1 ? "s" : ""} changed from the study`
     : "As the study has it";
+  page.again();
   document.documentElement.dataset.ms = (performance.now() - began).toFixed(1);
 }
 
@@ -361,6 +363,7 @@ function bind() {
   });
 }
 
+page.again = planAgain(() => yamlText(changedDocument(data, page.values)));
 buildTable();
 buildControls();
 for (const control of controls) control.show();
