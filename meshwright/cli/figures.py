@@ -77,6 +77,7 @@ class WhatIfOrder(StrEnum):
     COST = "cost"
     TIME = "time"
     ENERGY = "energy"
+    CARBON = "carbon"
 
 
 class WhatIfSizing(StrEnum):

@@ -485,7 +485,15 @@ def _carbon(result: Result) -> Iterator[str]:
     goal, best = result.study.goal, result.best
     if best is None or best.energy_kwh is None:
         return
-    if goal.power_cap_w is None and goal.emission_cap_kg is None and goal.by != "energy":
+    if (
+        goal.power_cap_w is None
+        and goal.emission_cap_kg is None
+        and goal.by
+        not in (
+            "energy",
+            "carbon",
+        )
+    ):
         return
     grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
     tonnes = [

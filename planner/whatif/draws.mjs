@@ -14,9 +14,10 @@ const NOTHING = 1e-9;
  * Plain loops: they run for every candidate whenever a control moves.
  */
 export function drawnFigures(outcome) {
-  const duration = durations(outcome);
+  const duration = durations(outcome), energy = energies(outcome, duration);
   return {
-    time: times(outcome, duration), cost: costs(outcome, duration), energy: energies(outcome, duration),
+    time: times(outcome, duration), cost: costs(outcome, duration), energy,
+    carbon: energy === null ? null : energy.map((each) => each * outcome.assumed.grams_per_kwh),
   };
 }
 

@@ -45,6 +45,9 @@ def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
             if duration is None or outcome.watts is None:
                 return None
             return _of(outcome.watts, "power") * duration
+        case "carbon":
+            energy, grams = drawn_figure(outcome, "energy"), outcome.grams_per_kwh
+            return None if energy is None or grams is None else energy * grams
         case "cost":
             return _cost(outcome)
         case _:

@@ -116,4 +116,8 @@ class Outcome:
             elif isinstance(value, Plan):
                 value = value.model_dump(mode="json", exclude_none=True)
             result[name] = value
-        return {**result, "headroom_bytes": self.headroom_bytes}
+        return {
+            **result,
+            "headroom_bytes": self.headroom_bytes,
+            "link_share": self.link_share,
+        }

@@ -81,7 +81,7 @@ USUAL: dict[ChangeName, tuple[float, ...]] = {
 }
 """What is changed where a study does not say."""
 Tuning = Literal["pretrain", "full", "lora", "qlora"]
-Order = Literal["cost", "time", "energy"]
+Order = Literal["cost", "time", "energy", "carbon"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 PUBLIC = "public"

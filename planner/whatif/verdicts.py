@@ -65,7 +65,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
         known = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
-        if best is None or best not in known or by == "energy":
+        if best is None or best not in known or by in ("energy", "carbon"):
             continue
         first = min(known, key=lambda outcome: _native_figure(outcome, by))
         if _native_figure(first, by) < _native_figure(best, by):
@@ -87,6 +87,12 @@ def _native_figure(outcome: Outcome, by: Order) -> float:
     return waits + (figure(outcome, by) - waits) * ratio
 
 
+FIRST_IN: dict[Order, str] = {
+    "cost": "cheapest",
+    "time": "fastest",
+    "energy": "lowest in energy",
+    "carbon": "lowest in CO2",
+}
 OLD_MONTHS = 6
 """Age above which a price is no basis for an order."""
 
@@ -164,7 +170,7 @@ def _confidence(result: Result, best: Outcome, ranks: Sequence[Rank]) -> str:
     by = ordered_by(result.study, [rank.outcome for rank in ranks])
     chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
     if len(chances) > 1 and best.candidate in chances:
-        word = {"cost": "cheapest", "time": "fastest", "energy": "lowest in energy"}[by]
+        word = FIRST_IN[by]
         text = f"{word} of {len(chances)} with probability {chances.pop(best.candidate):.2f}"
         rival = max(chances, key=lambda name: chances[name])
         said.append(f"{text}, {rival} with {chances[rival]:.2f}")

@@ -212,7 +212,7 @@ export const fragmentOf = (values) => new URLSearchParams(
 export function valuesFrom(fragment, controls) {
   const values = {};
   for (const [id, text] of new URLSearchParams(fragment)) {
-    if (id === "by" && ["cost", "time", "energy"].includes(text)) values.by = text;
+    if (id === "by" && ["cost", "time", "energy", "carbon"].includes(text)) values.by = text;
     const control = controls.find((one) => one.id === id);
     if (control && text === "" && clearable(id)) values[id] = null;
     const number = Number(text);
