@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.candidates import Candidate
-from planner.whatif.economics import Horizon, Hourly, cheaper_above, rent_cash_usd
+from planner.whatif.economics import (
+    HOURS_PER_YEAR,
+    Horizon,
+    Hourly,
+    cheaper_above,
+    rent_cash_usd,
+)
 from planner.whatif.span import Span
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
@@ -25,6 +31,9 @@ class Against:
     """At the high ends."""
     waiting_usd: float | None = None
     """Rent of as many devices until bought ones can be used."""
+    payback_years: float | None = None
+    """Until what a purchase saves in rent, less what owning costs, has paid for the hardware; None
+    of other terms, or if it never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,8 @@ class BreakEven:
     usd_per_device_hour: tuple[float, ...]
     cash_usd: tuple[float, ...]
     """Of all its devices: on the first day, then in each year."""
+    present_value_usd: Span
+    """Of what all its devices cost over the years, at the study's interest, before tax."""
     against: tuple[Against, ...] = ()
     """For each candidate of the same devices that binds to less."""
 
@@ -106,6 +117,17 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
     return tuple(usd * candidate.devices for usd in each)
 
 
+def present_value_usd(candidate: Candidate) -> Span:
+    """Return the present value of what all devices of a candidate cost over the years.
+
+    The levelised price of a useful hour, times the useful hours at their present value.
+    """
+    assumed = candidate.assumed
+    horizon = Horizon(years=assumed.years, interest=assumed.interest)
+    useful = horizon.hours * assumed.utilisation * candidate.devices
+    return over_years(candidate).at(assumed.utilisation).times(useful)
+
+
 def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
     hourly = over_years(candidate)
     return BreakEven(
@@ -113,6 +135,7 @@ def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
         utilisation=SHARES,
         usd_per_device_hour=tuple(hourly.at(share).value for share in SHARES),
         cash_usd=cash_usd(candidate),
+        present_value_usd=present_value_usd(candidate),
         against=tuple(_against(candidate, hourly, other) for other in others),
     )
 
@@ -138,4 +161,15 @@ def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
         low=low,
         high=high,
         waiting_usd=waiting,
+        payback_years=_payback_years(candidate, its),
     )
+
+
+def _payback_years(candidate: Candidate, rent: Hourly) -> float | None:
+    """Return hardware's price over what a year of use saves against a rent, without interest."""
+    purchase, used = candidate.priced.purchase, candidate.assumed.utilisation
+    if purchase is None:
+        return None
+    rent_usd = rent.at(used).value * used
+    saved = HOURS_PER_YEAR * (rent_usd - purchase.owning_usd_per_hour(used).value)
+    return purchase.hardware_usd.value / saved if saved > 0 else None

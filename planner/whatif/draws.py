@@ -8,17 +8,15 @@ often as in the futures that can happen.  `DRAWS` futures, always the same ones.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import NOTHING
-from planner.whatif.chances import DRAWS, outcomes_of
-from planner.whatif.evaluate import Outcome
+from planner.whatif.chances import DRAWS, normals, outcomes_of
+from planner.whatif.outcome import Outcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order
 
@@ -47,6 +45,9 @@ def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
             if duration is None or outcome.watts is None:
                 return None
             return _of(outcome.watts, "power") * duration
+        case "carbon":
+            energy, grams = drawn_figure(outcome, "energy"), outcome.grams_per_kwh
+            return None if energy is None or grams is None else energy * grams
         case "cost":
             return _cost(outcome)
         case _:
@@ -73,7 +74,7 @@ def _cost(outcome: Outcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
-    price = _of(hourly, f"price {outcome.price}") * outcome.devices
+    price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
     paid_hours = outcome.usd.value / (hourly.value * outcome.devices)
@@ -87,7 +88,7 @@ def _step(outcome: Outcome) -> Draws:
     if outcome.step_s is None:
         return np.ones(DRAWS)
     link = outcome.link_share
-    kernels, links = (_normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
+    kernels, links = (normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
     together = ((1 - link) * kernels + link * links) / np.hypot(1 - link, link)
     return outcomes_of(outcome.step_s, together) / outcome.step_s.value
 
@@ -99,10 +100,4 @@ def _goodput(outcome: Outcome) -> Draws | float:
 
 
 def _of(figure: Span, cause: str) -> Draws:
-    return outcomes_of(figure, _normals(cause))
-
-
-@lru_cache(maxsize=64)
-def _normals(cause: str) -> Draws:
-    """Return a cause's futures in standard deviations; the same ones whoever asks."""
-    return np.random.default_rng(zlib.crc32(cause.encode())).standard_normal(DRAWS)
+    return outcomes_of(figure, normals(cause))
