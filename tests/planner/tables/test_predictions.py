@@ -19,6 +19,8 @@ from planner.request import Request
 from planner.schedules import PLAIN, looped
 from planner.setup import Recomputed, Setup
 from planner.tables.predictions import backend_prediction, predicted
+from planner.tables.rows import setup_of
+from planner.units import GIB
 
 GPT = Architecture(
     family="gpt",
@@ -203,3 +205,42 @@ def test_what_a_backend_has_no_rules_for_is_told() -> None:
     with pytest.raises(DocumentError, match="takes 16 devices"):
         too_large = Layout(tensor=8, pipeline=2)
         backend_prediction(ON_NODE, too_large)
+
+
+@pytest.mark.parametrize(("devices", "measured_gib"), [(1, 46.677), (2, 55.775), (4, 52.353)])
+def test_what_reentrant_checkpoints_leave_of_frozen_blocks_is_in_the_published_peak(
+    devices: int, measured_gib: float
+) -> None:
+    """fms-acceleration at 876e2ed, scripts/benchmarks/refs/a100_80gb_liger.csv: torch's peak."""
+    row = {
+        "id": "lora-mistral",
+        "source": "fms_acceleration",
+        "task": "lora",
+        "layers": "32",
+        "hidden_size": "4096",
+        "ffn_size": "14336",
+        "n_heads": "32",
+        "n_kv_heads": "8",
+        "head_dim": "128",
+        "vocab_size": "32000",
+        "gated_mlp": "1",
+        "seq_len": "4096",
+        "accelerator": "a100-sxm-80gb",
+        "devices_per_node": "8",
+        "n_devices": str(devices),
+        "zero_stage": "0" if devices == 1 else "3",
+        "micro_batch_size": "16",
+        "global_batch_size": str(16 * devices),
+        "recompute": "full",
+        "precision": "bf16",
+        "framework": "hf-sft-trainer",
+        "release": "torch-2.4.1/transformers-4.45.2",
+        "options": "flash-attention-2+fused-kernels+fused-cross-entropy+lora-rank-16+lora-attention",
+        "loss": "logits",
+    }
+    setup = setup_of(row)
+    assert isinstance(setup, Setup)
+
+    found = predicted(setup).memory_bytes("allocated", "first") / GIB
+
+    assert found == pytest.approx(measured_gib, rel=0.05)
