@@ -177,6 +177,13 @@ class LayerParts:
                 forward_s=plain.forward_s,
                 backward_s=plain.backward_s,
             )
+        inside = layer.kind not in self._holding.end_kinds
+        if self._holding.wide and not layout.zero and inside:
+            # Of a block that recomputes all of itself its input alone is stored.
+            figures = tuple(
+                replace(choice, stored_bytes=2 * choice.stored_bytes) if again == "full" else choice
+                for again, choice in zip(self._recomputes, figures, strict=True)
+            )
         return tuple(
             self._strategy(
                 recompute,

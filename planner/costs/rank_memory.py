@@ -246,8 +246,9 @@ def _moments(
 
     These are each layer's forward and backward with the most micro-batches in flight.  Activations
     of layers behind are not yet or no longer there; copies that a backward gathers are there only
-    behind, as is what backwards leave.  So are gradients of a step's first backward if all forwards come first (`replacing`);
-    with more micro-batches than are in flight, gradients are whole from then on.
+    behind, as is what backwards leave.  So are gradients of a step's first backward if all forwards
+    come first (`replacing`); with more micro-batches than are in flight, gradients are whole from
+    then on.
     """
     stored = sum(layer.stored for layer in layers)
     copies = behind_copies = sum(layer.gathered for layer in layers)
