@@ -18,10 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from planner.cluster import EIGHT_BITS
-from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
-from planner.scores.statistics import ErrorScore, RankScore, error_score, quantile, rank_score
-from planner.scores.validate import (
+from planner.accuracy.scores.statistics import (
+    ErrorScore,
+    RankScore,
+    error_score,
+    quantile,
+    rank_score,
+)
+from planner.accuracy.scores.validate import (
     Score,
     ScoredRow,
     Validation,
@@ -29,8 +33,10 @@ from planner.scores.validate import (
     validate,
     validation_json,
 )
-from planner.setup import Setup
-from planner.units import seconds_text
+from planner.costs.uncertainty import UNMEASURED_ABOVE, UNMEASURED_BELOW
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.units import seconds_text
+from planner.requests.setup import Setup
 
 ONE_SOURCE = (
     "nanotron",
@@ -290,7 +296,8 @@ def main(path: str) -> None:
         "layouts; *range* is the share of measured steps inside the predicted 80 % range.\n\n"
         "The first figures are **left out**: each row is predicted without the constants that rest "
         "on runs of its own source, which are those fitted to it that fewer than two other studies "
-        "support (`resting_on` of `planner/stack.py`). In-sample figures stand behind them.\n"
+        "support (`resting_on` of `planner/documents/stack.py`). "
+        "In-sample figures stand behind them.\n"
     )
     _side_by_side(left_out, result, unknown)
     print("## By source, left out: rows whose inputs are all known\n")

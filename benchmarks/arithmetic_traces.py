@@ -34,15 +34,15 @@ from benchmarks.library_layers import SAMPLES, layers_of, loss_of
 from benchmarks.library_styles import styles_of
 from planner import catalog
 from planner.catalog import models
+from planner.catalog.expressions import resolve_model
 from planner.costs import compute
-from planner.expressions import resolve_model
+from planner.documents.model import Architecture, Layer, ModelGraph
+from planner.documents.plan import Mesh, Plan
+from planner.documents.profile import Recompute
 from planner.layers import arithmetic
 from planner.layers.architecture import graph_of
 from planner.layers.operator_table import Setting
-from planner.model import Architecture, Layer, ModelGraph
-from planner.native import obstacle
-from planner.plan import Mesh, Plan
-from planner.profile import Recompute
+from planner.stacks.native import obstacle
 from profiler.chain import plan_of, short_chain, whole_stage
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface

@@ -62,26 +62,26 @@ from benchmarks.attack_plans import (
 )
 from benchmarks.attack_report import EQUAL, TOLERANCE, Outcome, lines, page
 from benchmarks.attack_requests import REQUESTS, Target
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables
-from planner.costs.rank_memory import has_room
-from planner.costs.seats import Seats, alike
-from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.layers.operator_table import RECOMPUTES
-from planner.pins import Pins, read_allowances
-from planner.pipeline_model import pace
-from planner.plan import INSIDE_OUT, Layout, Plan
-from planner.predict import (
+from planner.costs.predict import (
     Placement,
     placement_prediction,
     placements_of,
     predict,
     stage_seconds,
 )
-from planner.prediction import Prediction
-from planner.profile import ChunkedLoss
-from planner.request import Request
+from planner.costs.rank_memory import has_room
+from planner.costs.seats import Seats, alike
+from planner.documents.plan import INSIDE_OUT, Layout, Plan
+from planner.documents.prediction import Prediction
+from planner.documents.profile import ChunkedLoss
+from planner.errors import DocumentError
+from planner.layers.operator_table import RECOMPUTES
+from planner.requests.pins import Pins, read_allowances
+from planner.requests.request import Request
+from planner.schedules.pipeline_model import pace
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.certificate import UNSEARCHED
@@ -207,7 +207,7 @@ class Attack:
         ]
 
     def _seats(self, plan: Plan) -> tuple[CostTables, Seats]:
-        """Return what `planner.predict.seated` does, with costs that are kept."""
+        """Return what `planner.costs.predict.seated` does, with costs that are kept."""
         layout = plan.layout
         self._layouts.add(layout)
         self._priced.add(layout)

@@ -1,8 +1,9 @@
 """Plans for an attack: drafts, written as documents, and what each of them may be changed into.
 
-A draft has a plan's choices as plain values; `document` writes them down, and `planner.plan.Plan`
-reads them as it reads any file.  Nothing here knows the search: which cuts go with several stages a
-rank, and what a closed form charges, is worked out again from what the certificate says.
+A draft has a plan's choices as plain values; `document` writes them down, and
+`planner.documents.plan.Plan` reads them as it reads any file.  Nothing here knows the search: which
+cuts go with several stages a rank, and what a closed form charges, is worked out again from what
+the certificate says.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, get_args
 
-from planner.cluster import ClusterSpec
-from planner.model import ModelGraph
-from planner.native import refusal
-from planner.plan import (
+from planner.costs.predict import balanced_cuts
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import (
     INSIDE_OUT,
     Activations,
     Axis,
@@ -32,10 +33,10 @@ from planner.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.predict import balanced_cuts
-from planner.profile import ChunkedLoss, LossGradients
-from planner.schedule import obstacle, rank_of_stage
+from planner.documents.profile import ChunkedLoss, LossGradients
 from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.schedules.schedule import obstacle, rank_of_stage
+from planner.stacks.native import refusal
 
 LARGEST_MICRO_BATCH = 64
 """Samples; of the space, not of what is drawn."""

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.cluster import EIGHT_BITS, Precision
-from planner.document import write_text
+from planner.documents.cluster import EIGHT_BITS, Precision
+from planner.documents.document import write_text
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import Recompute
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import Setting
 from planner.layers.parameters import graph_of
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.profile import Recompute
 from runtime import recompute
 from runtime.activations import _constants, _storage
 from runtime.compiled import Compiler

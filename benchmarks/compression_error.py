@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from planner.model import ModelGraph
+from planner.documents.model import ModelGraph
 from runtime import activations
 from runtime.activations import Compressed
 from runtime.engine import TokenEngine

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from planner.document import write_text
-from planner.expressions import resolve_cluster, resolve_model
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.document import write_text
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import ChunkedLoss
+from planner.documents.units import bytes_text
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.predict import predict
-from planner.profile import ChunkedLoss
-from planner.units import bytes_text
 from runtime.rehearsal import Rehearsal, rank_at, rehearse
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"

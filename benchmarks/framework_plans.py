@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.units import seconds_text
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, configuration
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
-from planner.units import seconds_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 CASES = (

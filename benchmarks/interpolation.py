@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.commands import profile as measure_profile
-from planner import document
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.rates import rates
-from planner.expressions import resolve_cluster, resolve_model
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.documents.profile import LayerMeasurement, Profile
 from planner.layers.operator_table import Setting
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.profile import LayerMeasurement, Profile
 
 CHOICES = ("none", "selective", "full")
 RESULTS = Path("benchmarks/results")

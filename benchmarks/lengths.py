@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.fake_memory import Case
 from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
-from planner.document import write_text
-from planner.units import bytes_text
+from planner.documents.document import write_text
+from planner.documents.units import bytes_text
 from runtime.rehearsal import changes
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "lengths.md"

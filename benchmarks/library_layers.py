@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.documents.model import Architecture
 from planner.layers.parameters import slides
-from planner.model import Architecture
 
 SAMPLES = 2
 """In a micro-batch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.model import Architecture
+from planner.documents.model import Architecture
 from runtime.adapter import TensorStyle
 
 

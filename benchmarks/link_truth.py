@@ -34,16 +34,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import quota, rig
-from planner import document
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_model
 from planner.costs.layout_costs import refusal
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Plan
+from planner.documents.profile import Profile
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Job, Plan
-from planner.profile import Profile
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.space import layouts
 

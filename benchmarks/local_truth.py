@@ -29,16 +29,16 @@ import torch
 import torch.distributed as dist
 
 from meshwright.commands import profile as measure_profile
-from planner import document
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import refusal
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout, Plan
+from planner.documents.prediction import Prediction
+from planner.documents.profile import Profile, Recompute
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.plan import Job, Layout, Plan
-from planner.prediction import Prediction
-from planner.profile import Profile, Recompute
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.space import Pins, layouts

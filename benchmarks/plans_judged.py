@@ -18,16 +18,16 @@ from statistics import median
 
 from benchmarks.public_facts import TRAININGS, UNITS, number
 from benchmarks.whole_trainings import Outcome, outcome, searchable, tuned_run
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Layout
+from planner.documents.prediction import Prediction
+from planner.documents.units import seconds_text
 from planner.errors import MeshwrightError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Layout
-from planner.prediction import Prediction
-from planner.request import SURE_TO_FIT, Request
+from planner.requests.pins import Pins
+from planner.requests.request import SURE_TO_FIT, Request
+from planner.requests.setup import Setup
 from planner.search.best_first import search
 from planner.search.preferred import with_preference
-from planner.setup import Setup
-from planner.units import seconds_text
 
 JUDGED = Path(__file__).with_name("judged_layouts.csv")
 STATED = (

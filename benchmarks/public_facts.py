@@ -22,17 +22,17 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.whole_trainings import Outcome, outcome
+from planner.accuracy.tables.predictions import predicted
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.documents.units import bytes_text
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import step_flops
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.requests.request import Request
+from planner.requests.setup import Recomputed, Setup
 from planner.search.best_first import search
-from planner.setup import Recomputed, Setup
-from planner.tables.predictions import predicted
-from planner.units import bytes_text
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from planner.solver import ilp, inner
 from planner.solver.solve import solve
-from tests.planner import small_graphs, small_instances
+from tests.planner.solver import small_graphs, small_instances
 from tests.planner.solver.unequal import test_unequal as unequal
 from tests.planner.solver.unequal import test_unequal_graph as unequal_graph
 

@@ -38,10 +38,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.document import write_text
+from planner.documents.document import write_text
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from planner.layers.parameters import graph_of
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from profiler.ranks import result_of
 from runtime import reference
 from runtime.adapter import Head

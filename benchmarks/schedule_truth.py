@@ -5,8 +5,8 @@
 Every schedule runs on 2, 4 and 8 ranks through the runtime's own pipeline (runtime.pipeline, sends
 over gloo), with stages whose forward and backward sleep for known seconds: equal stages, and stages
 that differ.  Sleeping needs no processor, so eight ranks run truly side by side on two cores.  The
-simulator (planner.simulate) times the same orders.  One constant, the seconds that the runtime
-takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
+simulator (planner.schedules.simulate) times the same orders.  One constant, the seconds that the
+runtime takes for each action, is fitted on one row, 1F1B on 2 ranks with equal stages.
 Writes schedule_truth.json and docs/schedules-executed.md.  A loaded machine wakes sleepers late:
 run it with `chrt -f 10` there.
 """
@@ -29,10 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner import schedule
-from planner.document import write_text
-from planner.schedules import SCHEDULES
-from planner.simulate import timeline
+from planner.documents.document import write_text
+from planner.schedules import SCHEDULES, schedule
+from planner.schedules.simulate import timeline
 from profiler.ranks import result_of
 from runtime.pipeline import Pipeline, StagePart
 from runtime.weight_gradients import WeightGradients

@@ -2,9 +2,9 @@
 
     python benchmarks/schedules.py [-o docs/schedules.md]
 
-Closed forms are those of planner.search.formulation, steps those of planner.simulate.  Stages are
-uniform, uneven (times scattered by 10 %), or uniform with transfers of 5 % of a stage's time,
-which the closed form charges to the stages.  Last come plans: the optimum of a model's layers
+Closed forms are those of planner.search.formulation, steps those of planner.schedules.simulate.
+Stages are uniform, uneven (times scattered by 10 %), or uniform with transfers of 5 % of a stage's
+time, which the closed form charges to the stages.  Last come plans: the optimum of a model's layers
 under every schedule, cut and recomputed by the solver, against the prediction of that plan.
 """
 
@@ -16,17 +16,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.document import write_text
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.pipeline_model import closed_form, held
-from planner.plan import Job
-from planner.request import Request
-from planner.schedule import orders, rank_of_stage
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.document import write_text
+from planner.documents.plan import Job
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.schedules import SCHEDULES
+from planner.schedules.pipeline_model import closed_form, held
+from planner.schedules.schedule import orders, rank_of_stage
+from planner.schedules.simulate import peak_alive, timeline
 from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
-from planner.simulate import peak_alive, timeline
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
 
@@ -192,9 +192,9 @@ def page() -> str:
         f"{ranks} ranks, {m} micro-batches, one number per rank. `F to B or I` counts "
         "micro-batches between their forward and their backward (B), or its input half (I); `I to "
         "W` those that wait for their weight gradients (W). These two are what the solver counts "
-        "(`planner.pipeline_model.held`), over all stages of the rank, and tests compare them with "
-        "every moment of the schedule. The last column is the largest number of each stage until "
-        "its B or W; stages reach it at different moments.",
+        "(`planner.schedules.pipeline_model.held`), over all stages of the rank, and tests compare "
+        "them with every moment of the schedule. The last column is the largest number of each "
+        "stage until its B or W; stages reach it at different moments.",
         table(counts(ranks, m)),
     ]
     return "\n\n".join(parts) + "\n"

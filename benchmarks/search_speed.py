@@ -19,11 +19,10 @@ import math
 import time
 from dataclasses import dataclass
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.native import Rules, limit
-from planner.plan import Job
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.certificate import (
@@ -40,6 +39,7 @@ from planner.search.certificate import (
     SLOWER,
 )
 from planner.search.preferred import with_preference
+from planner.stacks.native import Rules, limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

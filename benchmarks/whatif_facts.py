@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.whole_trainings import causal, model_flops
-from planner.expressions import resolve_model
+from planner.catalog.expressions import resolve_model
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import Outcome, evaluate
 from planner.whatif.study import Study

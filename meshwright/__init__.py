@@ -30,7 +30,12 @@ if TYPE_CHECKING:
         tensor_styles,
         whatif,
     )
-    from planner.cluster import ClusterSpec
+    from planner.documents.cluster import ClusterSpec
+    from planner.documents.model import ModelGraph
+    from planner.documents.plan import Plan
+    from planner.documents.prediction import Certificate, Prediction
+    from planner.documents.profile import Profile
+    from planner.documents.stack import Stack
     from planner.errors import (
         BatchError,
         DocumentError,
@@ -41,12 +46,7 @@ if TYPE_CHECKING:
         PlanError,
         RecordError,
     )
-    from planner.model import ModelGraph
-    from planner.plan import Plan
-    from planner.prediction import Certificate, Prediction
-    from planner.profile import Profile
     from planner.search.answer import Answer
-    from planner.stack import Stack
     from planner.whatif.study import Study
     from runtime.inner_loss import add_loss, batch_sum
     from runtime.script_engine import Engine, StepResult
@@ -91,21 +91,21 @@ __all__ = [
 _FILES = {
     "Answer": "planner.search.answer",
     "BatchError": "planner.errors",
-    "Certificate": "planner.prediction",
-    "ClusterSpec": "planner.cluster",
+    "Certificate": "planner.documents.prediction",
+    "ClusterSpec": "planner.documents.cluster",
     "DocumentError": "planner.errors",
     "Engine": "runtime.script_engine",
     "LaunchError": "planner.errors",
     "MeshwrightError": "planner.errors",
-    "ModelGraph": "planner.model",
+    "ModelGraph": "planner.documents.model",
     "NoPlanFits": "planner.errors",
     "OptimizerError": "planner.errors",
-    "Plan": "planner.plan",
+    "Plan": "planner.documents.plan",
     "PlanError": "planner.errors",
-    "Prediction": "planner.prediction",
-    "Profile": "planner.profile",
+    "Prediction": "planner.documents.prediction",
+    "Profile": "planner.documents.profile",
     "RecordError": "planner.errors",
-    "Stack": "planner.stack",
+    "Stack": "planner.documents.stack",
     "StepResult": "runtime.script_engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from planner.documents.units import bytes_text, seconds_text
 from planner.report.facts import MOST_LINES, Fact, Summary, plain_table
 from planner.report.text import answer_text, choices_table, job_text
-from planner.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from meshwright.commands import Improved
     from meshwright.launches import Launched
     from meshwright.scripts import Ran
+    from planner.documents.prediction import Prediction
+    from planner.documents.profile import (
+        CollectiveCurve,
+        LayerMeasurement,
+        Profile,
+        StageMeasurement,
+    )
     from planner.formats.imported import Imported
-    from planner.prediction import Prediction
-    from planner.profile import CollectiveCurve, LayerMeasurement, Profile, StageMeasurement
     from planner.search.answer import Alternative, Answer
     from profiler.agenda import Wish
     from profiler.profile import Intended

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from meshwright.commands import Improved
     from meshwright.jobs import Submission
     from meshwright.launches import Launched
+    from planner.documents.prediction import Prediction
     from planner.formats.imported import Imported
-    from planner.prediction import Prediction
     from planner.search.answer import Alternative, Answer
     from profiler.profile import Intended
     from runtime.export import Exported

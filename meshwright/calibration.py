@@ -7,15 +7,15 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from planner import document
-from planner.calibrate import runs
-from planner.calibrate.calibration import Calibrated
-from planner.calibrate.calibration import calibrate as fitted
+from planner.accuracy.calibrate import runs
+from planner.accuracy.calibrate.calibration import Calibrated
+from planner.accuracy.calibrate.calibration import calibrate as fitted
+from planner.catalog.expressions import resolve_cluster
+from planner.documents import document
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.profile import Birth, Profile
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.profile import Birth, Profile
 
 ANY_MODEL = "any"
 RECORD = ("plan.yaml", "model.yaml", "report.json")

@@ -26,19 +26,27 @@ from meshwright.inputs import (
     profile_for,
 )
 from planner import catalog as shelves
-from planner import document
-from planner.cluster import ClusterSpec, Precision
+from planner.catalog.expressions import resolve_model
 from planner.costs.layout_costs import refusal
+from planner.costs.predict import layout_prediction, plan_timeline
+from planner.costs.predict import predict as predict_plan
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec, Precision
+from planner.documents.model import ModelGraph, is_factory
+from planner.documents.plan import Job, Plan
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.profile import Profile, Profiles
+from planner.documents.stack import base_of
+from planner.documents.units import bytes_text, count_text, duration_s, seconds_text
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_model
-from planner.model import ModelGraph, is_factory
-from planner.pins import outside, read_layout, read_pins, without_effect
-from planner.plan import Job, Plan
-from planner.predict import layout_prediction, plan_timeline
-from planner.predict import predict as predict_plan
-from planner.prediction import Certificate, Prediction
-from planner.profile import Profile, Profiles
-from planner.request import AS_PREDICTED, FACTORY_SEQ_LEN, SURE_TO_FIT, Request, pinned_layout
+from planner.requests.pins import outside, read_layout, read_pins, without_effect
+from planner.requests.request import (
+    AS_PREDICTED,
+    FACTORY_SEQ_LEN,
+    SURE_TO_FIT,
+    Request,
+    pinned_layout,
+)
 from planner.search.answer import Alternative, Answer, Progress
 from planner.search.best_first import search
 from planner.search.preferred import (
@@ -55,12 +63,10 @@ from planner.solver.instance import Fathomed, Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
 from planner.solver.solve import solve as solve_exactly
-from planner.stack import base_of
-from planner.units import bytes_text, count_text, duration_s, seconds_text
 
 if TYPE_CHECKING:
+    from planner.accuracy.scores.validate import Validation
     from planner.formats.imported import Imported
-    from planner.scores.validate import Validation
     from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.report import Comparison
@@ -415,11 +421,11 @@ def priced(
     wanted_layout = pinned_layout(request, idle=idle)
     notes = tuple(without_effect(pins, wanted_layout))
     if backend != "native":
-        from planner.formats.configuration import caveats  # noqa: PLC0415 - all formats
-        from planner.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
+        from planner.accuracy.tables.predictions import (  # noqa: PLC0415 - stages by rules of frameworks
             backend_plan,
             backend_prediction,
         )
+        from planner.formats.configuration import caveats  # noqa: PLC0415 - all formats
 
         _refuse_other_layers(request)
         theirs = backend_prediction(request, wanted_layout)
@@ -694,8 +700,8 @@ def validate(
     progress: Progress | None = None,
 ) -> Validation:
     """Predict every run of a table of real ones and score the predictions."""
-    from planner.scores.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
-    from planner.scores.validate import validate as validate_table  # noqa: PLC0415
+    from planner.accuracy.scores.validate import rows_csv  # noqa: PLC0415 - loads the rules of every framework
+    from planner.accuracy.scores.validate import validate as validate_table  # noqa: PLC0415
 
     result = validate_table(Path(table), told=progress)
     if rows is not None:

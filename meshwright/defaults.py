@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, cast, get_args
 
-from planner import document
-from planner.cluster import Precision
-from planner.document import Document, is_file, nearest
+from planner.catalog.expressions import located
+from planner.documents import document
+from planner.documents.cluster import Precision
+from planner.documents.document import Document, is_file, nearest
+from planner.documents.units import Line
 from planner.errors import DocumentError
-from planner.expressions import located
-from planner.units import Line
 
 FILE = "MESHWRIGHT_DEFAULTS"
 PATHS = ("cluster", "prices")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from meshwright import commands, launches
 from meshwright.answer_texts import comparison_table, plan_text
-from planner import document
+from planner.documents import document
+from planner.documents.units import seconds_text
 from planner.errors import MeshwrightError
+from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 from planner.report.text import time_text
 from planner.search.answer import Answer
-from planner.shown import lines
-from planner.units import seconds_text
 from runtime.run import Run
 
 MODEL, CLUSTER = "demo-4m", "local:2"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 
-from planner import document
-from planner.calibrate.constants import calibrated
+from planner.accuracy.calibrate.constants import calibrated
 from planner.catalog import stack, stacks
-from planner.cluster import ClusterSpec
-from planner.document import nearest
+from planner.catalog.expressions import located, resolve_beside, resolve_cluster, resolve_model
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import nearest
+from planner.documents.model import ModelGraph, is_factory, is_own
+from planner.documents.plan import Plan, check_size
+from planner.documents.profile import Profile, Profiles
+from planner.documents.stack import base_of
+from planner.documents.units import MOST_TOKENS
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import located, resolve_beside, resolve_cluster, resolve_model
-from planner.model import ModelGraph, is_factory, is_own
-from planner.plan import Plan, check_size
-from planner.profile import Profile, Profiles
-from planner.request import FACTORY_SEQ_LEN
-from planner.stack import base_of
-from planner.units import MOST_TOKENS
+from planner.requests.request import FACTORY_SEQ_LEN
 
 
 def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:

@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
-from planner import document
-from planner.cluster import ClusterSpec, DeviceGroup
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec, DeviceGroup
+from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError
-from planner.plan import Plan
 from runtime.channel import SECRET, new_secret
 from runtime.run import Where
 

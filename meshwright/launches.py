@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
 from meshwright.replan import for_fewer, leave_out
-from planner import document
-from planner.cluster import ClusterSpec
+from planner.costs.predict import predict as predict_plan
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph, is_factory
+from planner.documents.plan import Plan
+from planner.documents.prediction import Prediction
+from planner.documents.profile import Profiles
+from planner.documents.units import file_name, seconds_text
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph, is_factory
-from planner.native import caveat
-from planner.plan import Plan
-from planner.predict import predict as predict_plan
-from planner.prediction import Prediction
-from planner.profile import Profiles
-from planner.shown import lines
-from planner.units import file_name, seconds_text
+from planner.errors.shown import lines
+from planner.stacks.native import caveat
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import steps_between_checkpoints
 from planner.whatif.study import Failures

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import commands, studies
 from meshwright.inputs import machine_of, need_torch, profile_for
-from planner import document
-from planner.cluster import ClusterSpec, Precision
-from planner.document import Document
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec, Precision
+from planner.documents.document import Document
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.profile import Profile
+from planner.documents.stack import Stack
 from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction
-from planner.profile import Profile
-from planner.request import SURE_TO_FIT, Request
+from planner.requests.pins import read_pins
+from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Alternative, Answer
 from planner.search.preferred import Prefer
 from planner.search.simulated_proof import Prove
 from planner.solver.requirements import read_requirements
-from planner.stack import Stack
 from planner.whatif.run import Result
 from planner.whatif.study import Study
 

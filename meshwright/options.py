@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from planner.document import Part
+from planner.documents.document import Part
 
 
 class Precision(StrEnum):

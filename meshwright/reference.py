@@ -14,7 +14,7 @@ import meshwright
 from meshwright import cli
 from meshwright.defaults import Defaults
 from meshwright.examples import EXAMPLES
-from planner.document import Document, write_text
+from planner.documents.document import Document, write_text
 from planner.schemas import DOCUMENTS
 
 FOLDER = Path("docs/reference")

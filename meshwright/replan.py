@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from planner import document
-from planner.axes import LAYOUT_AXES
-from planner.cluster import ClusterSpec
+from planner.documents import document
+from planner.documents.axes import LAYOUT_AXES
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.profile import Profiles
 from planner.errors import DocumentError, LaunchError, NoPlanFits
-from planner.model import ModelGraph
-from planner.pins import Allowance, Pins
-from planner.plan import Plan
-from planner.profile import Profiles
-from planner.request import Request
+from planner.requests.pins import Allowance, Pins
+from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.best_first import search

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from meshwright.inputs import machine_of, need_torch
 from meshwright.jobs import Command, Submission, submit
 from meshwright.options import written
-from planner import document
-from planner.cluster import ClusterSpec
+from planner.costs.predict import predict as predict_plan
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Plan
+from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError, MeshwrightError
-from planner.plan import Plan
-from planner.predict import predict as predict_plan
-from planner.shown import lines
-from planner.units import file_name
+from planner.errors.shown import lines
 from runtime.run import HERE, Where
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner import document
 from planner.catalog.imports import Rents, imported
+from planner.documents import document
 from planner.errors import DocumentError
-from planner.shown import cell
+from planner.errors.shown import cell
 from planner.whatif.run import Progress, Result, run
 from planner.whatif.study import Order, Sizing, Study, Tuning
 

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from planner.catalog.imports import Rents
-from planner.cluster import ClusterSpec
-from planner.document import Document, schema, write_text
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction
-from planner.profile import Profile
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import Document, schema, write_text
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.profile import Profile
+from planner.documents.stack import Stack
 from planner.solver.problem import Problem
-from planner.stack import Stack
 from planner.whatif.study import Study
 
 DOCUMENTS: tuple[type[Document], ...] = (

@@ -11,13 +11,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from planner import document
-from planner.cluster import ClusterSpec
-from planner.document import Document
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.profile import Profile
-from planner.request import SURE_TO_FIT, Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import Document
+from planner.documents.model import ModelGraph
+from planner.documents.profile import Profile
+from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.best_first import search
 
 FOLDER = Path(__file__).parent

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cluster import ClusterSpec
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Plan
+from planner.documents.profile import ChunkedLoss, Recompute
 from planner.errors import MeshwrightError
-from planner.model import ModelGraph
-from planner.plan import Job, Plan
-from planner.profile import ChunkedLoss, Recompute
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

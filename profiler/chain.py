@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from planner.cluster import Precision
-from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.profile import Recompute
+from planner.documents.cluster import Precision
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import Recompute
 from planner.schedules import PLAIN
 from runtime import recompute as recomputing
 from runtime.adapter import TOKENS, Adapter

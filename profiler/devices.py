@@ -13,7 +13,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from planner.profile import MeasuredDevice
+from planner.documents.profile import MeasuredDevice
 from profiler.clock import Clock, median, spread
 from runtime.exchange import all_gather_json
 

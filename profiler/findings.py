@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from planner.profile import Finding, MeasuredDevice, MeasuredNode, NodePair, Profile
+from planner.documents.profile import Finding, MeasuredDevice, MeasuredNode, NodePair, Profile
 
 DEGRADED = 0.8
 """Of what its peers reach: below it, something is wrong with it."""

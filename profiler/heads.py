@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from planner.profile import ChunkedLoss, LayerMeasurement
+from planner.documents.profile import ChunkedLoss, LayerMeasurement
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock
 from profiler.layer_bytes import bytes_of, least, looks_at

@@ -19,9 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.document import write_text
+from planner.catalog.machine_figures import cache_folder
+from planner.documents.document import write_text
 from planner.errors import DocumentError
-from planner.machine_figures import cache_folder
 from profiler.ranks import versions
 
 SOFTWARE = ("torch", "transformers", "numpy", "meshwright")

@@ -1,7 +1,7 @@
 """Bytes that layers hold, each run by itself under LiveMemory.
 
 What is alive when only the graph refers to it is stored; peaks inside forward and backward above
-that are transient, as planner.profile defines.
+that are transient, as planner.documents.profile defines.
 """
 
 from __future__ import annotations

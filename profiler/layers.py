@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.profile import LayerMeasurement
+from planner.documents.profile import LayerMeasurement
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts

@@ -1,10 +1,10 @@
 """Seconds of each collective by message size, among ranks that this process is one of.
 
-Sizes are those of nccl-tests (see planner.profile.CollectiveCurve).  Groups of one shape work at
-the same time, since that is what they do in training; a repetition takes as long as its slowest
-rank.  Points are raw medians: no operation is derived from another one, because on gloo and NCCL
-alike they do not follow one bandwidth.  Beside them stand the lines that planner.costs.link_fit
-draws through them.
+Sizes are those of nccl-tests (see planner.documents.profile.CollectiveCurve).  Groups of one shape
+work at the same time, since that is what they do in training; a repetition takes as long as its
+slowest rank.  Points are raw medians: no operation is derived from another one, because on gloo and
+NCCL alike they do not follow one bandwidth.  Beside them stand the lines that
+planner.costs.link_fit draws through them.
 
 Small messages are timed in a row of several, as nccl-tests does, so that the ranks' different
 moments of arrival count once; a send is half a round trip.
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from planner.cluster import Collective
 from planner.costs.link_fit import fitted
-from planner.profile import CollectiveCurve, LinkPoint, NodePair
+from planner.documents.cluster import Collective
+from planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
 from profiler.clock import Clock, median, slowest, spread
 from runtime.exchange import all_gather_json
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from planner.cluster import ClusterSpec, DeviceGroup, LinkTier
-from planner.profile import (
+from planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier
+from planner.documents.profile import (
     CollectiveCurve,
     DeviceLink,
     Interface,

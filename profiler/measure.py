@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from planner.cluster import Precision
-from planner.document import Document, Part
-from planner.model import ModelGraph
-from planner.profile import (
+from planner.documents.cluster import Precision
+from planner.documents.document import Document, Part
+from planner.documents.model import ModelGraph
+from planner.documents.profile import (
     ChunkedLoss,
     CollectiveCurve,
     LayerMeasurement,
@@ -23,7 +23,7 @@ from planner.profile import (
     Recompute,
     StageMeasurement,
 )
-from planner.units import Amount, Count, Flag, Positive, Text
+from planner.documents.units import Amount, Count, Flag, Positive, Text
 from profiler import devices, layers, links, machine
 from profiler.chain import WHOLE, Case, Chain, Division
 from profiler.clock import slowest

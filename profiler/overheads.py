@@ -28,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from planner import schedule
-from planner.cluster import Collective
 from planner.costs.collectives import interpolated_s
+from planner.documents.cluster import Collective
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh
+from planner.documents.profile import CollectiveCurve, Overheads
+from planner.documents.training import Training
 from planner.layers.architecture import graph_of
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh
-from planner.profile import CollectiveCurve, Overheads
-from planner.schedules import PLAIN
-from planner.simulate import timeline
-from planner.training import Training
+from planner.schedules import PLAIN, schedule
+from planner.schedules.simulate import timeline
 from profiler.chain import Case, Chain, plan_of, whole_stage
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial

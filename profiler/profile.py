@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.cluster import EIGHT_BITS, ClusterSpec
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.layout_costs import refusal
+from planner.documents.cluster import EIGHT_BITS, ClusterSpec
+from planner.documents.model import ModelGraph, is_factory
+from planner.documents.plan import Job, Layout
+from planner.documents.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph, is_factory
-from planner.plan import Job, Layout
-from planner.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.search.space import LARGEST_MICRO_BATCH, divisors
 from profiler.agenda import (
     Budget,

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from planner.document import read, write_text
+from planner.documents.document import read, write_text
 from profiler.ranks import Orders, write_progress
 from runtime.rank import carried_out, die_with_launcher, leave
 

@@ -27,10 +27,10 @@ from typing import Any, ClassVar
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner.document import Document, write, write_text
+from planner.documents.document import Document, write, write_text
+from planner.documents.units import Amount, Count, Positive, Text, seconds_text
 from planner.errors import DocumentError, LaunchError
 from planner.report.terminal import Terminal
-from planner.units import Amount, Count, Positive, Text, seconds_text
 from runtime import run
 from runtime.nodes import ALONE
 from runtime.preflight import rank_environment

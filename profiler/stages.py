@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.cluster import Precision
-from planner.model import ModelGraph
-from planner.profile import StageMeasurement
+from planner.documents.cluster import Precision
+from planner.documents.model import ModelGraph
+from planner.documents.profile import StageMeasurement
 from profiler.chain import Case, Chain
 from profiler.clock import Clock, median, slowest, spread
 from profiler.layer_bytes import looks_at

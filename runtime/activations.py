@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from planner.plan import Activations
+from planner.documents.plan import Activations
 from runtime import host
 from runtime.torch_internals import AsyncCollectiveTensor
 

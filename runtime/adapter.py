@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.model import ModelGraph
+from planner.documents.model import ModelGraph
 from runtime.loss import IGNORED
 
 TensorStyle = Literal[

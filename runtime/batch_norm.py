@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.documents.plan import Axis
 from planner.errors import LaunchError
-from planner.plan import Axis
 from runtime.mesh import Place
 from runtime.synchronised_norm import synchronised_batch_norm
 from runtime.torch_internals import in_backward, refuse_graph

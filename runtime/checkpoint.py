@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import MAX_BYTES, Document, opened, unreadable, write, write_text
+from planner.documents.document import MAX_BYTES, Document, opened, unreadable, write, write_text
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.units import Count, Positive, Text
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.units import Count, Positive, Text
 from runtime import checksums, parts, tensor_index
 from runtime.data import Corpus
 from runtime.parts import Checksum, FileName, WrittenPart, to_disk

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.profile import ChunkedLoss, LossGradients
 from planner.errors import LaunchError
-from planner.profile import ChunkedLoss, LossGradients
 from runtime import lora
 from runtime.adapter import Head
 from runtime.loss import IGNORED

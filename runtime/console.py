@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from planner.guarded_files import opened
+from planner.process.guarded_files import opened
 
 CHUNK_BYTES = 1 << 16
 LAST_WORDS_S = 5.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.document import json_data, refuse_irregular
+from planner.documents.document import json_data, refuse_irregular
 from planner.errors import DocumentError
 from runtime.records import Row
 

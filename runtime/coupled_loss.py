@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from planner.documents.plan import Plan
 from planner.errors import BatchError, MeshwrightError
-from planner.plan import Plan
 from runtime.batches import part_of
 from runtime.loss import counted, plain
 from runtime.recorder import Recorder, arguments, has_data, own_tensors

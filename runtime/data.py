@@ -31,10 +31,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from planner.document import first_error, is_file, is_folder, is_there, json_data, read_text
+from planner.catalog.machine_figures import cache_folder
+from planner.documents.document import (
+    first_error,
+    is_file,
+    is_folder,
+    is_there,
+    json_data,
+    read_text,
+)
 from planner.errors import DocumentError, LaunchError
-from planner.guarded_files import folder_within
-from planner.machine_figures import cache_folder
+from planner.process.guarded_files import folder_within
 from runtime import checksums, records
 from runtime.conversations import Conversations
 

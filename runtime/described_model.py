@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime.adapter import HEAD, TOKENS, Adapter
 from runtime.factory import FactoryModel
 from runtime.recording import Leaf, Made, Node, RecordedLayer, Recording, Value

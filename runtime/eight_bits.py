@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from planner.cluster import Precision
+from planner.documents.cluster import Precision
+from planner.documents.plan import Scales
 from planner.errors import LaunchError
-from planner.plan import Scales
 from runtime.weight_gradients import PLAIN, Products
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
-from planner.model import ModelGraph
-from planner.plan import Plan
 from runtime import document_attention, eight_bits, lora
 from runtime.agreement import COMPARED_EVERY
 from runtime.batch_norm import RunningStatistics

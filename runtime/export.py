@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.document import json_data, read, read_text
+from planner.documents.document import json_data, read, read_text
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError
-from planner.guarded_files import folder_beside
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.process.guarded_files import folder_beside
 from runtime import checkpoint, companions, tensor_index
 from runtime.checkpoint import CONFIG, MODEL, PLAN, Progress
 

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
+from planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
+from planner.documents.units import name_of
 from planner.errors import DocumentError, LaunchError
-from planner.model import Edge, Layer, LayerTrace, ModelGraph
-from planner.units import name_of
 from runtime.adapter import TOKENS, TensorStyle, next_token_loss
 from runtime.loss import counted
 from runtime.trace import traced

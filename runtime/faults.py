@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.document import MAX_BYTES, read_bytes
+from planner.documents.document import MAX_BYTES, read_bytes
 from runtime.run import Failure
 
 _HARDWARE = (

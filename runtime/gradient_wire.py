@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from planner.plan import GradientWire
+from planner.documents.plan import GradientWire
 from runtime.initialize import seed_of
 from runtime.torch_internals import ReduceScatter, reduce_scatter
 

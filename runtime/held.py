@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.errors import LaunchError
-from planner.guarded_files import opened
+from planner.process.guarded_files import opened
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from planner.documents.model import ModelGraph
 from planner.errors import LaunchError
-from planner.model import ModelGraph
 from runtime import capped, document_attention, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention

@@ -21,13 +21,13 @@ from pathlib import Path
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from planner.document import read, write
+from planner.documents.document import read, write
+from planner.documents.model import ModelGraph
+from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.errors import DocumentError, LaunchError
-from planner.guarded_files import folder_within, opened
-from planner.model import ModelGraph
+from planner.errors.shown import lines
+from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
-from planner.shown import lines
-from planner.units import bytes_text, count_text, seconds_text
 from runtime import checkpoint, data, faults, run, unfinished
 from runtime.checkpoint import Progress
 from runtime.held import alone_in, signals_interrupt

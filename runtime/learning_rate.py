@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from planner.training import Training
+from planner.documents.training import Training
 
 
 def learning_rate(training: Training, step: int) -> float:

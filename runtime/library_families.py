@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.document import refuse_irregular
+from planner.documents.document import refuse_irregular
+from planner.documents.model import Architecture, Experts
 from planner.errors import LaunchError
 from planner.layers.parameters import block_kinds, slides
-from planner.model import Architecture, Experts
 from runtime.library_fields import DRAWS, unexecuted
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from planner.document import read_text, write_text
-from planner.guarded_files import folder_within
+from planner.documents.document import read_text, write_text
+from planner.process.guarded_files import folder_within
 
 
 class Logger(Protocol):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.costs.lora import EVERY_LINEAR, is_target
+from planner.documents.training import Lora
 from planner.errors import LaunchError
-from planner.training import Lora
 from runtime.adapter import EMBEDDING, HEAD
 from runtime.mesh import Place
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import Axis, Plan
+from planner.documents.plan import Mesh as Degrees
 from planner.errors import LaunchError
-from planner.plan import Axis, Plan
-from planner.plan import Mesh as Degrees
 from runtime.context import WHOLE, Context
 
 # Groups cost sockets and memory for as long as the process lives, so equal meshes share them.

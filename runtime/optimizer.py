@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.plan import Offload
+from planner.documents.training import Training
 from planner.errors import LaunchError
-from planner.plan import Offload
-from planner.training import Training
 from runtime.adapter import Adapter
 from runtime.gradient_wire import Mean
 from runtime.gradients import Slot, copies_of

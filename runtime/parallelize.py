@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
-from planner.cluster import Precision
-from planner.plan import Plan
+from planner.documents.cluster import Precision
+from planner.documents.plan import Plan
 from planner.schedules import schedule_of
 from runtime import experts, host
 from runtime.gradient_wire import narrow

@@ -21,9 +21,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationError
 
-from planner.document import Document, first_error, json_data, write_text
+from planner.documents.document import Document, first_error, json_data, write_text
+from planner.documents.units import Count, Positive, Text
 from planner.errors import DocumentError
-from planner.units import Count, Positive, Text
 from runtime import checksums
 from runtime.tensor_index import ITEM_BYTES, Chunk, StoredTensor, TensorIndex, list_bytes
 

@@ -1,7 +1,7 @@
 """One rank's part of a pipeline, run by torch from our own action lists.
 
 torch adds the sends and receives to a compute-only list; which computation comes when is
-planner.schedule's decision alone.
+planner.schedules.schedule's decision alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import LaunchError
-from planner.schedule import Order
+from planner.schedules.schedule import Order
 from runtime.torch_internals import PipelineAction, PipelineRuntime, fsdp_parameters
 from runtime.weight_gradients import WeightGradients
 

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import is_file, plain, read, read_text
+from planner.catalog.expressions import located, resolve_beside
+from planner.documents.document import is_file, plain, read, read_text
+from planner.documents.model import ModelGraph, is_own
+from planner.documents.plan import Plan, PlannedModel
+from planner.documents.prediction import ALLOCATOR
+from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import located, resolve_beside
-from planner.model import ModelGraph, is_own
-from planner.plan import Plan, PlannedModel
-from planner.prediction import ALLOCATOR
 from planner.schedules import PLAIN, schedule_of
-from planner.units import file_name
 from runtime import checkpoint, data, library_fields
 from runtime.data import Files
 from runtime.run import Device, Run, orders_file

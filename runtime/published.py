@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.document import json_data, read_text
+from planner.documents.document import json_data, read_text
 from planner.errors import DocumentError, LaunchError
 
 EXPERTS = {

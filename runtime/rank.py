@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_launcher()
     faulthandler.enable()
     # What follows imports torch, which takes seconds in which the launcher may already be gone.
-    from planner.document import read  # noqa: PLC0415
+    from planner.documents.document import read  # noqa: PLC0415
     from runtime import run  # noqa: PLC0415
 
     (file,) = sys.argv[1:] if arguments is None else arguments
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(orders: run.Orders, rank: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
-    from planner.document import read  # noqa: PLC0415
-    from planner.plan import Plan  # noqa: PLC0415
+    from planner.documents.document import read  # noqa: PLC0415
+    from planner.documents.plan import Plan  # noqa: PLC0415
     from runtime import run, train  # noqa: PLC0415
 
     output = orders.output

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from planner.profile import Recompute
+from planner.documents.profile import Recompute
 from runtime.activations import Packing
 from runtime.torch_internals import KeptByCall, VersionWrapper
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.schedule import Order
+from planner.schedules.schedule import Order
 from runtime.pipeline import Pipeline, StagePart
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recording import Recording

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_unflatten as unflatten
 
+from planner.documents.plan import Activations
+from planner.documents.profile import Recompute
 from planner.errors import RecordError
-from planner.plan import Activations
-from planner.profile import Recompute
 from runtime import activations, inner_loss
 from runtime.activations import Packing, Traffic
 from runtime.participation import BackwardOrder

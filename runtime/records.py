@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from planner.document import MAX_BYTES, json_data
+from planner.documents.document import MAX_BYTES, json_data
 from planner.errors import DocumentError, LaunchError
 
 JSON_LINES = (".jsonl", ".ndjson")

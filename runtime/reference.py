@@ -1,7 +1,7 @@
 """A decoder transformer of our own: RMSNorm, rotary positions, grouped queries, SwiGLU, experts.
 
-Every figure comes from planner.model.Architecture.  It is the model of the tests and of the demo,
-and plain enough to read in a minute.
+Every figure comes from planner.documents.model.Architecture.  It is the model of the tests and of
+the demo, and plain enough to read in a minute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.model import Architecture, Experts, ModelGraph
+from planner.documents.model import Architecture, Experts, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
 from runtime.context import WHOLE, Context, attention
 from runtime.experts import mixed

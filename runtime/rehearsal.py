@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from planner.catalog import native
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from runtime import compiled, eight_bits, experts, traced_blocks
 from runtime.engine import TokenEngine
 from runtime.live_memory import ASKS_DEVICE, LiveMemory
@@ -55,7 +55,7 @@ class Rehearsal:
 def rank_at(plan: Plan, stage: int) -> int:
     """Return the first rank of those that stand at this place of the pipeline axis.
 
-    >>> from planner.plan import Mesh, Plan
+    >>> from planner.documents.plan import Mesh, Plan
     >>> rank_at(Plan.model_construct(mesh=Mesh(tensor=2, data_replicate=3, pipeline=4)), 2)
     12
     """

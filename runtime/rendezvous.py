@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from planner.errors import LaunchError
-from planner.shown import lines
+from planner.errors.shown import lines
 from runtime.addresses import REACHABLE, interfaces, is_local, listening, place_text
 from runtime.channel import (
     CODE_BYTES,

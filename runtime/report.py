@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from planner.document import Document, Part
-from planner.plan import Plan
-from planner.prediction import Prediction
-from planner.units import Amount, Count, Positive, Text
+from planner.documents.document import Document, Part
+from planner.documents.plan import Plan
+from planner.documents.prediction import Prediction
+from planner.documents.units import Amount, Count, Positive, Text
 from runtime.run import Device, Orders, RankRecord, StepRecord
 
 WARM_UP_STEPS = 2

@@ -27,11 +27,11 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.document import Document, Part, read_text, unreadable, write_text
+from planner.documents.document import Document, Part, read_text, unreadable, write_text
+from planner.documents.training import check_lengths
+from planner.documents.units import Amount, Count, Positive, Rate, Text
 from planner.errors import DocumentError, LaunchError
-from planner.guarded_files import opened
-from planner.training import check_lengths
-from planner.units import Amount, Count, Positive, Rate, Text
+from planner.process.guarded_files import opened
 from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 

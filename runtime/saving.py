@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError, MeshwrightError
-from planner.guarded_files import opened
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.process.guarded_files import opened
 from runtime import checkpoint, parts
 from runtime.checkpoint import KEEP, Progress
 from runtime.exchange import agreed, broadcast_json

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
-from planner.plan import Plan
 from runtime import batches, inner_loss
 from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from planner.documents.model import BatchLeaf, DividedLayer, Layer, LayerTrace, ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.units import name_of
 from planner.errors import BatchError, PlanError, RecordError
-from planner.model import BatchLeaf, DividedLayer, Layer, LayerTrace, ModelGraph
-from planner.plan import Plan
-from planner.units import name_of
 from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
 from runtime.divided import take_parts

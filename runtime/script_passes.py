@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from planner import schedule
+from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
-from planner.plan import Plan
-from planner.schedules import schedule_of
+from planner.schedules import schedule, schedule_of
 from runtime import batches
 from runtime.batch_norm import RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors

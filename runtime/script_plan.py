@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share, Stage
+from planner.documents.training import Training
+from planner.documents.units import name_of
 from planner.errors import DocumentError
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share, Stage
 from planner.schedules import PLAIN
-from planner.training import Training
-from planner.units import name_of
 from runtime.recorder import Recorder
 
 FIELDS = (

@@ -51,7 +51,7 @@ def _place() -> dict[str, Any]:
 
 def _say(error: BaseException, script: str) -> None:
     """Print where the script failed, and tell the launcher."""
-    from planner.guarded_files import opened  # noqa: PLC0415
+    from planner.process.guarded_files import opened  # noqa: PLC0415
     from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind the script
     from runtime.supervise import blames_a_peer  # noqa: PLC0415
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime import run
 from runtime.script_rank import OUTPUT_VARIABLE
 

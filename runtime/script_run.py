@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.document import MAX_BYTES, read, read_bytes, write
+from planner.documents.document import MAX_BYTES, read, read_bytes, write
+from planner.documents.plan import Plan
+from planner.documents.prediction import Prediction
+from planner.documents.units import count_text, seconds_text
 from planner.errors import LaunchError
-from planner.guarded_files import folder_within
-from planner.plan import Plan
-from planner.prediction import Prediction
-from planner.units import count_text, seconds_text
+from planner.process.guarded_files import folder_within
 from runtime import faults, run
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.claims import SCRIPT, unexecuted
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import Plan
+from planner.documents.training import Training
 from planner.errors import LaunchError
-from planner.plan import Plan
-from planner.training import Training
+from planner.stacks.claims import SCRIPT, unexecuted
 from runtime.compiled import Compiler
 from runtime.mesh import Place, wants_mesh
 from runtime.parallelize import reduces_apart
@@ -48,7 +48,7 @@ def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
 def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
-    Fields of the layout are claimed in planner.claims; those beside it are here.
+    Fields of the layout are claimed in planner.stacks.claims; those beside it are here.
     """
     not_by_engine = "which meshwright.Engine does not execute"
     other = foreign(plan)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.document import read
+from planner.documents.document import read
+from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError, OptimizerError
-from planner.plan import Plan
 from runtime.script_rank import PLAN_VARIABLE
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
-from planner.plan import Plan
 from runtime import checkpoint, checksums, unfinished
 from runtime.averaged import Averaged
 from runtime.checkpoint import Progress

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from planner.documents.plan import Plan
 from planner.errors import LaunchError, PlanError
-from planner.plan import Plan
 from planner.schedules import schedule_of
 from runtime.derived_styles import DerivedStyles, given_text, line_of
 from runtime.divided import shards, take_parts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from planner.documents.model import ModelGraph, is_factory
 from planner.errors import LaunchError
-from planner.model import ModelGraph, is_factory
 from runtime import reference
 from runtime.adapter import Adapter
 from runtime.context import WHOLE, Context

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner import schedule
-from planner.actions import Action
+from planner.schedules import schedule
+from planner.schedules.actions import Action
 from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recording import Recording

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from planner.guarded_files import opened
+from planner.process.guarded_files import opened
 from runtime import run
 from runtime.addresses import listening_socket
 from runtime.channel import without_secret

@@ -1,17 +1,17 @@
 """Whether the engine can execute a plan.  It is asked before a run starts: no torch here.
 
-What a layout cannot be stands in planner.native; here is what only a plan's stages and the source
-of its model tell.
+What a layout cannot be stands in planner.stacks.native; here is what only a plan's stages and the
+source of its model tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.model import ModelGraph, is_factory, is_script
-from planner.native import layer_obstacle, obstacle
-from planner.plan import Plan
+from planner.documents.model import ModelGraph, is_factory, is_script
+from planner.documents.plan import Plan
 from planner.schedules import PLAIN, schedule_of
+from planner.stacks.native import layer_obstacle, obstacle
 
 
 def supported(plan: Plan, model: ModelGraph) -> str | None:

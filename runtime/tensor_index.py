@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.document import json_data, write_text
+from planner.documents.document import json_data, write_text
+from planner.documents.units import bytes_text
 from planner.errors import DocumentError
-from planner.units import bytes_text
 from runtime import checksums
 from runtime.pickled import Name, Object, described
 

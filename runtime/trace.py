@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.model import LayerTrace
+from planner.documents.model import LayerTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.collector import uncollected
-from planner.document import read
+from planner.documents.document import read
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
 from runtime.checkpoint import Progress
 from runtime.compiled import Compiler

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planner.documents.model import ModelGraph
+from planner.documents.plan import PlacedLayer, Plan
 from planner.errors import LaunchError
-from planner.model import ModelGraph
-from planner.plan import PlacedLayer, Plan
 from planner.schedules import schedule_of
 from runtime import activations, experts, gathered_experts, lora, tensor
 from runtime.activations import Traffic

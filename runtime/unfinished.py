@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from planner.documents.units import bytes_text
 from planner.errors import MeshwrightError
-from planner.units import bytes_text
 from runtime import checkpoint, parts, tensor_index
 from runtime.checkpoint import Progress
 from runtime.held import alone_in

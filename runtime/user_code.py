@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from planner.document import is_file
+from planner.documents.document import is_file
 from planner.errors import DocumentError
 
 OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from planner.plan import Axis
+from planner.documents.plan import Axis
 from runtime.batches import part_of
 from runtime.loss import Counted, counted
 from runtime.mesh import Place

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from planner import document
-from planner.document import Document
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents import document
+from planner.documents.document import Document
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction
 
 PLANS = Path(__file__).parent.parent / "plans"
 

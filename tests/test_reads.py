@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import document
-from planner.document import json_data
+from planner.documents import document
+from planner.documents.document import json_data
 from planner.errors import DocumentError, LaunchError
 from runtime import checksums, parts, records, tensor_index
 from runtime.script_state import own_state
@@ -28,11 +28,11 @@ PROGRAM = "part of the program or of the user's own, which is run anyway"
 TEXT = "text of a configuration; tests/meshwright/hostile_configurations.py"
 NAMES = tuple(hostile_documents.READERS)
 READS: dict[tuple[str, str], str] = {
-    ("planner/document.py", "os.open"): CHECKED,
-    ("planner/guarded_files.py", "os.open"): CHECKED,
-    ("planner/document.py", "json.loads"): CHECKED,
-    ("planner/document.py", "yaml.load"): CHECKED,
-    ("planner/document.py", "yaml.parse"): CHECKED,
+    ("planner/documents/document.py", "os.open"): CHECKED,
+    ("planner/process/guarded_files.py", "os.open"): CHECKED,
+    ("planner/documents/document.py", "json.loads"): CHECKED,
+    ("planner/documents/document.py", "yaml.load"): CHECKED,
+    ("planner/documents/document.py", "yaml.parse"): CHECKED,
     ("planner/catalog/__init__.py", "read_text"): PROGRAM,
     ("planner/report/html.py", "read_text"): PROGRAM,
     ("planner/report/validation.py", "read_text"): PROGRAM,
@@ -40,8 +40,8 @@ READS: dict[tuple[str, str], str] = {
     ("planner/formats/readers/limits.py", "json.loads"): TEXT,
     ("planner/formats/readers/limits.py", "tomllib.loads"): TEXT,
     ("planner/formats/readers/limits.py", "ast.parse"): TEXT,
-    ("planner/machine_figures.py", "json.loads"): OURS,
-    ("planner/machine_figures.py", "read_text"): SYSTEM,
+    ("planner/catalog/machine_figures.py", "json.loads"): OURS,
+    ("planner/catalog/machine_figures.py", "read_text"): SYSTEM,
     ("profiler/kept.py", "json.loads"): CACHE,
     ("profiler/kept.py", "read_text"): CACHE,
     ("profiler/kept.py", "read_bytes"): PROGRAM,
@@ -123,7 +123,9 @@ def test_every_place_that_reads_is_bounded_or_attacked() -> None:
 
     new = {f"{name}:{line} {what}" for (name, what), line in places.items()
            if (name, what) not in READS}  # fmt: skip
-    assert new == set(), "read by planner.document, or say by which hostile input it is tried"
+    assert new == set(), (
+        "read by planner.documents.document, or say by which hostile input it is tried"
+    )
     assert set(READS) <= set(places), "no longer read there"
     assert {why for why in READS.values() if "." in why and " " not in why} <= set(NAMES)
 

@@ -1,4 +1,4 @@
-"""Files are written by planner/guarded_files.py, which follows no link; the rest has its reason."""
+"""Files are written by guarded_files.py, which follows no link; the rest has its reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from planner import guarded_files
-from planner.document import write_text
+from planner.documents.document import write_text
 from planner.errors import DocumentError
+from planner.process import guarded_files
 from runtime import run
 from runtime.held import alone_in
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("planner", "runtime", "profiler", "meshwright")
-GUARD = "planner/guarded_files.py"
+GUARD = "planner/process/guarded_files.py"
 
 # Every other place -------------------------------------------------------------------------------
 
@@ -30,11 +30,11 @@ HOME = "in the user's own configuration, by a name that must be new"
 LOCK = "a lock in the user's own cache: no link is followed, nothing truncated or written"
 STREAM = "opens no path, but /dev/null or what is open already"
 ALLOWED = {
-    ("planner/descriptors.py", "open"): STREAM,
-    ("planner/descriptors.py", "fdopen"): STREAM,
+    ("planner/process/descriptors.py", "open"): STREAM,
+    ("planner/process/descriptors.py", "fdopen"): STREAM,
     ("meshwright/reference.py", "mkdir"): NAMED,
-    ("planner/machine_figures.py", "mkdir"): NAMED,
-    ("planner/machine_figures.py", "os.open"): LOCK,
+    ("planner/catalog/machine_figures.py", "mkdir"): NAMED,
+    ("planner/catalog/machine_figures.py", "os.open"): LOCK,
     ("profiler/machine.py", "NamedTemporaryFile"): NEW,
     ("profiler/profile.py", "rmtree"): OURS,
     ("profiler/profile.py", "unlink"): OURS,
@@ -144,7 +144,7 @@ def test_no_other_place_writes_files() -> None:
 
     new = {f"{name}:{line} {what}" for (name, what), line in places.items()
            if (name, what) not in ALLOWED}  # fmt: skip
-    assert new == set(), "write by planner/guarded_files.py, or say here why it is safe"
+    assert new == set(), "write by planner/process/guarded_files.py, or say here why it is safe"
     assert set(ALLOWED) <= set(places), "no longer written there"
 
 
@@ -168,7 +168,7 @@ def test_the_walk_sees(code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code",
     ["open(p)", "p.open('rb')", "os.open(p, os.O_RDONLY)", "s.replace('a', 'b')", "copy.copy(x)",
-     "from planner.document import write_text\nwrite_text('a', p)"],
+     "from planner.documents.document import write_text\nwrite_text('a', p)"],
 )  # fmt: skip
 def test_the_walk_passes(code: str, tmp_path: Path) -> None:
     file = tmp_path / "code.py"

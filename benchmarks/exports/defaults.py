@@ -13,10 +13,10 @@ from typing import NamedTuple
 from page import write_section
 
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, configuration
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 MODELS = (

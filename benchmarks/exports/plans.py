@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Plan
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.training import Training
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
-from planner.training import Training
 
 
 class Case(NamedTuple):

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from page import write_page
 
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
 from planner.formats.configuration import configuration, in_the_script
 from planner.formats.torchtitan import REGISTERED
-from planner.model import ModelGraph
-from planner.plan import Plan
 from plans import Case, planned
 
 HERE = Path(__file__).parent

@@ -23,15 +23,15 @@ import transformers
 from page import write_section
 from run import READERS, environment, installed
 
-from planner.document import write
-from planner.expressions import resolve_cluster, resolve_model
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.document import write
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.training import Training
 from planner.formats.configuration import configuration
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Plan
-from planner.request import Request
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
-from planner.training import Training
 from plans import Case
 from runtime import data, run
 from runtime import launch as launching

@@ -34,16 +34,16 @@ from typing import Any
 
 import torch
 
-from planner.cluster import ClusterSpec
-from planner.document import read, write_text
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import read, write_text
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import Profile
+from planner.documents.units import bytes_text
 from planner.errors import MeshwrightError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.parameters import graph_of
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.predict import predict
-from planner.profile import Profile
-from planner.units import bytes_text
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 

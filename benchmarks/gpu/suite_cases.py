@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case
-from planner.document import write
-from planner.expressions import resolve_cluster, resolve_model
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.document import write
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.layers.parameters import graph_of
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.predict import predict
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
+from planner.documents.tolerances import ROUNDING
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
 from planner.solver.instance import Option, Stage
 from planner.solver.solve import solve
-from planner.tolerances import ROUNDING
 
 Devices = list[list[int]]
 Floats = NDArray[np.float64]

@@ -18,9 +18,9 @@ import typer
 from meshwright.cli import figures, plans, runs
 from meshwright.cli.console import say
 from meshwright.examples import epilog
-from planner.descriptors import results_apart
 from planner.errors import MeshwrightError
-from planner.shown import lines
+from planner.errors.shown import lines
+from planner.process.descriptors import results_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

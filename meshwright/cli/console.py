@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from planner.errors.shown import lines
 from planner.report.terminal import Terminal
-from planner.shown import lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,8 +28,8 @@ def validate(
     json: Json = False,
 ) -> None:
     """Compare predictions with a table of measured runs."""
+    from planner.accuracy.scores.validate import validation_json  # noqa: PLC0415
     from planner.report.validation_text import validation_text  # noqa: PLC0415 - rules of all
-    from planner.scores.validate import validation_json  # noqa: PLC0415
 
     with bar("predicting rows", quiet=json) as progress:
         result = commands.validate(table, html=html, rows=rows, progress=progress)
@@ -59,7 +59,7 @@ def calibrate(
 ) -> None:
     """Fit the constants of your cluster to measured runs."""
     from meshwright import calibration  # noqa: PLC0415 - other commands need none of it
-    from planner.calibrate.calibration import calibrated_json  # noqa: PLC0415
+    from planner.accuracy.calibrate.calibration import calibrated_json  # noqa: PLC0415
     from planner.report.calibration_text import calibration_text  # noqa: PLC0415
 
     result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)

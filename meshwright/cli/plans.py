@@ -47,15 +47,15 @@ from meshwright.options import (
     Solver,
     SolverOption,
 )
+from planner.documents.units import bytes_text, count_text
 from planner.errors import DocumentError, MeshwrightError
-from planner.native import CAVEAT_SOURCE
 from planner.report.facts import Fact, Summary
 from planner.report.solution_text import solution_json, solution_text
 from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
-from planner.request import SURE_TO_FIT
+from planner.requests.request import SURE_TO_FIT
 from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import Infeasible, Unfinished
-from planner.units import bytes_text, count_text
+from planner.stacks.native import CAVEAT_SOURCE
 
 if TYPE_CHECKING:
     from planner.search.answer import Answer

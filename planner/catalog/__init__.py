@@ -16,7 +16,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from planner.cluster import (
+from planner.documents.cluster import (
     Accelerator,
     AcceleratorKind,
     DeviceCurve,
@@ -24,10 +24,9 @@ from planner.cluster import (
     LinkTier,
     Precision,
 )
-from planner.document import Document, Part, nearest, plain
-from planner.errors import DocumentError
-from planner.stack import Stack, stack_of, with_options
-from planner.units import (
+from planner.documents.document import Document, Part, nearest, plain
+from planner.documents.stack import Stack, stack_of, with_options
+from planner.documents.units import (
     Amount,
     Count,
     Devices,
@@ -41,6 +40,7 @@ from planner.units import (
     Share,
     Text,
 )
+from planner.errors import DocumentError
 
 D = TypeVar("D", bound=Document)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from planner.catalog import Rent, accelerators
-from planner.document import Document, read_table
+from planner.documents.document import Document, read_table
+from planner.documents.units import MOST_DEVICES
 from planner.errors import DocumentError
-from planner.units import MOST_DEVICES
 
 SKYPILOT = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "SpotPrice", "Region")
 GPUHUNT = ("instance_name", "location", "price", "gpu_count", "gpu_name", "gpu_memory", "spot")

@@ -27,8 +27,8 @@ from typing import assert_never
 
 from planner.costs.calibration import Figures
 from planner.costs.rates import Rates
+from planner.documents.plan import Activations
 from planner.layers.operator_table import larger, share
-from planner.plan import Activations
 
 PACKED_BYTES_PER_ELEMENT = 1 + 4 / 128
 PACKING_TRAFFIC_BYTES = 37

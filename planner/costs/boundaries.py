@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from planner.costs.crossings import narrowest_bytes, widest_bytes
+from planner.documents.model import ModelGraph
 from planner.layers.operator_table import FP32, Setting
-from planner.model import ModelGraph
 
 
 class Boundaries:

@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Collective, LinkTier
 from planner.costs.link_fit import fitted_s
+from planner.documents.cluster import Collective, LinkTier
+from planner.documents.plan import Axis, Layout
+from planner.documents.profile import CollectiveCurve
+from planner.documents.tolerances import NOTHING
 from planner.layers.routing import Routing
-from planner.plan import Axis, Layout
-from planner.profile import CollectiveCurve
-from planner.tolerances import NOTHING
 
 DEFAULT_FRACTION: dict[Collective, float] = {
     "all_reduce": 0.75,

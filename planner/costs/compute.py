@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
+from planner.documents.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
+from planner.documents.stack import Recipe, Stack
 from planner.errors import DocumentError
 from planner.layers.operator_table import Operator
-from planner.stack import Recipe, Stack
 
 MATMUL_BACKWARD = 2.0
 """A product's backward is two products of its size: one for each factor's gradient."""

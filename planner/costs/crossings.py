@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.model import Layer, ModelGraph
-from planner.plan import Plan
+from planner.documents.model import Layer, ModelGraph
+from planner.documents.plan import Plan
 
 MOST_IDEALS = 20_000
 """Graphs with more downsets are split along the best of several orders."""
@@ -18,7 +18,7 @@ MOST_IDEALS = 20_000
 def crossings(model: ModelGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """[boundary] Layers whose outputs cross it, in the order in which the stages have them.
 
-    >>> from planner.model import Edge, Layer
+    >>> from planner.documents.model import Edge, Layer
     >>> skip = ModelGraph(
     ...     name="skip",
     ...     layers=tuple(Layer(name=name, kind=name, parameters=1) for name in "abc"),

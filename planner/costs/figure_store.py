@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.cluster import ClusterSpec, LinkTier
 from planner.costs.calibration import Figures, joined, taken
 from planner.costs.rates import Rates
-from planner.model import ModelGraph
-from planner.profile import Recompute
+from planner.documents.cluster import ClusterSpec, LinkTier
+from planner.documents.model import ModelGraph
+from planner.documents.profile import Recompute
 
 KindFigures = dict[str, tuple[Figures, ...]]
 """By Layer.kind, in the order none, selective, full."""

@@ -17,8 +17,8 @@ from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import Passing
 from planner.costs.seats import Seat, Seats, passed_on
-from planner.plan import Activations, Layout
-from planner.request import Request
+from planner.documents.plan import Activations, Layout
+from planner.requests.request import Request
 
 
 class GroupCosts:

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.cluster import EIGHT_BITS
 from planner.costs import flat_units, memory
 from planner.costs.crossings import sink_kind
 from planner.costs.layer_seconds import ENDS
 from planner.costs.lora import adapter_parameters, largest_adapter
 from planner.costs.memory import FP32, FirstLayer, LastLayer, Sharing, States
 from planner.costs.sharding import POWERSGD_RANK
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.model import Layer, ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.documents.profile import LossGradients
+from planner.documents.stack import Stack
 from planner.layers import arithmetic
-from planner.model import Layer, ModelGraph
-from planner.plan import Job, Layout
-from planner.profile import LossGradients
-from planner.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

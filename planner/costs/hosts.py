@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from planner.cluster import ClusterSpec, DeviceGroup
 from planner.costs.collectives import group_steps
-from planner.plan import Layout, Offload
-from planner.prediction import Assumption
+from planner.documents.cluster import ClusterSpec, DeviceGroup
+from planner.documents.plan import Layout, Offload
+from planner.documents.prediction import Assumption
+from planner.documents.stack import Stack
+from planner.documents.tolerances import ROUNDING
+from planner.documents.units import bytes_text
 from planner.solver.sides import Host
-from planner.stack import Stack
-from planner.tolerances import ROUNDING
-from planner.units import bytes_text
 
 PINNED_BY_TORCH = 0.5
 """Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""

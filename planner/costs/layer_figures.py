@@ -15,7 +15,6 @@ from typing import cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import ClusterSpec, Collective
 from planner.costs import collectives, compute, layer_seconds
 from planner.costs.calibration import (
     Computed,
@@ -37,6 +36,11 @@ from planner.costs.layer_seconds import (
     link_rule,
 )
 from planner.costs.rates import Rates
+from planner.documents.cluster import ClusterSpec, Collective
+from planner.documents.model import Layer, ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.prediction import Assumption
+from planner.documents.profile import LayerMeasurement, Profile, Recompute
 from planner.layers import arithmetic
 from planner.layers.operator_table import (
     RECOMPUTES,
@@ -51,10 +55,6 @@ from planner.layers.operator_table import (
 )
 from planner.layers.parameters import routes
 from planner.layers.routing import Routing
-from planner.model import Layer, ModelGraph
-from planner.plan import Layout
-from planner.prediction import Assumption
-from planner.profile import LayerMeasurement, Profile, Recompute
 
 Floats = NDArray[np.float64]
 Groups = tuple[Levels, Levels, Levels, Levels]

@@ -11,7 +11,6 @@ from typing import NamedTuple, assert_never, cast
 
 import numpy as np
 
-from planner.cluster import ClusterSpec
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
@@ -35,10 +34,11 @@ from planner.costs.sharding import (
     traffic,
 )
 from planner.costs.strategy import StrategyParts
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import Layer, ModelGraph, is_script
+from planner.documents.plan import Activations, Axis, Layout
+from planner.documents.profile import Recompute
 from planner.layers.operator_table import Setting
-from planner.model import Layer, ModelGraph, is_script
-from planner.plan import Activations, Axis, Layout
-from planner.profile import Recompute
 
 SHARD_AXES: tuple[Axis, ...] = ("context", "data_shard")
 

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from planner.cluster import Collective
 from planner.costs import compute
 from planner.costs.compute import Device
+from planner.documents.cluster import Collective
+from planner.documents.profile import Recompute
+from planner.documents.stack import Stack
 from planner.layers.operator_table import (
     BACKWARD_OF,
     GroupAxis,
@@ -30,8 +32,6 @@ from planner.layers.operator_table import (
 )
 from planner.layers.parameters import routes
 from planner.layers.routing import Routing
-from planner.profile import Recompute
-from planner.stack import Stack
 
 ENDS = ("embedding", "head")
 BLOCK_COLLECTIVES = 10

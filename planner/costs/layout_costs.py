@@ -11,8 +11,8 @@ boundaries at its ends, m micro-batches and q_s of them in flight, the solver op
     t_s   = Σ (forward_s + backward_s) + boundary_s (one boundary at the ends, two between)
 
 and keeps what planner.costs.rank_memory counts within the device.
-`planner.predict` simulates the plan instead; for stages with no transfer time the two agree exactly
-where one stage is the slowest and stands last, and the closed form is above otherwise.
+`planner.costs.predict` simulates the plan instead; for stages with no transfer time the two agree
+exactly where one stage is the slowest and stands last, and the closed form is above otherwise.
 
 What happens in each micro-batch is in forward_s and backward_s, what happens once per step in
 sync_s; `planner.costs.layer_parts` tells how much of what is sent is seen.
@@ -44,14 +44,14 @@ from planner.costs.strategy import (
     strategy_cost,
 )
 from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
+from planner.documents.plan import Activations, Layout
+from planner.documents.prediction import Assumption
+from planner.documents.profile import Recompute
 from planner.layers import arithmetic
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
-from planner.native import caveat, refusal
-from planner.plan import Activations, Layout
-from planner.prediction import Assumption
-from planner.profile import Recompute
-from planner.request import Request
+from planner.requests.request import Request
+from planner.stacks.native import caveat, refusal
 
 __all__ = [
     "CostTables",

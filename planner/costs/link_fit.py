@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.profile import LinkFit, LinkPiece, LinkPoint
+from planner.documents.profile import LinkFit, LinkPiece, LinkPoint
 
 NEAR = 0.1
 """Distance of a point from its line, over the point's seconds, that nobody minds."""

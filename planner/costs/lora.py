@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from planner.documents.model import Architecture, LatentAttention, ModelGraph
+from planner.documents.training import Lora
 from planner.errors import DocumentError
 from planner.layers.parameters import routes
-from planner.model import Architecture, LatentAttention, ModelGraph
-from planner.training import Lora
 
 EVERY_LINEAR = "all-linear"
 _REFERENCE = {
@@ -118,7 +118,7 @@ def _mlp(a: Architecture, *, experts: bool) -> Iterator[_Shape]:
 def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:
     """Return the parameters of a layer's adapters on a rank; embedding and head have none.
 
-    >>> from planner.expressions import resolve_model
+    >>> from planner.catalog.expressions import resolve_model
     >>> llama = resolve_model("llama-3.1-8b")
     >>> adapter_parameters(llama, "block", Lora(rank=16, targets=("q_proj", "v_proj")))
     212992.0
@@ -129,7 +129,7 @@ def adapter_parameters(model: ModelGraph, kind: str, lora: Lora, *, tensor: int 
 def largest_adapter(model: ModelGraph, kind: str, lora: Lora, *, tensor: int = 1) -> float:
     """Return the parameters of the larger matrix of a layer's largest adapter on a rank.
 
-    >>> from planner.expressions import resolve_model
+    >>> from planner.catalog.expressions import resolve_model
     >>> llama = resolve_model("llama-3.1-8b")
     >>> largest_adapter(llama, "block", Lora(rank=16, targets=("q_proj", "down_proj")))
     229376.0

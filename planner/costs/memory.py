@@ -59,9 +59,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, assert_never
 
-from planner.cluster import EIGHT_BITS
-from planner.plan import GradientWire, Offload
-from planner.stack import OptimizerRule, Stack, Types, Unit
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import GradientWire, Offload
+from planner.documents.stack import OptimizerRule, Stack, Types, Unit
 
 FOUR_BITS = 0.5
 """Bytes of a parameter in 4 bits, without its scale."""

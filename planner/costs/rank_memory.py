@@ -1,13 +1,13 @@
-"""Peak memory of a rank: the one function by which the search and `planner.predict` count bytes.
+"""Peak memory of a rank: the one function by which search and prediction count bytes.
 
 A rank of one stage with whole backwards peaks in a forward or a backward of one of its layers, with
 as many micro-batches in flight as its schedule ever has.  A rank of several stages, or of split
-backwards, peaks at one of the fullest moments of its order (planner.fullest): a micro-batch holds a
-stage's stored bytes from its forward to its B or I, and from I to W what `kept_bytes` of
-planner.costs.calibration says.  While an action runs, its stage holds what the layers so far have
-stored, what those behind have left for W, and the working memory of one of them.  There gradients
-and gathered parameters count whole at any time, since torch's pipelining keeps both from a stage's
-first backward to the end of the step.
+backwards, peaks at one of the fullest moments of its order (planner.schedules.fullest): a
+micro-batch holds a stage's stored bytes from its forward to its B or I, and from I to W what
+`kept_bytes` of planner.costs.calibration says.  While an action runs, its stage holds what the
+layers so far have stored, what those behind have left for W, and the working memory of one of them.
+There gradients and gathered parameters count whole at any time, since torch's pipelining keeps both
+from a stage's first backward to the end of the step.
 
 Bytes of layers are numbers, or arrays that hold them for many ways to run the same layers at once;
 then so is what is counted.
@@ -26,12 +26,12 @@ from numpy.typing import ArrayLike
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.memory import BUCKETS
 from planner.costs.strategy import LayerBytes, StrategyParts
-from planner.fullest import Moments, moments
+from planner.documents.plan import Layout
+from planner.documents.tolerances import SETTLED
 from planner.layers.operator_table import either, larger, smaller
-from planner.plan import Layout
-from planner.schedule import Order
 from planner.schedules import Shape
-from planner.tolerances import SETTLED
+from planner.schedules.fullest import Moments, moments
+from planner.schedules.schedule import Order
 
 Layers = Sequence[LayerBytes]
 
@@ -115,8 +115,8 @@ def whole_room_bytes(memory_bytes: float, costs: RankCosts) -> float:
 def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
     """Return how many bytes tensors may take, by their prediction, to fit as surely as asked.
 
-    The whole room times `uncertainty.room_share`.  The search and `planner.predict` both ask this
-    function what fits, for every stack.
+    The whole room times `uncertainty.room_share`.  The search and `planner.costs.predict` both ask
+    this function what fits, for every stack.
     """
     return costs.room_share * whole_room_bytes(memory_bytes, costs)
 

@@ -1,7 +1,7 @@
 """How fast a cluster does what is not a layer's computation, and where each figure comes from.
 
 A profile's measured collectives and overheads stand first; without them the figures of the stack
-hold (planner.stack), and `assumptions` names each one.
+hold (planner.documents.stack), and `assumptions` names each one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from planner.catalog import native
-from planner.cluster import ClusterSpec, Collective
 from planner.costs import compute
 from planner.costs.collectives import (
     Amount,
@@ -23,14 +22,15 @@ from planner.costs.collectives import (
 )
 from planner.costs.layer_seconds import shown_s
 from planner.costs.memory import StateTypes, updated_bytes
+from planner.documents.cluster import ClusterSpec, Collective
+from planner.documents.plan import Job, Layout, Offload
+from planner.documents.prediction import Assumption
+from planner.documents.profile import Calibration, Overheads, Profile
+from planner.documents.stack import Stack
+from planner.documents.units import bytes_text
 from planner.errors import DocumentError
 from planner.layers.operator_table import larger
 from planner.layers.routing import Routing
-from planner.plan import Job, Layout, Offload
-from planner.prediction import Assumption
-from planner.profile import Calibration, Overheads, Profile
-from planner.stack import Stack
-from planner.units import bytes_text
 
 Hidden = Literal["units", "copies", "gather", "reduce"]
 """What is hidden: collectives of units in each pass, the same with copies over the host link, whose

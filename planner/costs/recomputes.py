@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.documents.profile import Recompute
 from planner.layers.operator_table import RECOMPUTES
-from planner.profile import Recompute
 
 Recomputes = Recompute | Mapping[str, tuple[Recompute, ...]] | None
 """One choice of all layers, those of each kind of layer, or (None) any."""

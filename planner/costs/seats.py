@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Accelerator
 from planner.costs.crossings import crossings
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.rank_memory import Passing
-from planner.model import ModelGraph
-from planner.plan import Layout
-from planner.prediction import Assumption
+from planner.documents.cluster import Accelerator
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.prediction import Assumption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
+from planner.documents.profile import Recompute
 from planner.layers.operator_table import Table
-from planner.profile import Recompute
 
 FP32 = 4
 

@@ -38,8 +38,8 @@ from planner.costs import compute
 from planner.costs.collectives import Levels, ranks_of
 from planner.costs.memory import FP32, NARROW, Sharing, StateTypes
 from planner.costs.rates import Hidden, Rates
+from planner.documents.stack import Accumulation
 from planner.layers.operator_table import either, larger
-from planner.stack import Accumulation
 
 POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from planner.costs.activations import Treated
 from planner.costs.calibration import Figures
 from planner.costs.memory import States
+from planner.documents.plan import Activations
+from planner.documents.profile import Recompute
 from planner.layers.operator_table import either, larger
-from planner.plan import Activations
-from planner.profile import Recompute
 from planner.solver.requirements import option_name
 
 
@@ -82,7 +82,7 @@ class StrategyCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyParts:
-    """The same record by cause; `planner.predict` adds these up."""
+    """The same record by cause; `planner.costs.predict` adds these up."""
 
     recompute: Recompute
     activations: Activations

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from planner.cluster import EIGHT_BITS
-from planner.plan import Layout
-from planner.prediction import Assumption
-from planner.request import Request
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import Layout
+from planner.documents.prediction import Assumption
+from planner.requests.request import Request
 
 LINK_SPREAD = 0.15
 """Relative error of collective seconds: the alpha-beta model misses NCCL's curves by 7-21 %."""

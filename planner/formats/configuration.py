@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from planner.cluster import ClusterSpec
-from planner.document import nearest
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import nearest
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.stack import base_of
 from planner.errors import DocumentError
-from planner.executable import rules_of
 from planner.formats import (
     accelerate,
     deepspeed,
@@ -28,10 +30,8 @@ from planner.formats import (
     transformers,
 )
 from planner.formats.wanted import Wanted, for_all, own_text
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.request import Request
-from planner.stack import base_of
+from planner.requests.request import Request
+from planner.stacks.executable import rules_of
 
 
 class Written(NamedTuple):

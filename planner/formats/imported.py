@@ -14,10 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from planner.catalog import models
-from planner.cluster import ClusterSpec
-from planner.document import first_error, nearest
+from planner.catalog.expressions import resolve_model
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import first_error, nearest
+from planner.documents.model import Architecture, ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.training import Training
 from planner.errors import DocumentError
-from planner.expressions import resolve_model
 from planner.formats.readers import (
     accelerate,
     deepspeed,
@@ -31,13 +34,10 @@ from planner.formats.readers import (
 )
 from planner.formats.readers.told import Told
 from planner.formats.torchtitan import REGISTERED
-from planner.model import Architecture, ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.request import Request
-from planner.schedule import obstacle
+from planner.requests.request import Request
 from planner.schedules import PLAIN
-from planner.stage_rules import by_products, ends_of
-from planner.training import Training
+from planner.schedules.schedule import obstacle
+from planner.stacks.stage_rules import by_products, ends_of
 
 READERS: dict[str, Callable[[str], Told]] = {
     "megatron": megatron.read,

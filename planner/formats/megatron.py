@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import Axis
 from planner.formats.wanted import (
     Wanted,
     degrees_above,
@@ -13,7 +14,6 @@ from planner.formats.wanted import (
     other_schedule,
     recompute_of,
 )
-from planner.plan import Axis
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:

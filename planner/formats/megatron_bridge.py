@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from planner.documents.plan import Plan
 from planner.formats import megatron
 from planner.formats.wanted import Wanted, recompute_of
-from planner.plan import Plan
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:

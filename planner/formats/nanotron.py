@@ -15,7 +15,7 @@ from planner.formats.wanted import (
     recompute_of,
 )
 from planner.schedules import PLAIN, schedule_of
-from planner.stage_rules import by_products
+from planner.stacks.stage_rules import by_products
 
 
 def obstacles(wanted: Wanted) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.stack import base_of
 from planner.formats.wanted import (
     Wanted,
     mixed_recompute,
@@ -15,7 +16,6 @@ from planner.formats.wanted import (
     whole_experts,
 )
 from planner.schedules import schedule_of
-from planner.stack import base_of
 
 REGISTERED = {
     "llama-3-8b": ("llama3", "llama3_8b"),

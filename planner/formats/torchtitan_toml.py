@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
 from planner.formats.torchtitan import (
     options_of,
     other_narrow,

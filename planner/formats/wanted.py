@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from planner.axes import LAYOUT_AXES
-from planner.cluster import ClusterSpec
-from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Plan
+from planner.documents.axes import LAYOUT_AXES
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import INSIDE_OUT, Plan
 from planner.schedules import schedule_of
 
 

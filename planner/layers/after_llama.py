@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from planner.documents.model import Architecture
 from planner.errors import DocumentError
 from planner.layers.config_keys import Config, count, flag, optional, rotated
 from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
-from planner.model import Architecture
 
 
 def _gemma(config: Config) -> Architecture:

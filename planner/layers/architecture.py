@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from planner.document import first_error, nearest
+from planner.documents.document import first_error, nearest
+from planner.documents.model import Architecture, Patches
 from planner.errors import DocumentError
 from planner.layers import after_llama, side_by_side, unsupported
 from planner.layers.config_keys import (
@@ -23,7 +24,6 @@ from planner.layers.config_keys import (
 )
 from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
 from planner.layers.parameters import block_kinds, graph_of
-from planner.model import Architecture, Patches
 
 __all__ = ["SUPPORTED", "architecture_of", "block_kinds", "graph_of"]
 

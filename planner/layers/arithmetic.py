@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from planner.cluster import EIGHT_BITS
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
 from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
@@ -31,7 +32,6 @@ from planner.layers.parameters import (
     norms_of_block,
     routes,
 )
-from planner.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:

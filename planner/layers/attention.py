@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+from planner.documents.model import Architecture, LatentAttention
 from planner.layers import written_scores
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import FP32, Operator, Setting, larger, smaller
@@ -18,7 +19,6 @@ from planner.layers.operators import (
     row_wise,
 )
 from planner.layers.parameters import WIDE_QK_NORM, slides
-from planner.model import Architecture, LatentAttention
 
 NARROWED = 1.5
 """Traffic of bringing a tensor of 16 bits to 8, or back, over its bytes."""

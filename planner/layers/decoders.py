@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.documents.model import Architecture, Experts, LatentAttention
 from planner.errors import DocumentError
 from planner.layers.config_keys import (
     Config,
@@ -14,7 +15,6 @@ from planner.layers.config_keys import (
     optional,
     positive,
 )
-from planner.model import Architecture, Experts, LatentAttention
 
 
 def decoder(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.documents.model import Architecture
+from planner.documents.profile import ChunkedLoss
 from planner.layers.kernels import MODULES
 from planner.layers.operator_table import FP32, Operator, Pass, Setting, Table, larger, smaller
 from planner.layers.operators import gathered, matmul, norm, summed
-from planner.model import Architecture
-from planner.profile import ChunkedLoss
 
 INDEX = 8
 """Bytes of a token id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.documents.model import Architecture, Experts
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import FP32, Operator, Setting, smaller
 from planner.layers.operators import (
@@ -19,7 +20,6 @@ from planner.layers.operators import (
     undivided,
 )
 from planner.layers.routing import Routing
-from planner.model import Architecture, Experts
 
 
 def mlp(

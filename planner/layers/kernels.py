@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from planner.cluster import EIGHT_BITS
-from planner.stack import Loss, SelectiveRecompute, Stack
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.stack import Loss, SelectiveRecompute, Stack
 
 Scores = Literal["module", "fused", "written"]
 """Attention as a family's modules have it, as one kernel, or with its scores in memory."""
@@ -57,7 +57,7 @@ class Kernels:
     core_traffic: bool = True
     """Fused attention's reads and writes count beside its FLOPs."""
     context: Literal["gather", "ring", "heads"] = "gather"
-    """How attention over a divided sequence gets its keys (planner.stack.ContextRule)."""
+    """How attention over a divided sequence gets its keys (planner.documents.stack.ContextRule)."""
     balanced: bool = True
     """Ranks of a divided sequence attend to as many keys each."""
     selective: SelectiveRecompute = "outputs"

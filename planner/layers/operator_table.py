@@ -19,12 +19,12 @@ from typing import Literal, assert_never, cast
 
 import numpy as np
 
-from planner.cluster import Collective, Precision
+from planner.documents.cluster import Collective, Precision
+from planner.documents.plan import Dispatch, Scales
+from planner.documents.profile import ChunkedLoss, Recompute
+from planner.documents.stack import SelectiveRecompute
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.routing import Routing
-from planner.plan import Dispatch, Scales
-from planner.profile import ChunkedLoss, Recompute
-from planner.stack import SelectiveRecompute
 
 OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
@@ -296,7 +296,7 @@ class Table:
     outside: int = 0
     """How many trailing operators are not the layer's own and never recomputed: the loss."""
     selective: SelectiveRecompute = "outputs"
-    """What selective recompute drops: see `planner.stack.RecomputeRule`."""
+    """What selective recompute drops: see `planner.documents.stack.RecomputeRule`."""
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False

@@ -8,10 +8,10 @@ from operator import and_
 
 import numpy as np
 
+from planner.documents.model import Architecture
 from planner.layers.kernels import MODULES, Kernels
 from planner.layers.operator_table import FP32, Operator, Setting, larger
 from planner.layers.routing import Routing
-from planner.model import Architecture
 
 NARROW_MULTIPLE = 16
 """Rows and columns of a matrix in 8 bits are multiples of it: cuBLAS (16 bytes), torchao's filter,

@@ -6,7 +6,7 @@ stands elsewhere.
 
 from __future__ import annotations
 
-from planner.model import Architecture, LatentAttention, Layer, ModelGraph
+from planner.documents.model import Architecture, LatentAttention, Layer, ModelGraph
 
 WIDE_QK_NORM = ("olmo2", "olmo3")
 """Families whose query and key norms are over all heads together, not over each."""

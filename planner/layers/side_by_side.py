@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from planner.documents.model import Architecture
 from planner.errors import DocumentError
 from planner.layers.config_keys import (
     Config,
@@ -19,7 +20,6 @@ from planner.layers.config_keys import (
     rotated,
     settings,
 )
-from planner.model import Architecture
 
 
 def _gpt_neox(config: Config) -> Architecture:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.documents.model import Architecture
 from planner.layers.operator_table import FP32, Operator, Setting
 from planner.layers.operators import gathered, matmul, projections, row_wise
-from planner.model import Architecture
 
 FAMILIES = ("bloom", "gptj", "mpt")
 

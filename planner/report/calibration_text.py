@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from planner.calibrate.calibration import Calibrated, Fitted, errors
+from planner.accuracy.calibrate.calibration import Calibrated, Fitted, errors
 from planner.report.facts import Fact, Summary
 
 MEASURED = {"step time": "time", "peak memory": "memory"}

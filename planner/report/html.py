@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from planner.cluster import ClusterSpec
-from planner.on_use import OnUse
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction, StagePrediction
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction, StagePrediction
+from planner.documents.units import GIB, bytes_text, seconds_text
+from planner.errors.shown import label
+from planner.process.on_use import OnUse
 from planner.report.mesh_picture import COLOURS, axes_of, mesh_picture
 from planner.report.text import layers_text, recompute_text, why_text
-from planner.schedule import rank_of_stage
+from planner.schedules.schedule import rank_of_stage
+from planner.schedules.simulate import Timeline
 from planner.search.answer import Alternative
-from planner.shown import label
-from planner.simulate import Timeline
-from planner.units import GIB, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from planner.documents.units import bytes_text, seconds_text
 from planner.report.facts import plain_table
 from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished, host_bytes
 from planner.solver.problem import Problem
-from planner.units import bytes_text, seconds_text
 
 FEW = 8
 """Stages that are shown unless all of them are asked for."""

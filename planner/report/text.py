@@ -8,16 +8,16 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from planner.costs.predict import FULL_TIME
 from planner.costs.uncertainty import own_miss
-from planner.native import CAVEAT_SOURCE
-from planner.plan import Job, PlacedLayer, Plan
-from planner.predict import FULL_TIME
-from planner.prediction import Certificate, Prediction
+from planner.documents.plan import Job, PlacedLayer, Plan
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.units import GIB, bytes_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.report.ties import tie_text, ties
 from planner.search.answer import Alternative
 from planner.search.certificate import LEFT_OUT
-from planner.units import GIB, bytes_text, seconds_text
+from planner.stacks.native import CAVEAT_SOURCE
 
 MOST_STAGES = 16
 """Rows of a table of stages; of more, neighbours share one."""

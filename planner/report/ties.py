@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from planner.costs.uncertainty import own_miss
-from planner.prediction import Certificate, Prediction
-from planner.units import seconds_text
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.units import seconds_text
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from planner.simulate import Timeline
+from planner.schedules.simulate import Timeline
 
 KINDS = {
     "F": "forward",

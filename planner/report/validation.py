@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from planner.on_use import OnUse
+from planner.accuracy.scores.validate import ScoredRow, Validation, macro
+from planner.process.on_use import OnUse
 from planner.report.html import figure_html
-from planner.scores.validate import ScoredRow, Validation, macro
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -11,9 +11,9 @@ from importlib import resources
 import jinja2
 
 from planner.catalog import Quantity
+from planner.documents.units import GIB, bytes_text, count_text, seconds_text
 from planner.report import svg
 from planner.report.whatif_text import SHOWN_SHARES, limits, provenance_text
-from planner.units import GIB, bytes_text, count_text, seconds_text
 from planner.whatif.answers import answers, slack_days
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import figure as compared

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
-from planner.units import bytes_text, count_text, seconds_text
 from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.evaluate import Outcome

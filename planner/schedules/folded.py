@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from planner.actions import Action, Kind, Order
+from planner.schedules.actions import Action, Kind, Order
 from planner.schedules.looped import Counts
 from planner.schedules.record import SPLIT, Fullest, InFlight, Schedule, Shape
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.actions import Action, Kind, Order, actions
+from planner.schedules.actions import Action, Kind, Order, actions
 from planner.schedules.record import (
     LATE,
     SPLIT,

@@ -2,7 +2,7 @@
 
 A record has one function per question; `Shape` is what every one of them is asked about.  What it
 does not say is taken from its orders (in-flight counts) or as the costlier of two cases.  The
-closed form that its coefficients belong to stands in `planner.pipeline_model`.
+closed form that its coefficients belong to stands in `planner.schedules.pipeline_model`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.actions import Order
+from planner.schedules.actions import Order
 
 
 class Shape(NamedTuple):
@@ -38,7 +38,7 @@ class InFlight(NamedTuple):
     """From F to B or W."""
     alive: int
     """From F to the end of B or I, and so many that of the last j of the V stages no more than
-    j / V of them are (planner.pipeline_model.InFlightCounts)."""
+    j / V of them are (planner.schedules.pipeline_model.InFlightCounts)."""
     deferred: int
     """From the start of I to W."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from planner.actions import Order, actions
+from planner.schedules.actions import Order, actions
 from planner.schedules.record import DRAINED, Coefficients, InFlight, Schedule, Shape
 
 

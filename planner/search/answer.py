@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked
 

@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from planner.collector import uncollected
 from planner.costs.figure_store import FigureStore
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.native import Rules
-from planner.pins import outside
-from planner.request import Request
+from planner.process.collector import uncollected
+from planner.requests.pins import outside
+from planner.requests.request import Request
 from planner.schedules import SCHEDULES, schedule_of
 from planner.search.answer import Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
@@ -50,6 +49,7 @@ from planner.search.spaces import graph, mixed
 from planner.search.spaces.chain import ChainSpace
 from planner.search.spaces.mixed_proof import prove_spaces
 from planner.solver.graphs.lattice import GraphEffort
+from planner.stacks.native import Rules
 
 SOLVERS = ("exact", "ilp")
 

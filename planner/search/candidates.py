@@ -36,12 +36,11 @@ from planner.costs.layout_costs import CostTables, LayoutCosts, fastest_s, least
 from planner.costs.memory import state_types
 from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes, choices_of
-from planner.executable import rules_of
-from planner.native import Rules
-from planner.plan import Layout
-from planner.request import Request
-from planner.schedule import too_long
+from planner.documents.plan import Layout
+from planner.documents.tolerances import ROUNDING, SLACK
+from planner.requests.request import Request
 from planner.schedules import schedule_of
+from planner.schedules.schedule import too_long
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import (
     boundaries_s,
@@ -68,8 +67,9 @@ from planner.search.stage_rows import both, not_required, required_rows
 from planner.solver import bounds
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
-from planner.stage_rules import Rows, rows
-from planner.tolerances import ROUNDING, SLACK
+from planner.stacks.executable import rules_of
+from planner.stacks.native import Rules
+from planner.stacks.stage_rules import Rows, rows
 
 Sharings = tuple[ShardingChoice, ...]
 Levels = list[tuple[Sharings, bounds.Floats]]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.plan import Layout
-from planner.prediction import Certificate, Loser, PlanProof
-from planner.profile import CHUNK_ROWS
+from planner.documents.plan import Layout
+from planner.documents.prediction import Certificate, Loser, PlanProof
+from planner.documents.profile import CHUNK_ROWS
+from planner.documents.stack import Stack
+from planner.documents.tolerances import EQUAL
 from planner.schedules import SCHEDULES
 from planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
-from planner.stack import Stack
-from planner.tolerances import EQUAL
 
 RUNNERS_UP = 5
 

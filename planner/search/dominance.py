@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
-from planner.plan import INSIDE_OUT, Layout
+from planner.documents.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
 from planner.search.space import complexity
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from planner.prediction import Finalist, Simulated
+from planner.documents.prediction import Finalist, Simulated
+from planner.documents.tolerances import EQUAL
+from planner.documents.units import seconds_text
 from planner.search.candidates import Candidates
 from planner.search.ranked import Ranked
 from planner.search.simulated_proof import Proof
 from planner.search.space import complexity
-from planner.tolerances import EQUAL
-from planner.units import seconds_text
 
 MARGIN = 0.03
 """Beyond the optimum of the closed form, relatively."""

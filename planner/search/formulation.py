@@ -20,20 +20,30 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from planner.axes import axes_of
-from planner.cluster import ClusterSpec
 from planner.costs.crossings import colocated
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
 from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import StrategyCost
-from planner.model import ModelGraph
-from planner.pipeline_model import pace
-from planner.plan import Layout, Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share
-from planner.plan import Stage as PlanStage
-from planner.request import Request
-from planner.schedule import rank_of_stage, splits_backward
+from planner.documents.axes import axes_of
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import (
+    Layout,
+    Mesh,
+    PlacedLayer,
+    Plan,
+    PlannedGroup,
+    PlannedModel,
+    Share,
+)
+from planner.documents.plan import Stage as PlanStage
+from planner.documents.training import Training
+from planner.documents.units import LONGEST_S
+from planner.requests.request import Request
+from planner.schedules.pipeline_model import pace
+from planner.schedules.schedule import rank_of_stage, splits_backward
 from planner.search.layer_options import allowed
 from planner.search.rank_problem import RankProblem
 from planner.search.ranks import largest_stage, run_of
@@ -41,8 +51,6 @@ from planner.solver.graph_instance import DeviceType, GraphInstance
 from planner.solver.instance import Instance, Solution
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Tie
-from planner.training import Training
-from planner.units import LONGEST_S
 
 SHORTEST_TIMEOUT_S = 120.0
 

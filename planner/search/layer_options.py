@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import StrategyCost
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.profile import Recompute
+from planner.documents.stack_space import Space
 from planner.layers.operator_table import RECOMPUTES
-from planner.model import ModelGraph
-from planner.native import layer_obstacle
-from planner.plan import Layout
-from planner.profile import Recompute
 from planner.solver.instance import Option
-from planner.stack_space import Space
-from planner.stage_rules import ends_of
+from planner.stacks.native import layer_obstacle
+from planner.stacks.stage_rules import ends_of
 
 
 def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> list[Recomputes]:

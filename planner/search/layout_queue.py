@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL
 from planner.search.answer import Progress
 from planner.search.certificate import (
     CHOSEN,
@@ -38,7 +39,6 @@ from planner.search.certificate import (
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
-from planner.tolerances import EQUAL
 
 ALIKE = 2
 """Finalists of one schedule with so many stages a rank."""

@@ -1,8 +1,9 @@
 """What ranks hold at least, as sums over layers: the bytes by which a solver looks for a split.
 
 What they hold exactly, `planner.costs.rank_memory` says of each split that is found.  Here counts
-what a rank holds at one moment (planner.fullest), in the backward of the last layer of the stage
-that acts.  With a_c micro-batches of stage c alive, w_c that wait for W, a rank of one stage holds
+what a rank holds at one moment (planner.schedules.fullest), in the backward of the last layer of
+the stage that acts.  With a_c micro-batches of stage c alive, w_c that wait for W, a rank of one
+stage holds
 
     a Σ stored + w Σ kept + Σ resident + the working memory of a layer that may be the last one
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.strategy import StrategyParts, least_resident
-from planner.plan import Layout
+from planner.documents.plan import Layout
 from planner.search.loads import Load, binding, loads_of
 from planner.search.ranks import Shares
 from planner.search.spread import Ranks, Spread, evenly, relieved

@@ -1,8 +1,9 @@
 """What the ranks of a pipeline hold at the moments by which their bytes are bounded from below.
 
 A rank of one stage with whole backwards has its most micro-batches in flight.  Any other may be
-fullest at one of two moments (planner.fullest): with most alive, or, where layers recompute much,
-with most that waits for W.  `binding` says which of the two a rank's layers need more room for.
+fullest at one of two moments (planner.schedules.fullest): with most alive, or, where layers
+recompute much, with most that waits for W.  `binding` says which of the two a rank's layers need
+more room for.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 
 from planner.costs.layout_costs import counted_by_rank
 from planner.costs.rank_memory import in_flight_at_most
-from planner.fullest import fullest
-from planner.plan import Layout
-from planner.schedule import rank_of_stage, splits_backward
+from planner.documents.plan import Layout
+from planner.schedules.fullest import fullest
 from planner.schedules.record import DEFERRED, LEAN
+from planner.schedules.schedule import rank_of_stage, splits_backward
 from planner.search.ranks import shares_of
 
 Floats = NDArray[np.float64]

@@ -15,14 +15,14 @@ from typing import Any
 
 from planner.costs.hosts import usable_share
 from planner.costs.layout_costs import LayoutCosts
-from planner.model import ModelGraph
-from planner.pins import SHORT_NAMES, Pins
-from planner.plan import Layout
-from planner.request import Request
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.units import bytes_text
+from planner.requests.pins import SHORT_NAMES, Pins
+from planner.requests.request import Request
 from planner.search.layout_queue import Found, Queue, Space
 from planner.search.ranked import Ranked
 from planner.search.ways_out import dividing, ways_out
-from planner.units import bytes_text
 
 LOOKED_AT = 8
 """Of the layouts with the least bytes, so many are solved."""

@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.cluster import EIGHT_BITS
+from planner.costs.predict import predict
+from planner.documents.cluster import EIGHT_BITS
+from planner.documents.plan import INSIDE_OUT, Layout, Plan
+from planner.documents.prediction import Prediction
+from planner.documents.profile import Recompute
+from planner.documents.units import seconds_text
 from planner.errors import DocumentError, NoPlanFits
-from planner.executable import rules_of
-from planner.pins import Pins
-from planner.plan import INSIDE_OUT, Layout, Plan
-from planner.predict import predict
-from planner.prediction import Prediction
-from planner.profile import Recompute
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.schedules import PLAIN
 from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
@@ -31,7 +31,7 @@ from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.simulated_proof import Effort
 from planner.search.space import kind
-from planner.units import seconds_text
+from planner.stacks.executable import rules_of
 
 Prefer = Literal["simplest", "fastest"]
 NEAR = 0.015

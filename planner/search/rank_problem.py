@@ -26,11 +26,11 @@ from planner.costs.rank_memory import (
 )
 from planner.costs.recomputes import Recomputes
 from planner.costs.strategy import LayerBytes, StrategyCost, StrategyParts
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
 from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.pipeline_model import InFlightCounts, held, most_on_first_stage
-from planner.plan import Layout
-from planner.schedule import splits_backward
+from planner.schedules.pipeline_model import InFlightCounts, held, most_on_first_stage
+from planner.schedules.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.least_bytes import LeastBytes
 from planner.search.ranks import Shares, shares_of

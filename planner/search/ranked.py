@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import placement_prediction, placements_of
 from planner.costs.seats import Seats
-from planner.model import ModelGraph
-from planner.plan import Layout, Plan
-from planner.predict import placement_prediction, placements_of
-from planner.prediction import Certificate, Prediction
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout, Plan
+from planner.documents.prediction import Certificate, Prediction
 from planner.search.candidates import Candidates
 from planner.search.certificate import of_plan
 from planner.search.formulation import plan_of

@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.model import ModelGraph
-from planner.schedule import rank_of_stage
+from planner.documents.model import ModelGraph
+from planner.schedules.schedule import rank_of_stage
 
 MOST_AT_AN_END = 4
 """Layers before or behind the run of like layers; with more the chain is not one of like layers."""

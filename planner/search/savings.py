@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, assert_never
 
-from planner.cluster import ClusterSpec
 from planner.costs.memory import StateTypes
 from planner.costs.rates import Rates
-from planner.pins import Pins
-from planner.plan import Activations, GradientWire, Layout, Offload
-from planner.request import Request
-from planner.stack_space import EVERYTHING, Space
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Activations, GradientWire, Layout, Offload
+from planner.documents.stack_space import EVERYTHING, Space
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 
 
 class Saving(NamedTuple):

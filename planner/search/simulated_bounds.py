@@ -53,14 +53,14 @@ import numpy as np
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.costs.recomputes import choices_of
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import ROUNDING
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.formulation import boundaries_s
 from planner.search.space import Family
 from planner.solver import bounds
 from planner.solver.instance import Instance
-from planner.tolerances import ROUNDING
 
 Pace = tuple[float, float]
 """`steady` and `fill` of a bound of the simulated step."""

@@ -1,6 +1,7 @@
 """The least simulated step of one layout over all its cuts, by paths that stay with one rank.
 
-Two kinds of paths (`planner.critical_path`) bound the step T of m micro-batches at all stage times.
+Two kinds of paths (`planner.schedules.critical_path`) bound the step T of m micro-batches at all
+stage times.
 
 Straight: a rank begins with the forward of its first stage, which the first micro-batch reaches
 through the first stages of the ranks before; behind its last way back to the stage before, that
@@ -41,11 +42,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan import Layout
-from planner.schedule import orders
+from planner.documents.plan import Layout
+from planner.documents.tolerances import ROUNDING
 from planner.schedules import schedule_of
-from planner.steady_state import split_of
-from planner.tolerances import ROUNDING
+from planner.schedules.schedule import orders
+from planner.schedules.steady_state import split_of
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -64,7 +65,7 @@ class Placed:
     first: Indices
     end: Indices
     seconds: Floats
-    """[column, kind of `planner.critical_path.KINDS`, stage]"""
+    """[column, kind of `planner.schedules.critical_path.KINDS`, stage]"""
     sync_s: Floats
     update_s: Floats
     number: Indices
@@ -84,7 +85,7 @@ def drained(
     """[stage] How many W stand behind the last way back of its rank; whether one is on the way.
 
     None if ranks do not begin and end with their first stage.  The end of the lists is the same
-    from 5 P micro-batches on but for whole rounds (`planner.steady_state`).
+    from 5 P micro-batches on but for whole rounds (`planner.schedules.steady_state`).
 
     >>> drained("zb-h1", 3, 1, 8)[0].tolist(), drained("interleaved", 6, 2, 6)[0].tolist()
     ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0])

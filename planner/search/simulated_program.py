@@ -12,10 +12,10 @@ of its stages,
     ω >= the optimizer of every rank
     Σ z of a rank that keep row k >= y_k      Σ y = 1, where a rule has rows of sizes to choose from
 
-Every path is a bound at all stage times (`planner.critical_path`), so every optimum of the program
-is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as fast as the
-program says, it is the layout's optimum; else its longest paths become rows.  First the relaxation
-is solved that way, where columns may be mixed, then the program with whole ones.
+Every path is a bound at all stage times (`planner.schedules.critical_path`), so every optimum of
+the program is one of all plans of the layout.  Its solution is a plan, which is simulated: is it as
+fast as the program says, it is the layout's optimum; else its longest paths become rows.  First the
+relaxation is solved that way, where columns may be mixed, then the program with whole ones.
 
 Columns that alone take as long as the plan to beat are left out, and what is found is the least of
 that plan's step and the program's.
@@ -36,10 +36,11 @@ from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.costs.recomputes import Recomputes
-from planner.critical_path import KINDS, Graph, Path, graph_of
-from planner.model import ModelGraph
-from planner.plan import Layout
-from planner.schedule import rank_of_stage
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.tolerances import ROUNDING
+from planner.schedules.critical_path import KINDS, Graph, Path, graph_of
+from planner.schedules.schedule import rank_of_stage
 from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
@@ -47,8 +48,7 @@ from planner.search.simulated_cuts import Placed, least_s
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.highs import highspy, silent_highs
 from planner.solver.instance import Instance, Option, Solution, priced
-from planner.stage_rules import Rows
-from planner.tolerances import ROUNDING
+from planner.stacks.stage_rules import Rows
 
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60

@@ -24,7 +24,8 @@ from operator import itemgetter
 from typing import Literal
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL, ROUNDING
 from planner.search.candidates import Bounded, Candidates
 from planner.search.dominance import covers
 from planner.search.ranked import Ranked, ranked
@@ -33,7 +34,6 @@ from planner.search.simulated_program import Choices, of_chain
 from planner.search.space import Family, canonical, complexity, kind, timetables
 from planner.solver import bounds
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, priced
-from planner.tolerances import EQUAL, ROUNDING
 
 Solve = Callable[[Instance, float], object]
 Told = Callable[[float], None]

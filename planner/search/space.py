@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
-from planner.cluster import ClusterSpec
 from planner.costs.layer_seconds import ENDS
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import (
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import (
     INSIDE_OUT,
     Axis,
     Compile,
@@ -37,14 +36,15 @@ from planner.plan import (
     TensorOverlap,
     WeightWire,
 )
-from planner.profile import ChunkedLoss, LossGradients
-from planner.request import Request
-from planner.schedule import obstacle, too_long
+from planner.documents.profile import ChunkedLoss, LossGradients
+from planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
+from planner.schedules.schedule import obstacle, too_long
 from planner.search import axis_orders
 from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
 from planner.search.savings import Saving
-from planner.stack_space import EVERYTHING, Facts, Space, conflicts
 
 LARGEST_MICRO_BATCH = 64
 LARGEST_CONTEXT = 64

@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.model import ModelGraph
-from planner.plan import Layout
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
 from planner.search.ranks import Shares, shares_of
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Tie
-from planner.stage_rules import Rows
+from planner.stacks.stage_rules import Rows
 
 MOST_ROWS = 200
 """Boxes of one layout; each is a partition problem of its own."""

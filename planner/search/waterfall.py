@@ -14,16 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from planner.cluster import ClusterSpec
 from planner.costs.layout_costs import refusal
+from planner.costs.predict import balanced_cuts, predict
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
+from planner.documents.prediction import Prediction
+from planner.documents.profile import Profiles
+from planner.documents.stack import base_of
 from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, Stage
-from planner.predict import balanced_cuts, predict
-from planner.prediction import Prediction
-from planner.profile import Profiles
-from planner.request import Request
-from planner.stack import base_of
+from planner.requests.request import Request
 
 _AXES = ("tensor", "context", "pipeline", "expert")
 _TOGETHER = 3

@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import get_args
 
-from planner.pins import SHORT_NAMES, Allowance, Pins
-from planner.plan import Layout, loss_text
-from planner.profile import Recompute
-from planner.request import Request
+from planner.documents.plan import Layout, loss_text
+from planner.documents.profile import Recompute
+from planner.requests.pins import SHORT_NAMES, Allowance, Pins
+from planner.requests.request import Request
 from planner.search.space import Degrees, every_degrees, layouts, micro_batches
 
 LAYOUTS_LOOKED_AT = 4096

@@ -24,9 +24,9 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING, SETTLED
 from planner.layers.operator_table import larger
 from planner.solver.instance import Instance, Option, Stage
-from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING, SLACK
 from planner.solver.assembly import content_of, laid_out
 from planner.solver.knapsack import Choice, Fastest, Knapsacks
-from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

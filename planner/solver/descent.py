@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tolerances import ROUNDING
+from planner.documents.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 

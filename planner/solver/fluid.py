@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import SLACK
 from planner.solver.knapsack import Knapsacks
-from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 

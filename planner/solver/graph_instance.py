@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from planner.on_use import OnUse
+from planner.process.on_use import OnUse
 from planner.solver.contraction import Block, blocks
 from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
 from planner.solver.sides import Host, Tie

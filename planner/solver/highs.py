@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.descriptors import silence
-from planner.on_use import OnUse
-from planner.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
+from planner.documents.tolerances import HIGHS_FEASIBILITY, HIGHS_GAP
+from planner.process.descriptors import silence
+from planner.process.on_use import OnUse
 
 if TYPE_CHECKING:
     import highspy

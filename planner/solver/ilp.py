@@ -76,6 +76,7 @@ from functools import cached_property
 from itertools import groupby, pairwise, product, starmap
 from typing import Any, NamedTuple
 
+from planner.documents.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 from planner.solver.graph_instance import (
     GraphInstance,
     GraphSolution,
@@ -97,7 +98,6 @@ from planner.solver.instance import (
 from planner.solver.memory_reach import why_infeasible, why_no_split
 from planner.solver.sides import Tie
 from planner.solver.sizes import NO_ROW, best_row
-from planner.tolerances import EQUAL, HIGHS_FEASIBILITY, HIGHS_GAP, HIGHS_MARGIN
 
 _TIGHTENED = 16
 """Programs with less room that are tried where bytes are more than sums."""

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from planner.documents.tolerances import SETTLED
 from planner.solver.assembly import assembled
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
@@ -34,7 +35,6 @@ from planner.solver.sizes import NO_ROW, best_row
 from planner.solver.stage_table import StageTable
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known
-from planner.tolerances import SETTLED
 
 _COARSE = 2.0**10
 HOSTS_TOO_SMALL = "whatever fits the devices puts more on a host than it has room for"

@@ -35,8 +35,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import EQUAL, ROUNDING
 from planner.solver.sides import Host, Tie, unkept
-from planner.tolerances import EQUAL, ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -27,6 +27,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING, SLACK
 from planner.solver.frontier import (
     FrontierStore,
     Group,
@@ -37,7 +38,6 @@ from planner.solver.frontier import (
 )
 from planner.solver.instance import Instance, Option
 from planner.solver.synced import KindOptions, fastest_synced
-from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING
+from planner.documents.units import bytes_text
 from planner.solver.graph_instance import GraphInstance
 from planner.solver.instance import Instance, Stage, leanest_bytes
-from planner.tolerances import ROUNDING
-from planner.units import bytes_text
 
 
 def why_infeasible(instance: Instance) -> str:

@@ -34,15 +34,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from planner.document import Document, Part, nearest
+from planner.documents.document import Document, Part, nearest
+from planner.documents.units import Count, Line
 from planner.errors import DocumentError
-from planner.schedule import most_in_flight
+from planner.schedules.schedule import most_in_flight
 from planner.solver import instance as solver_side
 from planner.solver.graph_instance import GraphInstance, alike, chain_problem
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
 from planner.solver.sides import Host
-from planner.units import Count, Line
 
 MOST_LAYERS = 4096
 MOST_GRAPH_LAYERS = 1024

@@ -17,12 +17,12 @@ from typing import Self, get_args
 
 from pydantic import model_validator
 
-from planner.document import Part, nearest
+from planner.documents.document import Part, nearest
+from planner.documents.plan import Activations
+from planner.documents.profile import Recompute
+from planner.documents.units import Count, Flag, Positive, Text, whole_number
 from planner.errors import DocumentError
-from planner.plan import Activations
-from planner.profile import Recompute
 from planner.solver.sides import Tie
-from planner.units import Count, Flag, Positive, Text, whole_number
 
 _LAYERS = re.compile(r"layers? (\S+) (.+)")
 _MOST = re.compile(r"at most (\d+) layers? on (.+)")

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING, SETTLED
 from planner.solver.descent import Costs, Way, Ways, cheapest, priced
-from planner.tolerances import ROUNDING, SETTLED
 
 Floats = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.units import bytes_text
+from planner.documents.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.documents.tolerances import ROUNDING
 from planner.solver import ilp, inner
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, too_few
@@ -38,7 +39,6 @@ from planner.solver.knapsack import Knapsacks
 from planner.solver.memory_reach import why_no_split
 from planner.solver.prefixes import Downsets, Prefixes, Runs
 from planner.solver.unequal.unequal import Search, fastest_on
-from planner.tolerances import ROUNDING
 
 
 def solve(

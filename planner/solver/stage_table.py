@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING
 from planner.solver.cuts import ChainWays
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known, Table
-from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

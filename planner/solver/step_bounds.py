@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import SLACK
 from planner.solver.knapsack import Knapsacks, Relaxed, StageClass
 from planner.solver.prefixes import Downsets
-from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tolerances import ROUNDING, SAME_CHOICE, SAME_TERMS, SLACK, TINY
+from planner.documents.tolerances import ROUNDING, SAME_CHOICE, SAME_TERMS, SLACK, TINY
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.cluster import ClusterSpec
+from planner.documents.tolerances import ROUNDING
+from planner.documents.units import MOST_DEVICES
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
-from planner.tolerances import ROUNDING
-from planner.units import MOST_DEVICES
 from planner.whatif.chances import within
 from planner.whatif.changes import changed
 from planner.whatif.economics import (

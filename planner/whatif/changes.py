@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from planner.cluster import Accelerator, ClusterSpec, DeviceGroup, LinkTier
-from planner.document import first_error
+from planner.documents.cluster import Accelerator, ClusterSpec, DeviceGroup, LinkTier
+from planner.documents.document import first_error
 from planner.errors import DocumentError
 from planner.whatif.study import ChangeName
 

@@ -16,7 +16,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tolerances import NOTHING
+from planner.documents.tolerances import NOTHING
 from planner.whatif.chances import DRAWS, outcomes_of
 from planner.whatif.evaluate import Outcome
 from planner.whatif.span import Span

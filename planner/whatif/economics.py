@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.tolerances import NOTHING
+from planner.documents.tolerances import NOTHING
 from planner.whatif.span import Span, exact, product, total
 
 HOURS_PER_YEAR = 8760.0

@@ -9,11 +9,11 @@ from typing import Any
 from planner.catalog import facility
 from planner.costs.figure_store import FigureStore
 from planner.costs.uncertainty import link_seconds
+from planner.documents.plan import Plan
+from planner.documents.prediction import Prediction, compaction
+from planner.documents.tolerances import ROUNDING
+from planner.documents.units import bytes_text
 from planner.errors import DocumentError
-from planner.plan import Plan
-from planner.prediction import Prediction, compaction
-from planner.tolerances import ROUNDING
-from planner.units import bytes_text
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
 from planner.whatif.chances import sum_within

@@ -10,11 +10,11 @@ import math
 from dataclasses import replace
 
 from planner.catalog import stacks
+from planner.documents.training import Lora
 from planner.errors import NoPlanFits
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
-from planner.training import Lora
 
 TUNERS = ("transformers", "megatron")
 """Stacks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""

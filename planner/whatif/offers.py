@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from planner.catalog import Rent, accelerators, rents
-from planner.cluster import ClusterSpec, DeviceGroup
+from planner.documents.cluster import ClusterSpec, DeviceGroup
 from planner.whatif.span import Span, total
 from planner.whatif.study import Commitment, Rental
 

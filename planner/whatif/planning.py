@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from planner.cluster import AcceleratorKind, DeviceGroup, Precision
-from planner.collector import uncollected
+from planner.catalog.expressions import resolve_model
 from planner.costs.figure_store import FigureStore
+from planner.documents.cluster import AcceleratorKind, DeviceGroup, Precision
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Plan
+from planner.documents.prediction import Prediction
 from planner.errors import DocumentError, NoneFaster, NoPlanFits
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Job, Plan
-from planner.prediction import Prediction
-from planner.request import Request
+from planner.process.collector import uncollected
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.simulated_proof import BRIEF

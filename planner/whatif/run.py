@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.catalog import Rent
 from planner.costs.figure_store import FigureStore
+from planner.documents.units import seconds_text
 from planner.errors import DocumentError
-from planner.shown import html_table
-from planner.units import seconds_text
+from planner.errors.shown import html_table
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed

@@ -12,9 +12,9 @@ from typing import assert_never
 
 from planner.catalog import Rent
 from planner.costs.figure_store import FigureStore
+from planner.documents.tolerances import ROUNDING
+from planner.documents.units import MOST_DEVICES
 from planner.errors import DocumentError
-from planner.tolerances import ROUNDING
-from planner.units import MOST_DEVICES
 from planner.whatif.candidates import Candidate, candidates_of, powered
 from planner.whatif.chances import quantile, within
 from planner.whatif.evaluate import Outcome, evaluate

@@ -19,9 +19,9 @@ from planner.catalog import (
     facility,
     source_text,
 )
-from planner.cluster import Precision
-from planner.document import Document, Part
-from planner.units import (
+from planner.documents.cluster import Precision
+from planner.documents.document import Document, Part
+from planner.documents.units import (
     Amount,
     Devices,
     Factor,

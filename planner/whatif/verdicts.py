@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from planner.units import seconds_text
+from planner.documents.units import seconds_text
 from planner.whatif.evaluate import Outcome
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result

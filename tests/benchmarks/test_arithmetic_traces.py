@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import arithmetic_traces as traces
 from planner.catalog import models
-from planner.expressions import resolve_model
+from planner.catalog.expressions import resolve_model
 
 
 def families() -> dict[str, list[str]]:

@@ -12,9 +12,9 @@ from benchmarks.attack import Attack
 from benchmarks.attack_plans import LARGEST_MICRO_BATCH, Draft
 from benchmarks.attack_requests import REQUESTS
 from planner.costs.layout_costs import CostTables
-from planner.plan import Layout, ScheduleName
-from planner.profile import ChunkedLoss
-from planner.request import Request
+from planner.documents.plan import Layout, ScheduleName
+from planner.documents.profile import ChunkedLoss
+from planner.requests.request import Request
 from planner.search.certificate import LEFT_OUT
 from planner.search.formulation import instance_of
 from planner.solver.instance import priced

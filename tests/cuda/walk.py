@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 
 import profiler.clock
-from planner.cluster import Collective
-from planner.plan import Plan
-from planner.profile import ChunkedLoss, CollectiveCurve, LinkPoint
+from planner.documents.cluster import Collective
+from planner.documents.plan import Plan
+from planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
 from runtime import compiled, experts, transforms

@@ -40,7 +40,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from meshwright import cli
 from meshwright.commands import plan
-from planner import document
+from planner.documents import document
 from planner.search.answer import Answer
 from runtime import checksums
 from tests.limits import PATIENCE_S

@@ -17,9 +17,10 @@ import numpy as np
 import yaml
 
 from meshwright.defaults import Defaults
-from planner import catalog, document
+from planner import catalog
+from planner.documents import document
+from planner.documents.stack import Stack
 from planner.errors import MeshwrightError
-from planner.stack import Stack
 from runtime import (
     checkpoint,
     checksums,

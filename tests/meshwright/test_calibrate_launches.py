@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from planner import document
-from planner.calibrate.constants import calibrated
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.predict import predict
-from planner.profile import Calibration
+from planner.accuracy.calibrate.constants import calibrated
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents import document
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import Calibration
 
 CLUSTER = "2x8xa100-sxm-80gb"
 TRUTH = Calibration(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright import cli, commands, launches
-from planner import document
-from planner.plan import Plan
+from planner.documents import document
+from planner.documents.plan import Plan
 from runtime.run import Run, Where
 from tests.limits import PATIENCE_S
 

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright import commands
 from meshwright.cli import main
-from planner import document
-from planner.plan import Plan
+from planner.documents import document
+from planner.documents.plan import Plan
 
 PLAN = Path(__file__).parents[2] / "plans" / "llama-3.1-8b-on-8xh100" / "plan.yaml"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from planner import document
+from planner.documents import document
 from planner.errors import MeshwrightError
 from tests.limits import PATIENCE_S
 

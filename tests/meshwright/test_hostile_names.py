@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from meshwright import cli
-from planner.cluster import ClusterSpec
-from planner.document import Document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import Document
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.plan import Plan
 from tests.meshwright.test_malformed import CLUSTER, CONFIG, MODEL, PLAN, changed
 
 LINES = "gpt2\n#SBATCH --uid=0\ntouch PWNED\n#"

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 import meshwright
 from meshwright.cli import app
 from meshwright.library import DOCUMENTS
-from planner import document
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents import document
+from planner.documents.plan import Plan
+from planner.documents.prediction import Certificate, Prediction
+from planner.documents.profile import Birth, Profile
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Plan
-from planner.prediction import Certificate, Prediction
-from planner.profile import Birth, Profile
 from planner.report.text import time_text
 from planner.whatif.study import Study
 from tests.runtime.own_modules import GPT, WORDS, ResNet, Undecided

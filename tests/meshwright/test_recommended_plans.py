@@ -12,17 +12,17 @@ from typer.testing import CliRunner
 from benchmarks.attack_plans import Drafts
 from meshwright import commands
 from meshwright.cli import app
-from planner import document
+from planner.accuracy.tables.predictions import backend_plan
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import layout_prediction
+from planner.documents import document
+from planner.documents.plan import Job, Layout, Plan
+from planner.documents.prediction import ALLOCATOR
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, caveats, configuration
-from planner.pins import read_layout
-from planner.plan import Job, Layout, Plan
-from planner.predict import layout_prediction
-from planner.prediction import ALLOCATOR
-from planner.request import Request, pinned_layout
-from planner.tables.predictions import backend_plan
+from planner.requests.pins import read_layout
+from planner.requests.request import Request, pinned_layout
 
 SETTING = "=".join(ALLOCATOR)
 FULL = {

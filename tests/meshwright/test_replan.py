@@ -16,11 +16,11 @@ from meshwright.commands import plan
 from meshwright.launches import Fit, launch
 from meshwright.replan import for_fewer, leave_out
 from planner.catalog import model_config as resolve_config
-from planner.document import read, write
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.document import read, write
+from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job, Plan, PlannedModel
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
 from runtime.run import Run, metrics_file, read_records
 from tests.limits import PATIENCE_S

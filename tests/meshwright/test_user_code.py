@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from meshwright import cli, commands
-from planner import document
+from planner.documents import document
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
-from planner.model import ModelGraph
-from planner.plan import Plan, PlannedModel
 
 MODEL = """
 import torch

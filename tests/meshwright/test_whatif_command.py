@@ -10,7 +10,7 @@ import pytest
 from meshwright import studies
 from meshwright.cli import main
 from meshwright.studies import study_of
-from planner import document
+from planner.documents import document
 from planner.errors import DocumentError
 from planner.whatif.candidates import candidates_of
 from planner.whatif.study import Study

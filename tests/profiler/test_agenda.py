@@ -6,13 +6,13 @@ import doctest
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.plan import Job
+from planner.documents.profile import ChunkedLoss
+from planner.documents.units import duration_s
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
-from planner.plan import Job
-from planner.profile import ChunkedLoss
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
-from planner.units import duration_s
 from profiler import agenda
 from tests.runtime import cases
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.profile import (
+from planner.documents.profile import (
     Birth,
     LayerMeasurement,
     MeasuredDevice,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Plan
-from planner.profile import Birth, Profile
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.profile import Birth, Profile
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain

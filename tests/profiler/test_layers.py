@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.profile import ChunkedLoss, LayerMeasurement, LossGradients, Recompute
+from planner.documents.profile import ChunkedLoss, LayerMeasurement, LossGradients, Recompute
 from profiler import layer_bytes, layers
 from profiler.agenda import RECOMPUTES
 from profiler.chain import WHOLE, Case, Chain, short_chain

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.profile import CollectiveCurve
+from planner.documents.profile import CollectiveCurve
 from profiler import links
 from profiler.clock import slowest
 from tests.runtime.ranks import on_ranks

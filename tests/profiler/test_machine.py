@@ -5,9 +5,9 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 
-from planner.cluster import ClusterSpec
-from planner.expressions import resolve_cluster
-from planner.profile import CollectiveCurve, LinkPoint, NodePair
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.cluster import ClusterSpec
+from planner.documents.profile import CollectiveCurve, LinkPoint, NodePair
 from profiler import machine
 
 TOPOLOGY = """\

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.profile import Overheads
+from planner.documents.profile import Overheads
 from profiler import links, overheads
 from profiler.chain import Chain
 from tests.runtime import cases

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from planner import document
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import layout_prediction
+from planner.documents import document
+from planner.documents.model import Edge, Layer, ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.documents.profile import Overheads, Profile
 from planner.errors import DocumentError, LaunchError
-from planner.expressions import resolve_cluster
 from planner.layers.architecture import graph_of
-from planner.model import Edge, Layer, ModelGraph
-from planner.plan import Job, Layout
-from planner.predict import layout_prediction
-from planner.profile import Overheads, Profile
-from planner.request import Request
+from planner.requests.request import Request
 from profiler import profile as profiles
 from profiler import ranks
 from profiler.machine import joined

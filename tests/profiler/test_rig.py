@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rig
-from planner.profile import NodePair
+from planner.documents.profile import NodePair
 from profiler.findings import slow_links
 from tests.limits import PATIENCE_S
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from planner.model import Experts, ModelGraph
-from planner.profile import LayerMeasurement, StageMeasurement
+from planner.documents.model import Experts, ModelGraph
+from planner.documents.profile import LayerMeasurement, StageMeasurement
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain, Division
 from profiler.stages import stages

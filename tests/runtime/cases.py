@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from planner.layers.architecture import architecture_of
-from planner.layers.parameters import graph_of
-from planner.model import Architecture, Experts, ModelGraph
-from planner.plan import (
+from planner.documents.model import Architecture, Experts, ModelGraph
+from planner.documents.plan import (
     Mesh,
     PlacedLayer,
     Plan,
@@ -21,6 +19,8 @@ from planner.plan import (
     Stage,
     Training,
 )
+from planner.layers.architecture import architecture_of
+from planner.layers.parameters import graph_of
 from tests.runtime import families
 
 COVERED = (

@@ -1,7 +1,7 @@
 """Combinations of what a plan can say, generated from its types, and covers of their pairs.
 
-A Row is one combination.  What the runtime refuses (planner.native, runtime.supported) is no row,
-so what it learns to execute appears here by itself.  `cover` picks rows in which every pair of
+A Row is one combination.  What the runtime refuses (planner.stacks.native, runtime.supported) is no
+row, so what it learns to execute appears here by itself.  `cover` picks rows in which every pair of
 properties occurs that any row has: one row for (zbv, ZeRO-3), one for (tensor, recompute full).
 """
 
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from planner import plan as plan_types
-from planner import schedule
 from planner.catalog import native
-from planner.cluster import Precision
+from planner.documents import plan as plan_types
+from planner.documents.cluster import Precision
+from planner.documents.model import Experts, ModelGraph
+from planner.documents.plan import INSIDE_OUT, Axis, Job, Layout, Plan
+from planner.documents.profile import ChunkedLoss, LossGradients, Recompute
 from planner.errors import DocumentError
-from planner.model import Experts, ModelGraph
-from planner.native import obstacle
-from planner.plan import INSIDE_OUT, Axis, Job, Layout, Plan
-from planner.profile import ChunkedLoss, LossGradients, Recompute
+from planner.schedules import schedule
+from planner.stacks.native import obstacle
 from runtime.factory import graph_of_factory
 from runtime.supported import documents_refused, supported
 from tests.runtime import cases, chains

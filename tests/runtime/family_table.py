@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from planner.documents.plan import Layout
+from planner.documents.training import Lora
 from planner.layers.architecture import SUPPORTED, architecture_of
 from planner.layers.parameters import graph_of
-from planner.native import FAMILIES as LAUNCHED
-from planner.native import obstacle
-from planner.plan import Layout
-from planner.training import Lora
+from planner.stacks.native import FAMILIES as LAUNCHED
+from planner.stacks.native import obstacle
 from tests.runtime import cases, families
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

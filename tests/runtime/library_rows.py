@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.document import read, write
+from planner.catalog.expressions import resolve_model
+from planner.documents.document import read, write
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan, Training
 from planner.errors import LaunchError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.plan import Plan, Training
 from runtime import data, run, train
 from runtime import launch as launching
 from runtime.run import Orders, StepRecord

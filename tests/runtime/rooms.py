@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.document import read, write
-from planner.model import Architecture, Layer, ModelGraph
-from planner.plan import Plan, Training
+from planner.documents.document import read, write
+from planner.documents.model import Architecture, Layer, ModelGraph
+from planner.documents.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.report import RunReport
@@ -124,9 +124,9 @@ class Room:
             "import signal, sys\n"
             # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from planner.document import read\n"
+            "from planner.documents.document import read\n"
             "from planner.errors import MeshwrightError\n"
-            "from planner.model import ModelGraph\n"
+            "from planner.documents.model import ModelGraph\n"
             "from runtime.launch import launch\n"
             "from runtime.run import Run\n"
             "try:\n"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from runtime.engine import TokenEngine
 from tests.runtime import cases
 

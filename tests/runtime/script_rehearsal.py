@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime.live_memory import LiveMemory
 from runtime.script_engine import Engine
 from runtime.torch_internals import fake_store, fsdp_parameters, stages_know_shapes

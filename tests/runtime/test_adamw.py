@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.plan import Mesh
-from planner.training import Training
+from planner.documents.plan import Mesh
+from planner.documents.training import Training
 from runtime import streamed_state
 from runtime.engine import TokenEngine
 from runtime.host import on_host

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.crossings import crossings_of
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from planner.document import read  # noqa: E402
+from planner.documents.document import read  # noqa: E402
+from planner.documents.model import Layer, ModelGraph  # noqa: E402
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from planner.errors import DocumentError, LaunchError  # noqa: E402
-from planner.model import Layer, ModelGraph  # noqa: E402
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
 from runtime.engine import TokenEngine  # noqa: E402

@@ -14,16 +14,16 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.cluster import DeviceCurve
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.compute import Device
 from planner.costs.layer_seconds import passes
-from planner.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.cluster import DeviceCurve
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.profile import ChunkedLoss, LossGradients
 from planner.layers import ends
 from planner.layers.operator_table import Setting
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.predict import predict
-from planner.profile import ChunkedLoss, LossGradients
 from runtime.chunked_loss import chunked_loss
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory

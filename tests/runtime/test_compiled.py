@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.compiled_blocks import saved_and_planned
-from planner.cluster import Precision
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.predict import predict
-from planner.profile import Recompute
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import predict
+from planner.documents.cluster import Precision
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.profile import Recompute
 from runtime import compiled
 from runtime.compiled import Compiler
 from runtime.engine import StepResult, TokenEngine

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from planner.documents.model import ModelGraph
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import RECOMPUTES, Setting
-from planner.model import ModelGraph
 from runtime import context as context_module
 from runtime.context import WHOLE, Context, attention
 from runtime.huggingface import HuggingFace

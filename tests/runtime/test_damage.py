@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from planner.documents.model import ModelGraph  # noqa: E402
+from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import MeshwrightError  # noqa: E402
-from planner.model import ModelGraph  # noqa: E402
-from planner.plan import Plan  # noqa: E402
 from runtime import checkpoint, export  # noqa: E402
 from runtime.engine import TokenEngine  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402

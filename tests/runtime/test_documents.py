@@ -18,10 +18,10 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
+from planner.catalog.expressions import resolve_model
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.plan import Plan
 from runtime import document_attention
 from runtime.engine import TokenEngine
 from runtime.supported import supported

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from planner.documents.model import ModelGraph
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph
 from runtime.engine import TokenEngine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from planner.model import Experts, ModelGraph
-from planner.plan import Plan
+from planner.documents.model import Experts, ModelGraph
+from planner.documents.plan import Plan
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.model import ModelGraph
+from planner.documents.model import ModelGraph
 from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, networks

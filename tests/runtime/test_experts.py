@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from planner.model import Experts
+from planner.documents.model import Experts
 from runtime import experts, reference
 from runtime.engine import TokenEngine
 from tests.runtime import cases

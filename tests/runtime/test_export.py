@@ -12,9 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshwright.cli import main
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
-from planner.model import ModelGraph
-from planner.plan import Plan
 from runtime.checkpoint import Progress, load
 from runtime.companions import found
 from runtime.engine import TokenEngine

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.documents.model import ModelGraph
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph
 from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from runtime.supported import supported

@@ -20,15 +20,15 @@ import pytest
 import torch
 import transformers
 
-from planner import native
+from planner.catalog.expressions import resolve_model
 from planner.costs.lora import adapter_parameters
-from planner.document import write
+from planner.documents.document import write
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.training import Lora
 from planner.errors import DocumentError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.native import obstacle
-from planner.plan import Plan
-from planner.training import Lora
+from planner.stacks import native
+from planner.stacks.native import obstacle
 from runtime import launch as launching
 from runtime import run
 from runtime.engine import TokenEngine

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.held import HeldStates, matrices_bytes
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.requests.request import Request
 from runtime.batches import samples_in
 from runtime.script_engine import Engine
 from runtime.script_model import script_model

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.plan import Plan
+from planner.documents.plan import Plan
 from runtime.engine import TokenEngine
 from runtime.gradient_wire import RANK, PowerSGD
 from tests.runtime import cases

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from planner import document
-from planner.cluster import ClusterSpec
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Mesh, Plan
-from planner.request import Request
+from planner.documents import document
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, Plan
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from runtime.engine import TokenEngine
 from runtime.launch import launch
 from runtime.run import Run
-from tests.planner.test_cluster import DEVICE
+from tests.planner.documents.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from planner import native
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError
-from planner.model import ModelGraph
-from planner.plan import Plan
+from planner.stacks import native
 from runtime import published as published_weights
 from runtime.engine import TokenEngine
 from runtime.library_families import FAMILIES, configuration, has_config

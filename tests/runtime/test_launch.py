@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError, MeshwrightError
-from planner.plan import Plan, PlannedModel
 from runtime import checkpoint, preflight
 from runtime import run as files_of
 from runtime.held import alone_in

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from benchmarks import rig
-from planner.document import write
+from planner.documents.document import write
+from planner.documents.plan import Plan
 from planner.errors import LaunchError, MeshwrightError
-from planner.plan import Plan
 from runtime import checkpoint
 from runtime.launch import launch
 from runtime.nodes import NodeRank
@@ -166,8 +166,8 @@ def test_a_rank_killed_on_another_node_is_named_on_both(room: Room) -> None:
 
 HOST = """
 import json, os, sys
-from planner.document import read
-from planner.model import ModelGraph
+from planner.documents.document import read
+from planner.documents.model import ModelGraph
 from runtime.launch import launch
 from runtime.nodes import node_rank_of
 from runtime.run import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.training import Training
+from planner.documents.training import Training
 from runtime.learning_rate import learning_rate
 
 torch = pytest.importorskip("torch")

@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from planner.catalog.expressions import resolve_model
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import LaunchError, MeshwrightError
-from planner.expressions import resolve_model
-from planner.model import ModelGraph
-from planner.plan import Plan
 from runtime import library_fields
 from runtime.engine import TokenEngine
 from tests.runtime import cases, families

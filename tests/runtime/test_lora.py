@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from planner import native
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
+from planner.documents.training import Lora
 from planner.errors import LaunchError
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.training import Lora
+from planner.stacks import native
 from runtime.checkpoint import Progress, load
 from runtime.engine import TokenEngine
 from runtime.export import to_huggingface, to_peft

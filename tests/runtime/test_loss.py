@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from planner.catalog import stacks
+from planner.documents.model import ModelGraph
 from planner.errors import BatchError, LaunchError
-from planner.model import ModelGraph
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.loss import Totals, counted

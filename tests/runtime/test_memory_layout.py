@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from planner.documents.model import ModelGraph
+from planner.documents.training import Training
 from planner.errors import DocumentError, LaunchError
-from planner.model import ModelGraph
-from planner.training import Training
 from runtime.factory import graph_of_factory
 from runtime.published import Weights
 from tests.runtime import cases, networks

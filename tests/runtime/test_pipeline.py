@@ -1,4 +1,4 @@
-"""A pipeline's ranks act in exactly the order that planner.schedule wrote, and hold no more."""
+"""A pipeline's ranks act in exactly the order that its schedule wrote, and hold no more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import runtime.pipeline
-from planner.schedule import in_flight, orders, rank_of_stage
+from planner.schedules.schedule import in_flight, orders, rank_of_stage
 from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline, StagePart
 from runtime.weight_gradients import WeightGradients, defer
 from tests.runtime.ranks import on_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner.schedule import orders, rank_of_stage
 from planner.schedules import schedule_of
+from planner.schedules.schedule import orders, rank_of_stage
 from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Recorder, arguments

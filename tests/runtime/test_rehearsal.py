@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.plan import Mesh, Plan
-from planner.predict import predict
-from planner.profile import ChunkedLoss
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Mesh, Plan
+from planner.documents.profile import ChunkedLoss
 from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.rehearsal import Rehearsal, rank_at, rehearse

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.model import Experts, ModelGraph
-from planner.plan import Plan
+from planner.documents.model import Experts, ModelGraph
+from planner.documents.plan import Plan
 from runtime.checkpoint import Progress, load
 from runtime.engine import TokenEngine
 from runtime.saving import Saver

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.prediction import Prediction, StagePrediction
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.prediction import Prediction, StagePrediction
 from runtime.report import RunReport, comparison, summarise
 from runtime.run import Orders, RankRecord, StepRecord
 

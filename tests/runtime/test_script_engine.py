@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.documents.profile import ChunkedLoss
+from planner.documents.training import Lora
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
-from planner.profile import ChunkedLoss
-from planner.training import Lora
 from runtime import host, streamed_state
 from runtime.inner_loss import add_loss, batch_sum
 from runtime.script_engine import Engine, StepResult

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.errors import PlanError, RecordError
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from runtime.recorder import Inputs, Recorder, arguments
 from runtime.script_engine import Engine
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, script_model

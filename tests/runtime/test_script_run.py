@@ -17,7 +17,7 @@ import torch
 import meshwright
 from meshwright import cli
 from meshwright.scripts import run_script
-from planner.document import write
+from planner.documents.document import write
 from planner.errors import LaunchError, MeshwrightError
 from runtime import run, script_rank, script_run
 from runtime.nodes import NodeRank

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from planner import schedule
-from planner.model import ModelGraph
+from planner.documents.model import ModelGraph
+from planner.schedules import schedule
 from runtime.engine import TokenEngine
 from runtime.stale_pipeline import Versions
 from tests.runtime import cases

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.model import Edge, Experts
-from planner.native import FAMILIES
-from planner.plan import Plan, Stage
+from planner.documents.model import Edge, Experts
+from planner.documents.plan import Plan, Stage
+from planner.stacks.native import FAMILIES
 from runtime.supported import supported
 from tests.runtime import cases
 

@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from planner.documents.model import Layer, ModelGraph  # noqa: E402
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from planner.errors import LaunchError  # noqa: E402
-from planner.model import Layer, ModelGraph  # noqa: E402
-from planner.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from runtime import checkpoint, run  # noqa: E402
 from runtime.data import Corpus, Samples, files, prepare  # noqa: E402
 from runtime.run import Orders  # noqa: E402

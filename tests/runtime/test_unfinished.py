@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from planner.documents.model import ModelGraph  # noqa: E402
+from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import LaunchError  # noqa: E402
-from planner.model import ModelGraph  # noqa: E402
-from planner.plan import Plan  # noqa: E402
 from runtime import checkpoint, parts, run, unfinished  # noqa: E402
 from runtime.engine import TokenEngine  # noqa: E402
 from runtime.held import alone_in  # noqa: E402

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from planner.documents.model import ModelGraph
 from planner.errors import DocumentError
-from planner.model import ModelGraph
 from runtime import unfold
 from runtime.factory import graph_of_factory
 from tests.runtime import cases, whole_networks

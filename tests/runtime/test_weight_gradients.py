@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.profile import Recompute
+from planner.documents.profile import Recompute
 from runtime.recompute import wrapped
 from runtime.weight_gradients import DeferredLinear, WeightGradients, defer
 

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from planner.documents.model import MOST_LAYERS
 from planner.errors import DocumentError
 from planner.formats.readers import limits
 from planner.formats.readers.told import Settings, Told
-from planner.model import MOST_LAYERS
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from planner import document
+from planner.documents import document
 from planner.errors import DocumentError
-from planner.shown import one_line
+from planner.errors.shown import one_line
 
 MOST_CHARACTERS = 250_000
 """Of a configuration; published ones have less than 50,000."""

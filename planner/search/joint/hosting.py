@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tolerances import SLACK
+from planner.documents.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

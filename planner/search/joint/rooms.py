@@ -28,16 +28,16 @@ from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.strategy import StrategyParts, least_resident
+from planner.documents.plan import Layout
+from planner.documents.tolerances import SLACK
 from planner.layers.operator_table import RECOMPUTES, either
-from planner.plan import Layout
-from planner.schedule import rank_of_stage
+from planner.schedules.schedule import rank_of_stage
 from planner.search import spread
 from planner.search.joint.hosting import Options, Stages, hosted
 from planner.search.loads import Load, binding, loads_of
 from planner.search.ranks import Shares, longest_run, shares_of
 from planner.search.space import Family, ShardingChoice, Timetable
 from planner.search.spread import Spread
-from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

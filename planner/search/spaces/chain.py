@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.plan import Layout
+from planner.documents.plan import Layout
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (

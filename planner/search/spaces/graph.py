@@ -20,8 +20,8 @@ from dataclasses import replace
 from planner.costs.crossings import MOST_IDEALS, in_order
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.seats import branching
-from planner.model import ModelGraph
-from planner.plan import Layout, Plan, PlannedModel
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout, Plan, PlannedModel
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.candidates import Candidates
 from planner.search.certificate import (

@@ -16,10 +16,10 @@ from planner.costs.group_costs import GroupCosts
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.strategy import StrategyCost
-from planner.model import ModelGraph
-from planner.plan import Layout, Plan
-from planner.schedule import rank_of_stage
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout, Plan
 from planner.schedules import schedule_of
+from planner.schedules.schedule import rank_of_stage
 from planner.search.formulation import branching_problem, plan_with, stage_of
 from planner.search.layer_options import allowed
 from planner.search.layout_queue import Found

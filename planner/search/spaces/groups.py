@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from planner.cluster import ClusterSpec
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts
-from planner.plan import Layout, PlannedGroup
-from planner.request import Request
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Layout, PlannedGroup
+from planner.requests.request import Request
 from planner.search.formulation import instance_of
 from planner.search.layout_queue import Bundles
 from planner.search.savings import activations

@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 
 from planner.costs.crossings import narrowest_bytes
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
+from planner.costs.predict import branches_of
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.strategy import least_resident
-from planner.fullest import fullest
-from planner.plan import INSIDE_OUT, Layout
-from planner.predict import branches_of
-from planner.request import Request
+from planner.documents.plan import INSIDE_OUT, Layout
+from planner.documents.tolerances import ROUNDING
+from planner.requests.request import Request
 from planner.schedules import schedule_of
+from planner.schedules.fullest import fullest
 from planner.search.answer import TIES_LIMIT_S
 from planner.search.certificate import (
     BOUNDS,
@@ -67,7 +68,6 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.solve import least_s, solve
 from planner.solver.unequal.fastest import FastestOnTypes
-from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Split = GraphSolution | Infeasible | Fathomed | Unfinished

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL
 from planner.search.certificate import Account
 from planner.search.layout_queue import Bound, Found, Lost, Queue
 from planner.search.ranked import Ranked
@@ -25,7 +26,6 @@ from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated import BySimulation, SimulatedSplit, Tried
 from planner.search.spaces.simulated_graph import SimulatedGraph
 from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
-from planner.tolerances import EQUAL
 
 
 class SimulatedShares(BySimulation, ShareSpace):

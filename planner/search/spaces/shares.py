@@ -22,12 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from planner.cluster import ClusterSpec
 from planner.costs.hosts import host_room_bytes
+from planner.costs.predict import predict
 from planner.costs.rank_memory import room_bytes
-from planner.native import refusal
-from planner.plan import Layout, Share
-from planner.predict import predict
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Layout, Share
 from planner.schedules import PLAIN
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import layout_pace, plan_with, stage_of
@@ -51,6 +50,7 @@ from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
 from planner.solver.sides import Host
 from planner.solver.unequal.shares import Replica, fastest_shares
+from planner.stacks.native import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class ShareSpace(GroupSpace):
     def _shares(self, layout: Layout, rank_s: Sequence[float]) -> tuple[int, ...]:
         """[rank] Shares with which the slowest ends first; every rank takes one at least.
 
-        With ZeRO-1 it is two, unless all take one (planner.plan says why).
+        With ZeRO-1 it is two, unless all take one (planner.documents.plan says why).
         """
         count = self.job.global_batch // layout.micro_batch
         least = 2 if layout.zero and count > len(rank_s) else 1

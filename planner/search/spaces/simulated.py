@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from planner.search.layout_queue import Found, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_proof import Effort
-from planner.tolerances import EQUAL
 
 BOUNDED, SOLVED, PROGRAMS = (
     "layouts within memory",

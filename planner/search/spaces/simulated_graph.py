@@ -35,8 +35,9 @@ from typing import Any
 import numpy as np
 
 from planner.costs.crossings import colocated, readers_of
-from planner.model import ModelGraph
-from planner.plan import Layout
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL
 from planner.search.certificate import UNFINISHED
 from planner.search.layout_queue import Bound, Found, Lost
 from planner.search.ranked import Ranked
@@ -55,10 +56,9 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
 from planner.solver.solve import solve
-from planner.tolerances import EQUAL
 
 ABOVE = 1.2
-"""How many times the simulated step the closed form may be (planner.predict)."""
+"""How many times the simulated step the closed form may be (planner.costs.predict)."""
 MOST_PLACES = 600
 """Downsets of graphs whose columns are listed."""
 

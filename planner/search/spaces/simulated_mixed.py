@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan import Layout
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL, ROUNDING
 from planner.search.certificate import DOMINATED, UNFINISHED
 from planner.search.dominance import dominates, no_slower, twins
 from planner.search.layout_queue import Bound, Found, Lost
@@ -59,7 +60,6 @@ from planner.search.spaces.simulated_graph import GraphColumns, places_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
 from planner.solver.solve import solve
-from planner.tolerances import EQUAL, ROUNDING
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""

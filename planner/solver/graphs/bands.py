@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING
 from planner.solver.fluid import Fluid
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.knapsack import Knapsacks
-from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -26,10 +26,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
 from planner.solver.fluid import Fluid
 from planner.solver.graph_instance import GraphInstance
 from planner.solver.highs import highspy, silent_highs
-from planner.tolerances import HIGHS_FEASIBILITY, ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 

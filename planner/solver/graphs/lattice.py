@@ -27,7 +27,7 @@ from functools import partial
 
 import numpy as np
 
-from planner.on_use import OnUse
+from planner.process.on_use import OnUse
 from planner.solver.assembly import placed
 from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid

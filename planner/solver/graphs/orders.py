@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.on_use import OnUse
+from planner.process.on_use import OnUse
 from planner.solver.contraction import Block
 from planner.solver.graph_instance import GraphInstance
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.step_bounds import StepBounds
-from planner.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

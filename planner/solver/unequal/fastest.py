@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tolerances import ROUNDING
+from planner.documents.tolerances import ROUNDING
 
 Floats = NDArray[np.float64]
 

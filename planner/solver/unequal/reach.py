@@ -20,10 +20,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import SLACK
 from planner.solver.knapsack import Knapsacks
 from planner.solver.prefixes import Downsets, Runs
 from planner.solver.step_bounds import StepBounds
-from planner.tolerances import SLACK
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.documents.tolerances import ROUNDING, SLACK
 from planner.solver.assembly import placed
 from planner.solver.descent import Way, meets
 from planner.solver.frontier import FrontierStore
@@ -31,7 +32,6 @@ from planner.solver.table import Known
 from planner.solver.unequal.fastest import FastestOnTypes
 from planner.solver.unequal.reach import Reach
 from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
-from planner.tolerances import ROUNDING, SLACK
 
 Floats = NDArray[np.float64]
 

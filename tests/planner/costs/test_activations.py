@@ -6,22 +6,22 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import layout_prediction, placement_prediction, placements_of
 from planner.costs.rates import Rates, rates
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Activations, Job, Layout
-from planner.predict import layout_prediction, placement_prediction, placements_of
-from planner.request import Request
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Activations, Job, Layout
+from planner.documents.stack import with_figures
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.formulation import instance_of, plan_of
 from planner.search.layer_options import allowed
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
-from planner.stack import with_figures
 
 JOB = Job(seq_len=4096, global_batch=16)
 EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")

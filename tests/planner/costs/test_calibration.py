@@ -2,16 +2,15 @@
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.calibration import calibrated, stage_factors
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
 from planner.costs.rates import rates
-from planner.expressions import resolve_cluster, resolve_model
-from planner.layers.operator_table import Setting
-from planner.model import ModelGraph
-from planner.plan import INSIDE_OUT, Job, Layout
-from planner.profile import (
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import INSIDE_OUT, Job, Layout
+from planner.documents.profile import (
     Birth,
     ChunkedLoss,
     CollectiveCurve,
@@ -21,7 +20,8 @@ from planner.profile import (
     Profile,
     StageMeasurement,
 )
-from planner.request import Request
+from planner.layers.operator_table import Setting
+from planner.requests.request import Request
 
 JOB = Job(seq_len=512, global_batch=64)
 

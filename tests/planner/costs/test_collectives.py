@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from planner.cluster import LinkTier, NarrowGroup
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.collectives import (
     Level,
     collective_s,
@@ -18,10 +18,10 @@ from planner.costs.collectives import (
     nearest_ranks,
     reached_fraction,
 )
-from planner.expressions import resolve_cluster
+from planner.documents.cluster import LinkTier, NarrowGroup
+from planner.documents.plan import Layout
+from planner.documents.profile import CollectiveCurve, LinkPoint
 from planner.layers.routing import Routing
-from planner.plan import Layout
-from planner.profile import CollectiveCurve, LinkPoint
 
 NVLINK = LinkTier(
     name="nvlink",

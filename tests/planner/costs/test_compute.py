@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stacks
-from planner.cluster import Accelerator, DeviceCurve
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.compute import (
     Device,
     attention_share,
@@ -18,8 +18,8 @@ from planner.costs.compute import (
     peak_flops,
     sustained,
 )
+from planner.documents.cluster import Accelerator, DeviceCurve
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
 from planner.layers.operator_table import Operator
 
 CURVE = DeviceCurve(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from planner.catalog import stack
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.figure_store import FigureBasis, FigureStore, KindFigures
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Job, Layout
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 MODEL = resolve_model("llama-3.1-8b")

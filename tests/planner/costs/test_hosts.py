@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stacks
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.hosts import hosts, overfull, ranks_on_nodes, unknown, usable_share
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import INSIDE_OUT, Axis, Job, Layout
-from planner.predict import layout_prediction
-from planner.request import Request
+from planner.costs.predict import layout_prediction
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import INSIDE_OUT, Axis, Job, Layout
+from planner.requests.request import Request
 
 OUTSIDE: tuple[Axis, ...] = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
 LAYOUTS = [

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from planner.catalog import native, stacks
-from planner.cluster import ClusterSpec, Precision
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs import compute, layer_seconds
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layout_costs import CostTables
 from planner.costs.rates import rates
-from planner.document import read
-from planner.expressions import resolve_cluster, resolve_model
+from planner.documents.cluster import ClusterSpec, Precision
+from planner.documents.document import read
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Compile, Job, Layout
+from planner.documents.profile import Profile
 from planner.layers import arithmetic
 from planner.layers.operator_table import ManySettings, Setting
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Compile, Job, Layout
-from planner.profile import Profile
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.space import layouts
 

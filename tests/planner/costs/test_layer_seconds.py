@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stack, stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.compute import Device
 from planner.costs.layer_seconds import (
     HostPasses,
@@ -22,15 +23,14 @@ from planner.costs.layer_seconds import (
     with_host,
 )
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster, resolve_model
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.documents.stack import Stack, with_figures
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import Kernels
 from planner.layers.operator_table import GroupAxis, Operator, Setting, Table
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.request import Request
-from planner.stack import Stack, with_figures
+from planner.requests.request import Request
 from tests.planner.costs.test_compute import GPU
 
 LLAMA = resolve_model("llama-3.1-8b")

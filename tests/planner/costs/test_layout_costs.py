@@ -5,12 +5,12 @@ import time
 import pytest
 
 from planner.catalog import stacks
-from planner.cluster import ClusterSpec, LinkTier
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.documents.cluster import ClusterSpec, LinkTier
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.requests.request import Request
 
 JOB = Job(seq_len=4096, global_batch=64)
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cluster import LinkTier
 from planner.costs import link_fit
 from planner.costs.collectives import Level, collective_s, curves_by_name, interpolated_s
 from planner.costs.link_fit import fitted, fitted_s
-from planner.profile import CollectiveCurve, LinkPoint
+from planner.documents.cluster import LinkTier
+from planner.documents.profile import CollectiveCurve, LinkPoint
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from planner.catalog import native, stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs import memory
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
 from planner.costs.memory import Sharing, frozen_states, state_types
-from planner.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import layout_prediction
+from planner.documents.plan import Job, Layout, Offload
+from planner.documents.training import Lora
 from planner.layers.arithmetic import local_parameters
-from planner.native import refusal
-from planner.pins import Pins
-from planner.plan import Job, Layout, Offload
-from planner.predict import layout_prediction
-from planner.request import Request
-from planner.training import Lora
+from planner.requests.pins import Pins
+from planner.requests.request import Request
+from planner.stacks.native import refusal
 
 
 @pytest.mark.ranks

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from planner.catalog import stack
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.rates import rates
-from planner.expressions import resolve_cluster
-from planner.plan import Job, Layout
+from planner.documents.plan import Job, Layout
 
 MESSAGES = {"activation": 4, "gradient": 2}
 """Of metadata: two of each tensor; an activation goes with its mask."""

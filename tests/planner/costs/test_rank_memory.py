@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from planner.accuracy.tables.predictions import predicted
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs import rank_memory
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import placements_of, predict, stage_seconds
 from planner.costs.strategy import LayerBytes
-from planner.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job, Layout, Mesh
+from planner.documents.stack import Stack, with_figures, with_options
 from planner.layers.operator_table import RECOMPUTES
-from planner.plan import Job, Layout, Mesh
-from planner.predict import placements_of, predict, stage_seconds
-from planner.request import Request
-from planner.schedule import orders
-from planner.setup import Setup
-from planner.simulate import timeline
-from planner.stack import Stack, with_figures, with_options
-from planner.tables.predictions import predicted
-from tests.planner.test_predict_peaks import cluster, model, plan
+from planner.requests.request import Request
+from planner.requests.setup import Setup
+from planner.schedules.schedule import orders
+from planner.schedules.simulate import timeline
+from tests.planner.costs.test_predict_peaks import cluster, model, plan
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

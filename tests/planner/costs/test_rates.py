@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from planner.accuracy.tables.predictions import backend_prediction
 from planner.catalog import native
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.memory import state_types
 from planner.costs.rates import Hidden, Rates, assumptions, rates
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job
-from planner.profile import Birth, Overheads, Profile
-from planner.request import Request, pinned_layout
-from planner.stack import with_figures
-from planner.tables.predictions import backend_prediction
+from planner.documents.plan import Job
+from planner.documents.profile import Birth, Overheads, Profile
+from planner.documents.stack import with_figures
+from planner.requests.pins import Pins
+from planner.requests.request import Request, pinned_layout
 
 JOB = Job(seq_len=1024, global_batch=8)
 NODE = resolve_cluster("8xh100-sxm-80gb")

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from planner.accuracy.tables.predictions import predicted
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.caching_allocator import MIB
 from planner.costs.segments import Replayed, reserved_beside_bytes
-from planner.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Layout
+from planner.documents.training import Lora
 from planner.layers.operator_table import Operator, Table
-from planner.plan import Layout
-from planner.request import Request
-from planner.setup import Setup
-from planner.tables.predictions import predicted
-from planner.training import Lora
+from planner.requests.request import Request
+from planner.requests.setup import Setup
 
 TOY = Table(
     kind="toy",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
 from planner.costs.memory import Sharing, state_types
@@ -17,10 +18,9 @@ from planner.costs.sharding import (
     seen_once,
     traffic,
 )
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job, Layout
-from planner.request import Request
-from planner.stack import with_figures
+from planner.documents.plan import Job, Layout
+from planner.documents.stack import with_figures
+from planner.requests.request import Request
 
 N = 1e9
 JOB = Job(seq_len=2048, global_batch=16)

@@ -7,7 +7,10 @@ import random
 
 import pytest
 
+from planner.accuracy.tables.predictions import backend_prediction, predicted
+from planner.accuracy.tables.rows import setup_of
 from planner.catalog import accelerators, stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.uncertainty import (
     ASSUMED_SPREAD,
     EIGHT_BITS_GAIN,
@@ -20,15 +23,12 @@ from planner.costs.uncertainty import (
     room_share,
     step_range,
 )
+from planner.documents.prediction import Prediction
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.prediction import Prediction
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
+from planner.requests.setup import Setup
 from planner.search.best_first import search
-from planner.setup import Setup
-from planner.tables.predictions import backend_prediction, predicted
-from planner.tables.rows import setup_of
 
 ROW = {
     "id": "x",

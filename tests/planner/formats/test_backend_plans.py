@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from planner.catalog import stack
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Plan
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration, in_the_script
 from planner.formats.imported import imported
-from planner.pins import read_pins
-from planner.plan import Plan
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from tests.planner.formats import frameworks
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.document import read
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.document import read
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Plan
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import FRAMEWORKS, configuration, in_the_script
 from planner.formats.imported import imported
-from planner.model import ModelGraph
-from planner.pins import read_pins
-from planner.plan import Job, Plan
-from planner.request import Request
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 EXAMPLES = Path(__file__).parents[3] / "plans"

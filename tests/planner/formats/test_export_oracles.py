@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.training import Training
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration, in_the_script
-from planner.plan import INSIDE_OUT, Mesh, PlacedLayer, Plan, PlannedModel, Stage
-from planner.training import Training
 from runtime.learning_rate import learning_rate
 from tests.planner.formats import frameworks
 

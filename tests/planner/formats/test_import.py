@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright import commands
-from planner.document import write
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.document import write
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Plan
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration
 from planner.formats.imported import READERS, Imported, imported
 from planner.formats.readers import shell
-from planner.model import ModelGraph
-from planner.plan import Plan
-from planner.predict import predict
 from tests.planner.formats import public_configurations as public
 from tests.planner.formats.test_export_oracles import MODEL, written
 

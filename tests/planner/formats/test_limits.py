@@ -10,8 +10,8 @@ import tracemalloc
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.imported import READERS, imported
 from planner.formats.readers import limits, shell
 from tests.meshwright import hostile, hostile_configurations

@@ -8,18 +8,18 @@ import tomllib
 import pytest
 
 from planner.catalog import stack
-from planner.cluster import Precision
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.cluster import Precision
+from planner.documents.plan import Plan
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.formats.configuration import configuration
 from planner.formats.imported import imported
 from planner.layers import arithmetic
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import Setting
-from planner.pins import read_pins
-from planner.plan import Plan
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from tests.planner.formats import frameworks
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.catalog import model_config, models
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.model import Architecture
+from planner.documents.plan import Job
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers import architecture, decoders
 from planner.layers.architecture import SUPPORTED, architecture_of
 from planner.layers.parameters import block_kinds, graph_of
-from planner.model import Architecture
-from planner.plan import Job
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 needs_transformers = pytest.mark.skipif(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner.expressions import resolve_model
+from planner.catalog.expressions import resolve_model
+from planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import largest_matrix, local_parameters, step_flops, table
 from planner.layers.operator_table import RECOMPUTES, Setting, Table
-from planner.model import Architecture, Layer, LayerTrace, ModelGraph
 
 S, B, H, A = 2048, 4, 1024, 16
 

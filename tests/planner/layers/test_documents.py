@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Job, Plan
+from planner.documents.prediction import Prediction
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Plan
-from planner.predict import predict
-from planner.prediction import Prediction
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 
 MODEL, CLUSTER = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from planner.expressions import resolve_cluster, resolve_model
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Job, Layout
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import ManySettings, Setting
-from planner.native import obstacle
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
+from planner.stacks.native import obstacle
 
 MIXTRAL = resolve_model("mixtral-8x7b")
 BLOCK = next(layer for layer in MIXTRAL.layers if layer.repeat > 1)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from planner.catalog import models, native, stacks
-from planner.expressions import resolve_model
+from planner.catalog.expressions import resolve_model
+from planner.documents.stack import Stack, with_figures
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import MODULES, Kernels, kernels_of
 from planner.layers.operator_table import ManySettings, Setting, Table
-from planner.stack import Stack, with_figures
-from tests.planner.tables.test_predictions import GPT
+from tests.planner.accuracy.tables.test_predictions import GPT
 
 S, B = 2048, 2
 TOKENS = S * B

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from planner.documents.model import Architecture, ModelGraph
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
 from planner.layers.operator_table import RECOMPUTES, Operator, Setting, Table
-from planner.model import Architecture, ModelGraph
 
 torch = pytest.importorskip("torch")
 

@@ -9,21 +9,21 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.predict import plan_timeline
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import plan_timeline
+from planner.documents.plan import Job, Layout
+from planner.documents.units import GIB
 from planner.report.html import memory_of_ranks, page, phases, resident_gib, timeline_figure
 from planner.report.mesh_picture import axes_of, coordinates, mesh_picture
 from planner.report.text import layers_text, plan_table
 from planner.report.trace import trace_json
-from planner.request import Request
-from planner.schedule import orders
+from planner.requests.pins import Pins
+from planner.requests.request import Request
+from planner.schedules.schedule import orders
+from planner.schedules.simulate import Timeline, timeline
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.preferred import with_preference
-from planner.simulate import Timeline, timeline
-from planner.units import GIB
 
 
 def deep(schedule: str = "1f1b", virtual_stages: int = 1) -> Timeline:

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout, Stage
-from planner.prediction import Certificate
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job, Layout, Stage
+from planner.documents.prediction import Certificate
+from planner.documents.units import seconds_text
 from planner.report.text import answer_text, stages_text, why_text
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Alternative, Answer
 from planner.search.best_first import search
 from planner.search.certificate import of_plan
-from planner.units import seconds_text
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
 PLAN = replace(OPTIMUM, virtual_stages=3)

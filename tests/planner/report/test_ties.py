@@ -1,6 +1,6 @@
 """Plans that no prediction tells apart are called ties, and the simpler one is named."""
 
-from planner.prediction import Certificate, Loser, Prediction
+from planner.documents.prediction import Certificate, Loser, Prediction
 from planner.report.ties import parts, tie_text, ties
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from planner.plan import INSIDE_OUT, Axis
+from planner.documents.plan import INSIDE_OUT, Axis
 from planner.search.axis_orders import Spans, distinct_orders, spans
 
 

@@ -12,13 +12,12 @@ from functools import cache
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Job, Layout
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.native import Rules, limit, refusal
-from planner.pins import Pins, read_pins
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.requests.pins import Pins, read_pins
+from planner.requests.request import Request
 from planner.search import candidates as candidates_module
 from planner.search import space
 from planner.search.answer import Answer
@@ -29,6 +28,7 @@ from planner.search.space import Family, complexity, kind
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
+from planner.stacks.native import Rules, limit, refusal
 
 
 @dataclass(frozen=True)

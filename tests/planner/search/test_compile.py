@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import stacks
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins, read_pins
-from planner.plan import Job, Plan
-from planner.predict import predict
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Job, Plan
+from planner.requests.pins import Pins, read_pins
+from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.search.best_first import search
 from planner.search.space import layouts

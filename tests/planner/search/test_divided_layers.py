@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster
+from planner.documents.model import DividedLayer, Layer, LayerTrace, ModelGraph
+from planner.documents.plan import Job, Layout
 from planner.layers.arithmetic import local_parameters, traced
 from planner.layers.operator_table import ManySettings, Setting
-from planner.model import DividedLayer, Layer, LayerTrace, ModelGraph
-from planner.native import refusal
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.space import complexity
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
+from planner.stacks.native import refusal
 
 WHOLE = LayerTrace(
     forward_flops=4e12, stored_bytes=2**30, transient_bytes=2**26, output_bytes=2**22

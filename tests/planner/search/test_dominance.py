@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost, StrategyParts
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import INSIDE_OUT, Job, Layout
-from planner.request import Request
+from planner.documents.plan import INSIDE_OUT, Job, Layout
+from planner.requests.request import Request
 from planner.search.dominance import dominates, twins
 
 LAYOUT = Layout(pipeline=4, data_shard=2, zero=2, micro_batches=16)

@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 
 from planner.catalog import stacks
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job
-from planner.predict import predict
-from planner.prediction import Simulated
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Job
+from planner.documents.prediction import Simulated
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 

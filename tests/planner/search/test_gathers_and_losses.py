@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import predict
+from planner.documents.plan import Job, Layout
+from planner.documents.profile import ChunkedLoss
+from planner.documents.training import Lora
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import SHORT_NAMES, read_pins
-from planner.plan import Job, Layout
-from planner.predict import predict
-from planner.profile import ChunkedLoss
-from planner.request import Request
+from planner.requests.pins import SHORT_NAMES, read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.savings import Saving
 from planner.search.space import Degrees, complexity, gathers, layouts, losses
 from planner.search.ways_out import written_pin
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
-from planner.training import Lora
 
 ALONE = Degrees(tensor=1, context=1, expert=1, pipeline=1, data=8)
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables, LayoutCosts, StrategyCost
 from planner.costs.rank_memory import dynamic_parts
-from planner.expressions import resolve_cluster, resolve_model
-from planner.native import layer_obstacle
-from planner.plan import Activations, Job, Layout
-from planner.request import Request
+from planner.documents.plan import Activations, Job, Layout
+from planner.requests.request import Request
 from planner.search.layer_options import allowed
+from planner.stacks.native import layer_obstacle
 
 EVERY: tuple[Activations, ...] = ("keep", "offload", "compress")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from planner.plan import Layout
+from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS, CHOSEN, OUT_OF_MEMORY, SLOWER, Account
 from planner.search.layout_queue import Bundle, Bundles, Found, Lost, Queue
 from planner.search.space import complexity, kind

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stacks
-from planner.cluster import Precision
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.held import HeldStates
 from planner.costs.memory import Sharing, state_types, states
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout, Plan, WeightWire
-from planner.predict import predict
-from planner.prediction import Prediction
-from planner.request import Request
+from planner.costs.predict import predict
+from planner.documents.cluster import Precision
+from planner.documents.plan import Job, Layout, Plan, WeightWire
+from planner.documents.prediction import Prediction
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.space import layouts
 

@@ -9,12 +9,13 @@ import pytest
 
 from planner.catalog import stack as catalog_stack
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.plan import Compile, Job
+from planner.documents.units import seconds_text
 from planner.errors import NoneFaster, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Compile, Job
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.preferred import (
@@ -24,7 +25,6 @@ from planner.search.preferred import (
     not_worth_eight_bits,
     with_preference,
 )
-from planner.units import seconds_text
 
 CASES = [
     ("llama-3.1-8b", "8xh100-sxm-80gb", 64, "native"),

@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from planner.catalog import native
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import placement_prediction, placements_of
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout, ScheduleName
+from planner.documents.stack import with_figures
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph
-from planner.pins import Pins, read_allowances
-from planner.pipeline_model import held, most_on_first_stage
-from planner.plan import Job, Layout, ScheduleName
-from planner.predict import placement_prediction, placements_of
-from planner.request import Request
-from planner.schedule import obstacle, orders, rank_of_stage
+from planner.requests.pins import Pins, read_allowances
+from planner.requests.request import Request
+from planner.schedules.pipeline_model import held, most_on_first_stage
+from planner.schedules.schedule import obstacle, orders, rank_of_stage
 from planner.search.best_first import search
 from planner.search.formulation import instance_of, plan_of
 from planner.search.ranks import Run, longest_run, shares_of, virtual_stages
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution, priced
-from planner.stack import with_figures
 
 TIMETABLES: list[tuple[ScheduleName, int]] = [
     ("zb-h1", 1),

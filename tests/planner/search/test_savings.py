@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Job
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.savings import Saving, activations, reaches_host, savings

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job, Layout
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
 from planner.search.simulated_bounds import SimulatedCandidates

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.plan import Layout
-from planner.schedule import orders, rank_of_stage
+from planner.documents.plan import Layout
 from planner.schedules import schedule_of
+from planner.schedules.schedule import orders, rank_of_stage
+from planner.schedules.simulate import timeline
 from planner.search.simulated_bounds import looped_fill, paces, transfers
 from planner.search.simulated_cuts import Placed, drained, least_s
-from planner.simulate import timeline
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
 WHOLE = ("numbers", "joints")

@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job, Layout
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates

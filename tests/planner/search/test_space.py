@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import INSIDE_OUT, Job, Layout
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster, resolve_model
-from planner.model import ModelGraph
-from planner.pins import Pins, read_layout, read_pins, without_effect
-from planner.plan import INSIDE_OUT, Job, Layout
-from planner.request import Request, pinned_layout
+from planner.requests.pins import Pins, read_layout, read_pins, without_effect
+from planner.requests.request import Request, pinned_layout
 from planner.search.axis_orders import distinct_orders
 from planner.search.space import canonical, every_degrees, families, layouts
 

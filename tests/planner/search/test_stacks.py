@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 from planner.catalog import stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import predict
+from planner.documents.plan import INSIDE_OUT, Job, Layout
+from planner.documents.profile import Recompute
+from planner.documents.stack_space import EVERYTHING
 from planner.errors import NoPlanFits
-from planner.executable import rules_of
-from planner.expressions import resolve_cluster, resolve_model
-from planner.native import limit
-from planner.pins import Pins, read_pins
-from planner.plan import INSIDE_OUT, Job, Layout
-from planner.predict import predict
-from planner.profile import Recompute
-from planner.request import Request
+from planner.requests.pins import Pins, read_pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
@@ -36,7 +35,8 @@ from planner.search.simulated_program import of_chain
 from planner.search.space import layouts
 from planner.solver.instance import Solution, fits, priced
 from planner.solver.requirements import read_requirements
-from planner.stack_space import EVERYTHING
+from planner.stacks.executable import rules_of
+from planner.stacks.native import limit
 
 MODEL = resolve_model("llama-3.2-1b")
 BLOCKS = 16

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.parameters import graph_of
-from planner.pins import Pins
-from planner.plan import Job
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import Shares, shares_of

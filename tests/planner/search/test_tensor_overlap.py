@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import native, stack
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import layout_prediction, predict
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Job, Layout, Lora
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.parameters import graph_of
-from planner.native import obstacle, refusal
-from planner.pins import Pins, read_pins, without_effect
-from planner.plan import Job, Layout, Lora
-from planner.predict import layout_prediction, predict
-from planner.request import Request
+from planner.requests.pins import Pins, read_pins, without_effect
+from planner.requests.request import Request
 from planner.search.best_first import search
+from planner.stacks.native import obstacle, refusal
 
 LLAMA = resolve_model("llama-3.1-8b")
 JOB = Job(seq_len=8192, global_batch=64)

@@ -10,7 +10,7 @@ import pytest
 from planner.solver.bounds import balanced_s, counted_s
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Option, Solution, Stage
-from tests.planner.small_instances import least_objective_s, random_instance
+from tests.planner.solver.small_instances import least_objective_s, random_instance
 
 
 def balanced_bound_s(instance: Instance) -> float:

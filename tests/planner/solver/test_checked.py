@@ -20,7 +20,7 @@ from planner.solver.instance import (
     priced,
     stage_bytes,
 )
-from tests.planner.small_instances import all_splits, random_instance
+from tests.planner.solver.small_instances import all_splits, random_instance
 
 
 def with_more_bytes(instance: Instance, seed: int, *, by_place: bool = False) -> Instance:

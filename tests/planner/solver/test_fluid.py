@@ -16,7 +16,7 @@ from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.instance import Instance, Option, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.solve import solve
-from tests.planner.small_graphs import random_graph
+from tests.planner.solver.small_graphs import random_graph
 
 
 def parts(problem: GraphInstance) -> tuple[Ideals, Knapsacks, Fluid, np.ndarray]:

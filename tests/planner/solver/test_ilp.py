@@ -11,7 +11,7 @@ import pytest
 
 from planner.solver import ilp, inner
 from planner.solver.instance import Infeasible, Instance, Option, Solution, Stage, Unfinished, fits
-from tests.planner.small_instances import objective_s, random_instance
+from tests.planner.solver.small_instances import objective_s, random_instance
 
 Kind = tuple[Option, ...]
 

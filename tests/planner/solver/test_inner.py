@@ -11,7 +11,7 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
 from planner.solver.instance import Fathomed, Infeasible, Instance, Option, Solution, Stage, fits
 from planner.solver.knapsack import Knapsacks
-from tests.planner.small_instances import least_objective_s, objective_s, random_instance
+from tests.planner.solver.small_instances import least_objective_s, objective_s, random_instance
 
 
 def agrees_with_enumeration(instance: Instance) -> bool:

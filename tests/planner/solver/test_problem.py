@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import planner.solver.problem
-from planner.document import plain, read, schema, write
+from planner.documents.document import plain, read, schema, write
 from planner.errors import DocumentError
 from planner.solver.inner import solve
 from planner.solver.instance import Option, Solution, Stage

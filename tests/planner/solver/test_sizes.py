@@ -11,7 +11,7 @@ import pytest
 
 from planner.solver import ilp, inner
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution
-from tests.planner.small_instances import all_splits, objective_s, random_instance
+from tests.planner.solver.small_instances import all_splits, objective_s, random_instance
 
 Row = tuple[tuple[int, int], ...]
 

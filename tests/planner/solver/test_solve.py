@@ -23,8 +23,8 @@ from planner.solver.instance import (
 )
 from planner.solver.sides import Host, Tie
 from planner.solver.solve import solve, solve_chain
-from tests.planner.small_graphs import changed, random_graph
-from tests.planner.small_instances import objective_s, random_instance
+from tests.planner.solver.small_graphs import changed, random_graph
+from tests.planner.solver.small_instances import objective_s, random_instance
 from tests.planner.solver.unequal.test_unequal import random_unequal
 from tests.planner.solver.unequal.test_unequal_graph import random_graph as unequal_graph
 

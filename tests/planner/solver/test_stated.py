@@ -18,7 +18,7 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Infeasible, Unfinished
 from planner.solver.problem import Problem
 from planner.solver.solve import solve
-from tests.planner.small_graphs import (
+from tests.planner.solver.small_graphs import (
     changed,
     least_objective_s,
     objective_s,

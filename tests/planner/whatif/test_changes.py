@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.expressions import resolve_cluster
+from planner.catalog.expressions import resolve_cluster
 from planner.whatif.changes import changed
 from planner.whatif.study import USUAL
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 
 from planner.catalog import stacks
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import cluster_of, resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
+from planner.costs.predict import FULL_TIME, placement_prediction
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import Job, Layout
+from planner.documents.training import Lora
 from planner.errors import NoPlanFits
-from planner.executable import rules_of
-from planner.expressions import cluster_of, resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.predict import FULL_TIME, placement_prediction
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
-from planner.training import Lora
+from planner.stacks.executable import rules_of
 from planner.whatif.fine_tuning import tuned
 
 JOB = Job(seq_len=2048, global_batch=16)

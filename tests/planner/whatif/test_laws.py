@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.expressions import resolve_cluster, resolve_model
-from planner.plan import Job
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.documents.plan import Job
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.whatif.candidates import candidates_of
 from planner.whatif.changes import changed

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.catalog import Rent, rents
-from planner.expressions import resolve_cluster
+from planner.catalog.expressions import resolve_cluster
 from planner.whatif.offers import range_of, rent_of, usual_spread
 from planner.whatif.study import Rental
 

@@ -16,7 +16,7 @@ from planner.search.joint.hosting import Options, Stages, hosted
 from planner.solver.bounds import counted_s
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Option, Solution, Stage
-from tests.planner.small_instances import least_objective_s, random_instance
+from tests.planner.solver.small_instances import least_objective_s, random_instance
 from tests.planner.solver.test_bounds import pipeline
 
 FIGURES = ("time_s", "stored_bytes", "resident_bytes", "transient_bytes", "kept_bytes")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
-from planner.expressions import resolve_cluster, resolve_model
-from planner.pins import Pins
-from planner.plan import Job
-from planner.profile import Recompute
-from planner.request import Request
+from planner.documents.plan import Job
+from planner.documents.profile import Recompute
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.joint.rooms import LayersTogether, how_held
 

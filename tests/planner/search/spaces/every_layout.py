@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from planner.plan import Layout
+from planner.documents.plan import Layout
 from planner.search.layout_queue import Space, runnable
 
 

@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts
+from planner.costs.predict import placement_prediction
 from planner.costs.seats import branching
 from planner.costs.strategy import StrategyCost
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.plan import Job, Layout
-from planner.predict import placement_prediction
-from planner.request import Request
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job, Layout
+from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.layer_options import allowed
 from planner.search.spaces.graph import GraphSpace

@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
 from planner.costs.crossings import crossings, crossings_of, in_order, sink_kind, widest_bytes
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import layout_prediction, predict
+from planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
+from planner.documents.plan import Job, Layout, ScheduleName
+from planner.documents.profile import Birth, LayerMeasurement, Profile
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster
 from planner.layers.operator_table import RECOMPUTES
-from planner.model import Edge, Layer, LayerTrace, ModelGraph
-from planner.pins import Pins
-from planner.plan import Job, Layout, ScheduleName
-from planner.predict import layout_prediction, predict
-from planner.profile import Birth, LayerMeasurement, Profile
-from planner.request import Request
-from planner.schedule import orders
+from planner.requests.pins import Pins
+from planner.requests.request import Request
+from planner.schedules.schedule import orders
+from planner.schedules.simulate import timeline
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
 from planner.search.layout_queue import Found
 from planner.search.spaces.graph import GraphSpace
-from planner.simulate import timeline
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
-from tests.planner.small_graphs import least_objective_s, objective_s, splits
+from tests.planner.solver.small_graphs import least_objective_s, objective_s, splits
 
 JOB = Job(seq_len=64, global_batch=12, precision="fp32")
 TWO = "2xa100-sxm-40gb"

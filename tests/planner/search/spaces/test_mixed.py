@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from planner.cluster import ClusterSpec
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables
+from planner.costs.predict import layout_prediction, predict
 from planner.costs.rank_memory import has_room, rank_memory_parts
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Activations, Job, Layout, Plan, ScheduleName
+from planner.documents.profile import Birth, LayerMeasurement, Profile, Profiles
 from planner.errors import DocumentError, NoPlanFits
-from planner.expressions import resolve_cluster, resolve_model
 from planner.layers.operator_table import RECOMPUTES
 from planner.layers.parameters import graph_of
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Activations, Job, Layout, Plan, ScheduleName
-from planner.predict import layout_prediction, predict
-from planner.profile import Birth, LayerMeasurement, Profile, Profiles
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.layout_queue import Found

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import predict
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job
 from planner.errors import NoPlanFits
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.pins import Allowance, Pins
-from planner.plan import Job
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import Allowance, Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.spaces.mixed import MixedGraphSpace
 from tests.planner.search.spaces.every_layout import bounded

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import placement_prediction
 from planner.costs.seats import branching
-from planner.expressions import resolve_cluster
-from planner.model import ModelGraph
-from planner.pins import Pins
-from planner.plan import Job
-from planner.predict import placement_prediction
-from planner.request import Request
+from planner.documents.model import ModelGraph
+from planner.documents.plan import Job
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.candidates import Candidates
@@ -27,7 +27,7 @@ from planner.search.spaces.mixed import MixedGraphSpace
 from planner.solver.graph_instance import GraphInstance
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import random_model
-from tests.planner.small_graphs import splits
+from tests.planner.solver.small_graphs import splits
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.expressions import resolve_cluster
-from planner.pins import Pins
-from planner.plan import Job, Layout
-from planner.request import Request
+from planner.catalog.expressions import resolve_cluster
+from planner.documents.plan import Job, Layout
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.search.best_first import search
 from planner.search.layout_queue import Found
 from planner.search.simulated_proof import FULL, USUAL

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import predict
+from planner.documents.model import Layer, ModelGraph
+from planner.documents.plan import Job
 from planner.errors import DocumentError
-from planner.expressions import resolve_cluster
-from planner.model import Layer, ModelGraph
-from planner.pins import Pins
-from planner.plan import Job
-from planner.predict import predict
-from planner.request import Request
+from planner.requests.pins import Pins
+from planner.requests.request import Request
 from planner.schedules import SCHEDULES
 from planner.search.best_first import search
 from planner.search.ranks import run_of

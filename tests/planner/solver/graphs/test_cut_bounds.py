@@ -19,7 +19,7 @@ from planner.solver.graphs.nearby import Around, along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Instance, Option, Stage, Unfinished
 from planner.solver.knapsack import Knapsacks
 from planner.solver.solve import solve
-from tests.planner.small_graphs import least_objective_s, random_graph, with_groups
+from tests.planner.solver.small_graphs import least_objective_s, random_graph, with_groups
 
 
 def bounds_of(problem: GraphInstance, programs: int, iterations: int = 10**6) -> CutBounds:

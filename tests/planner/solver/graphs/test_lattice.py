@@ -33,7 +33,7 @@ from planner.solver.instance import (
     fits,
 )
 from planner.solver.solve import solve
-from tests.planner.small_graphs import (
+from tests.planner.solver.small_graphs import (
     changed,
     least_objective_s,
     more_bytes,
@@ -41,7 +41,7 @@ from tests.planner.small_graphs import (
     random_graph,
     with_groups,
 )
-from tests.planner.small_instances import random_instance
+from tests.planner.solver.small_instances import random_instance
 
 
 def is_sound(problem: GraphInstance, answer: GraphSolution) -> bool:

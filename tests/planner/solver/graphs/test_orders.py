@@ -9,7 +9,7 @@ import pytest
 from planner.solver.graph_instance import GraphInstance, alike
 from planner.solver.graphs.orders import Nodes, orders
 from planner.solver.instance import Instance, Option, Stage
-from tests.planner.small_graphs import random_graph
+from tests.planner.solver.small_graphs import random_graph
 
 
 def graph(edges: list[tuple[int, int]], output_s: list[float]) -> GraphInstance:

@@ -15,7 +15,7 @@ from planner.solver.graphs.step_table import StepTable
 from planner.solver.instance import Instance, Option, Stage
 from planner.solver.knapsack import Knapsacks
 from planner.solver.step_bounds import StepBounds
-from tests.planner.small_graphs import changed, random_graph
+from tests.planner.solver.small_graphs import changed, random_graph
 
 
 def every_step(problem: GraphInstance) -> tuple[Knapsacks, StepTable]:

@@ -14,7 +14,7 @@ from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
 from planner.solver.sides import Host, Tie
 from planner.solver.solve import solve
-from tests.planner import small_graphs
+from tests.planner.solver import small_graphs
 from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
 from tests.planner.solver.unequal.test_unequal_graph import random_graph
 

@@ -20,7 +20,7 @@ from planner.solver.graph_instance import (
 from planner.solver.instance import Infeasible, Instance, Option, Solution, Stage, fits
 from planner.solver.solve import solve
 from planner.solver.unequal import unequal
-from tests.planner.small_graphs import first_take_later, more_bytes
+from tests.planner.solver.small_graphs import first_take_later, more_bytes
 
 
 def random_unequal(seed: int, *, sync_by_option: bool = False) -> GraphInstance:

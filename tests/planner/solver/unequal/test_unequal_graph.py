@@ -16,7 +16,7 @@ from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible
 from planner.solver.solve import least_s, solve
 from planner.solver.unequal.unequal import Search
-from tests.planner.small_graphs import with_groups
+from tests.planner.solver.small_graphs import with_groups
 from tests.planner.solver.unequal.test_unequal import (
     choices_of,
     orders,

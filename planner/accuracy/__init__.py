@@ -1,0 +1,1 @@
+"""Predictions beside what was measured: tables of real runs, scores, fitted constants."""

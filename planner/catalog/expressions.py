@@ -1,0 +1,430 @@
+"""What a user writes for MODEL and CLUSTER, turned into documents.
+
+MODEL is a name of the catalogue, a Hugging Face `config.json` or a folder that has one, or a model
+document.  CLUSTER is `8xh100-sxm-80gb`, `16x8xh100-sxm-80gb` (nodes x devices), a node type
+(`p5.48xlarge`, `4xp5.48xlarge`), several of these joined by `+`, `local`, `local:4`, or a cluster
+document.  A user's own modules (`file.py:factory`) are recognised here and built elsewhere, with
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.catalog import (
+    AcceleratorEntry,
+    NodeEntry,
+    accelerator_name,
+    accelerators,
+    local,
+    model_config,
+    model_name,
+    node_name,
+    nodes,
+    pcie,
+    rents,
+)
+from planner.documents.cluster import ClusterSpec, DeviceGroup, LinkTier, Price
+from planner.documents.document import (
+    is_file,
+    is_folder,
+    is_there,
+    nearest,
+    plain,
+    read,
+    read_text,
+    unreadable,
+)
+from planner.documents.model import ModelGraph, is_factory, is_script
+from planner.documents.units import MOST_DEVICES, name_of
+from planner.errors import DocumentError
+from planner.layers.architecture import architecture_of
+from planner.layers.parameters import graph_of
+
+ROUND_S = 3e-6
+"""Of a ring's round inside nodes while it goes over a network: what NCCL counts for a send of its
+simple protocol (2.20, src/graph/tuning.cc, netOverhead)."""
+NETWORK_LATENCY_S = 4.0e-6
+NETWORK_FRACTION = 0.79
+NODE_NETWORK_BYTES_PER_S = 12.5e9
+CLUSTER_FORMS = (
+    "write DEVICESxACCELERATOR, NODESxDEVICESxACCELERATOR, NODE-TYPE, NODESxNODE-TYPE, or several "
+    "of them joined by +"
+)
+
+
+def resolve_model(text: str) -> ModelGraph:
+    """Return the model that MODEL names.
+
+    >>> resolve_model("llama-3.1-8b").parameters
+    8030261248
+    """
+    if not text.isprintable():
+        raise DocumentError("", f"{text[:60]!a} is no model that a plan could name; rename it")
+    if is_factory(text):
+        raise DocumentError(
+            "", f"'{text}' is a Python function; it needs torch, which plans are made without"
+        )
+    if is_script(text):
+        raise DocumentError(
+            "", f"'{text}' is a function of a script; the plan that the script made has its figures"
+        )
+    if _is_path(text):
+        return _model_at(_path(text), text)
+    try:
+        name = model_name(text)
+    except DocumentError as error:
+        raise DocumentError(
+            "", f"{error.message} Or give a config.json, a folder that has one, or file.py:factory."
+        ) from error
+    return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
+
+
+def located(source: str, document: str | os.PathLike[str]) -> str:
+    """Return a model's source as it is found from here: a relative file may lie by the document.
+
+    >>> located("gpt2", "plans/plan.yaml")
+    'gpt2'
+    """
+    file, colon, factory = source.partition(":")
+    beside = Path(document).parent / file
+    if not is_there(file) and is_there(beside):
+        return f"{beside}{colon}{factory}"
+    return source
+
+
+def resolve_beside(source: str, document: str | os.PathLike[str]) -> ModelGraph:
+    """Return the model that a document names, as the same model wherever its file is found."""
+    found = located(source, document)
+    model = resolve_model(found)
+    return model if found == source else model.model_copy(update={"source": source})
+
+
+def resolve_cluster(text: str) -> ClusterSpec:
+    """Return the cluster that CLUSTER names.
+
+    >>> cluster = resolve_cluster("16x8xh100-sxm-80gb")
+    >>> cluster.devices, [(tier.name, tier.devices) for tier in cluster.tiers]
+    (128, [('nvlink', 8), ('network', 128)])
+    """
+    if text == "local" or text.startswith("local:"):
+        return local.cluster(_ranks(text))
+    if _is_path(text):
+        return read(ClusterSpec, _path(text))
+    if "+" in text:
+        return _joined(text)
+    counts, name = _counts(text)
+    if len(counts) <= 1 and _is_node_type(name):
+        return _of_node_type(node_name(name), nodes_in=counts[0] if counts else 1)
+    try:
+        accelerator = accelerator_name(name)
+    except DocumentError as error:
+        known = [*accelerators(), *nodes()]
+        raise DocumentError(
+            "",
+            f"there is no accelerator or node type '{name:.60}'; {nearest(name, known)} "
+            f"For CLUSTER, {CLUSTER_FORMS}, local or a cluster.yaml.",
+        ) from error
+    return _of_accelerator(accelerator, counts, text)
+
+
+def _joined(text: str) -> ClusterSpec:
+    """Return the cluster of several kinds of nodes, joined by the slowest of their networks.
+
+    >>> joined = resolve_cluster("4xa100-sxm-80gb+8xv100-sxm-32gb")
+    >>> [(group.name, group.devices) for group in joined.groups], joined.tiers[0].devices
+    ([('a100-sxm-80gb', 4), ('v100-sxm-32gb', 8)], 12)
+    """
+    terms = text.split("+")
+    parts = []
+    for term in terms:
+        if _is_path(term) or term.startswith("local"):
+            raise DocumentError(
+                "", f"'{text:.60}' joins '{term:.40}', which is no kind of node; {CLUSTER_FORMS}"
+            )
+        parts.append(resolve_cluster(term))
+    devices = sum(part.devices for part in parts)
+    networks = [_network_of(term, part.groups[0]) for term, part in zip(terms, parts, strict=True)]
+    slowest = min(networks, key=lambda tier: tier.bytes_per_s)
+    named: list[DeviceGroup] = []
+    for part in parts:
+        (group,) = part.groups
+        same = sum(other.accelerator == group.accelerator for other in named)
+        name = f"{group.name}-{same + 1}" if same else group.name
+        named.append(group.model_copy(update={"name": name, "tiers": part.tiers}))
+    return ClusterSpec(
+        name="+".join(part.name for part in parts),
+        groups=tuple(named),
+        tiers=(slowest.model_copy(update={"devices": devices}),),
+    )
+
+
+def _network_of(term: str, group: DeviceGroup) -> LinkTier:
+    """Return the tier between nodes of one kind."""
+    _, name = _counts(term)
+    node = nodes()[node_name(name)] if _is_node_type(name) else None
+    if node is not None and node.network is not None:
+        return node.network
+    entry = accelerators()[group.accelerator.name]
+    return _network(entry, group.devices_per_node, None)
+
+
+def cluster_of(
+    accelerator: str,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 8,
+    intra_link: str | None = None,
+    network_bytes_per_s: float | None = None,
+    host_memory_bytes: int | None = None,
+    widened: bool = False,
+) -> ClusterSpec:
+    """Return a cluster of one accelerator whose node differs from the usual one.
+
+    `intra_link` names the link inside a node where a choice exists: `nvlink` gives cards their
+    bridge, `pcie` takes it away.  `network_bytes_per_s` counts one device and one direction.
+    `widened` lets links inside a node join more devices than they usually do.
+
+    >>> cluster_of("rtx-3090", devices_per_node=2, intra_link="nvlink").tiers[0].name
+    'nvlink'
+    """
+    name = accelerator_name(accelerator)
+    entry = accelerators()[name]
+    tiers = entry.tiers
+    if intra_link == "nvlink" and entry.bridge and all(t.name != "nvlink" for t in tiers):
+        tiers = (entry.bridge, *tiers)
+    elif intra_link == "pcie":
+        tiers = pcie(entry) or tiers
+    if widened:
+        tiers = _widened(tiers or pcie(entry), devices_per_node)
+    return _cluster(
+        f"{nodes}x{devices_per_node}x{name}",
+        name,
+        entry,
+        tiers,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        host_memory_bytes=host_memory_bytes,
+        network=_network(entry, devices_per_node, network_bytes_per_s),
+    )
+
+
+def _widened(tiers: tuple[LinkTier, ...], devices: int) -> tuple[LinkTier, ...]:
+    if not tiers or tiers[-1].devices >= devices:
+        return tiers
+    return (*tiers[:-1], tiers[-1].model_copy(update={"devices": devices}))
+
+
+def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
+    entry = accelerators()[name]
+    most = entry.devices_per_node
+    if not counts:
+        in_all, per_node = 1, 1
+    elif len(counts) == 1 and counts[0] > most:
+        in_all, per_node = divmod(counts[0], most)[0], most
+        if counts[0] % most:
+            raise DocumentError(
+                "",
+                f"'{text}' asks for {counts[0]} devices, and a node holds {most} {name}; write "
+                f"nodes x devices, as {counts[0] // most}x{most}x{name}",
+            )
+    else:
+        in_all, per_node = (1, counts[0]) if len(counts) == 1 else (counts[0], counts[1])
+    if per_node > most:
+        raise DocumentError(
+            "",
+            f"'{text}' puts {per_node} devices in a node; a node holds {most} {name}, others need "
+            "a cluster.yaml",
+        )
+    usual = next(
+        (n for n in nodes().values() if n.accelerator == name and n.devices_per_node == most), None
+    )
+    whole = usual if per_node == most else None
+    return _cluster(
+        f"{in_all}x{per_node}x{name}" if in_all > 1 else f"{per_node}x{name}",
+        name,
+        entry,
+        entry.tiers,
+        nodes=in_all,
+        devices_per_node=per_node,
+        host_memory_bytes=whole.host_memory_bytes if whole else None,
+        network=_network(entry, per_node, None),
+    )
+
+
+def _of_node_type(name: str, *, nodes_in: int) -> ClusterSpec:
+    node = nodes()[name]
+    entry = accelerators()[node.accelerator]
+    return _cluster(
+        f"{nodes_in}x{name}" if nodes_in > 1 else name,
+        node.accelerator,
+        entry,
+        entry.tiers,
+        nodes=nodes_in,
+        devices_per_node=node.devices_per_node,
+        host_memory_bytes=node.host_memory_bytes,
+        network=node.network or _network(entry, node.devices_per_node, None),
+        price=_price(name, node),
+    )
+
+
+def _cluster(
+    name: str,
+    accelerator: str,
+    entry: AcceleratorEntry,
+    within: Sequence[LinkTier],
+    *,
+    nodes: int,
+    devices_per_node: int,
+    host_memory_bytes: int | None,
+    network: LinkTier,
+    price: Price | None = None,
+) -> ClusterSpec:
+    devices = nodes * devices_per_node
+    joined = entry.host_devices is not None and devices_per_node <= entry.host_devices
+    tiers = _clipped(within, devices if joined else devices_per_node)
+    if devices_per_node > 1 and (not tiers or tiers[-1].devices < devices_per_node):
+        reach = tiers[-1].devices if tiers else 1
+        raise DocumentError(
+            "",
+            f"links inside a node reach {reach} {accelerator}, and the node has "
+            f"{devices_per_node}; describe it in a cluster.yaml",
+        )
+    if nodes > 1 and (not tiers or tiers[-1].devices < devices):
+        tiers = (*tiers, network.model_copy(update={"devices": devices, "least_round_s": ROUND_S}))
+    return ClusterSpec(
+        name=name,
+        groups=(
+            DeviceGroup(
+                name=accelerator,
+                accelerator=entry.accelerator(accelerator),
+                nodes=nodes,
+                devices_per_node=devices_per_node,
+                host_memory_bytes=host_memory_bytes,
+                host_link_bytes_per_s=entry.host_link_bytes_per_s,
+            ),
+        ),
+        tiers=tiers,
+        price=price,
+    )
+
+
+def _clipped(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
+    """Keep the tiers that so many devices use, none wider than they are."""
+    if devices == 1:
+        return ()
+    kept: list[LinkTier] = []
+    for tier in tiers:
+        if not kept or kept[-1].devices < min(tier.devices, devices):
+            kept.append(tier.model_copy(update={"devices": min(tier.devices, devices)}))
+    return tuple(kept)
+
+
+def _network(entry: AcceleratorEntry, devices_per_node: int, rate: float | None) -> LinkTier:
+    """Return the tier between nodes where the node type does not say."""
+    source = "given"
+    if rate is None and entry.network_bytes_per_s is not None:
+        rate, source = entry.network_bytes_per_s, entry.sources.get("network_bytes_per_s", "usual")
+    elif rate is None:
+        rate = NODE_NETWORK_BYTES_PER_S / devices_per_node
+        source = "default, 100 Gb/s for each node, shared by its devices"
+    return LinkTier(
+        name="network",
+        devices=1,
+        latency_s=NETWORK_LATENCY_S,
+        bytes_per_s=rate,
+        fractions=dict.fromkeys(
+            ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast"),
+            NETWORK_FRACTION,
+        ),
+        source=f"{source}; latency of a ring step and share of line rate are defaults",
+    )
+
+
+def _price(name: str, node: NodeEntry) -> Price | None:
+    """Return the on-demand rent of a node type where the catalogue has one."""
+    for rent in rents():
+        named = rent.whole_node and rent.instance in (name, *node.aliases)
+        if named and rent.on_demand_usd_per_device_hour:
+            return Price(
+                usd_per_device_hour=rent.on_demand_usd_per_device_hour,
+                commitment="on_demand",
+                date=rent.date,
+                source=rent.source,
+            )
+    return None
+
+
+def _counts(text: str) -> tuple[list[int], str]:
+    """Split `16x8xname` into its counts and the name.
+
+    >>> _counts("16x8xh100"), _counts("h100")
+    (([16, 8], 'h100'), ([], 'h100'))
+    """
+    match = re.fullmatch(r"((?:\d+x){0,2})([a-zA-Z][\w.\-]*)", text)
+    if match is None:
+        raise DocumentError("", f"'{text:.60}' names no cluster; {CLUSTER_FORMS}, as 2x8xh100")
+    counts = [int(count[:12]) for count in match[1].split("x")[:-1]]
+    devices = 1
+    for count in counts:
+        devices *= count
+    if not 1 <= devices <= MOST_DEVICES:
+        raise DocumentError(
+            "", f"'{text:.60}' asks for {devices} devices; a cluster has 1 to {MOST_DEVICES:,}"
+        )
+    return counts, match[2]
+
+
+def _ranks(text: str) -> int | None:
+    if text == "local":
+        return None
+    count = text.removeprefix("local:")
+    if not re.fullmatch(r"[1-9]\d{0,3}", count):
+        raise DocumentError(
+            "", f"'{text:.60}' names no cluster; write local:N with N ranks, 1 or more"
+        )
+    return int(count)
+
+
+def _is_node_type(name: str) -> bool:
+    try:
+        node_name(name)
+    except DocumentError:
+        return False
+    return True
+
+
+def _is_path(text: str) -> bool:
+    """Tell a path from a name: by its look, or because it is there."""
+    if text.endswith((".json", ".yaml", ".yml")) or text.startswith((".", "/", "~")):
+        return True
+    return text.strip() != "" and is_there(text)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~somebody who has no home
+        raise unreadable(error, text) from error
+
+
+def _model_at(path: Path, text: str) -> ModelGraph:
+    """Read a model document, a config.json, or the config.json in a folder."""
+    if is_folder(path):
+        path = path / "config.json"
+        if not is_file(path):
+            raise DocumentError("", "has no config.json", file=text)
+    data = plain(read_text(path))
+    try:
+        if isinstance(data, dict) and "layers" in data and "model_type" not in data:
+            return ModelGraph.of(data)
+        if not isinstance(data, dict):
+            raise DocumentError("", "holds no mapping; a model's config.json is one")
+        stem = path.parent.resolve().name if path.name == "config.json" else path.stem
+        name = name_of(stem or "model")
+        return graph_of(architecture_of(data, name=name), name=name, source=text)
+    except DocumentError as error:
+        raise error.in_file(str(path)) from error

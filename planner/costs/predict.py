@@ -1,0 +1,621 @@
+"""What a plan should do: step time by cause, memory of every stage by cause, and how sure we are.
+
+The step is simulated (`planner.schedules.simulate`) with each stage's seconds from
+`planner.costs.layout_costs`; then come the reduction of gradients, the optimizer and what the
+runtime does once per step.  The solver's closed form (see planner.costs.layout_costs) prices the
+same plan without simulation; on the same seconds it is equal for uniform stages without transfers,
+and at most 20 % above or 3 % below otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
+
+from planner.costs.compute import peak_flops
+from planner.costs.crossings import blocks_of, in_order
+from planner.costs.group_costs import GroupCosts
+from planner.costs.hosts import overfull, unknown
+from planner.costs.layer_seconds import ENDS
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.rank_memory import (
+    NOT_TENSORS,
+    has_room,
+    host_bytes,
+    rank_memory_parts,
+    tensors_bytes,
+    whole_room_bytes,
+    widest,
+)
+from planner.costs.seats import Seats, alike, branching
+from planner.costs.strategy import StrategyParts
+from planner.costs.uncertainty import fit_probability, memory_range, step_range
+from planner.documents.cluster import ClusterSpec
+from planner.documents.model import ModelGraph, is_script
+from planner.documents.plan import Activations, Layout, Plan
+from planner.documents.prediction import Assumption, Prediction, StagePrediction, compaction
+from planner.documents.profile import Profiles, Recompute
+from planner.documents.tolerances import ROUNDING
+from planner.errors import DocumentError
+from planner.layers.arithmetic import step_flops
+from planner.requests.request import Request
+from planner.schedules import schedule_of
+from planner.schedules.schedule import Order, orders, rank_of_stage
+from planner.schedules.simulate import Timeline, timeline
+from planner.schedules.steady_state import RankTimes, StageTimes, rank_times
+
+Placement = tuple[tuple[str, Recompute, Activations], ...]
+"""Layer kinds of one stage in order, each with its choices."""
+
+FULL_TIME = Assumption(
+    what="time of training adapters: that of training the whole model",
+    provenance="an upper bound; memory counts gradients and optimizer state of adapters alone",
+    source="planner/costs/lora.py",
+)
+"""What a prediction for adapters says."""
+
+TOLD = "not told of the run"
+"""Source of what is assumed of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """One stage's seconds by cause.  All but the last three are of one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_tensor_s: float
+    backward_tensor_s: float
+    forward_shard_s: float
+    backward_shard_s: float
+    action_s: float
+    sync_s: float
+    optimizer_s: float
+    spread: float
+    weight_s: float = 0.0
+    """Of backward_s, what W takes if backwards are split."""
+    forward_host_s: float = 0.0
+    """Copies over the host link that nothing hides."""
+    backward_host_s: float = 0.0
+    packing_s: float = 0.0
+    unpacking_s: float = 0.0
+    stream_s: float = 0.0
+    """Copies over the host link once per step."""
+
+    @property
+    def whole_forward_s(self) -> float:
+        """A forward action."""
+        computing = self.forward_s + self.packing_s
+        waiting = self.forward_tensor_s + self.forward_shard_s + self.forward_host_s
+        return computing + waiting + self.action_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        """A backward action."""
+        computing = self.backward_s + self.recompute_s + self.unpacking_s
+        waiting = self.backward_tensor_s + self.backward_shard_s + self.backward_host_s
+        return computing + waiting + self.action_s
+
+    def __add__(self, other: StageSeconds) -> StageSeconds:
+        """Return the seconds of two stages of one rank."""
+        names = (field.name for field in fields(self))
+        total = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return StageSeconds(**{**total, "spread": max(self.spread, other.spread)})
+
+
+def predict(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
+) -> Prediction:
+    """Return what a plan should do."""
+    placements = placements_of(plan, model)
+    request = Request.of_plan(plan, model, cluster, profile)
+    if plan.shares is not None:
+        prediction = _shared_prediction(plan, request, placements)
+    else:
+        tables, seats = seated(plan, request)
+        prediction = placement_prediction(tables, plan.layout, placements, seats)
+    prediction = prediction.on(cluster.devices, used=plan.mesh.devices)
+    return prediction.model_copy(update={"plan_digest": plan.digest})
+
+
+def _shared_prediction(plan: Plan, request: Request, placements: Sequence[Placement]) -> Prediction:
+    """Return what unequal data-parallel ranks should do: the slowest ends the step.
+
+    Memory is that of the ranks whose devices it fills most.
+    """
+    model, cluster = request.model, request.cluster
+    costs = GroupCosts(request, activations_of(plan))
+    _check_known(plan, costs)
+    most: dict[str, int] = {}
+    ranks: list[str] = []
+    for share in plan.shares or ():
+        most[share.group] = max(most.get(share.group, 0), share.micro_batches)
+        ranks.append(share.group)
+    each = []
+    for group, micro_batches in most.items():
+        layout = replace(plan.layout, micro_batches=micro_batches)
+        seats = costs.seats(layout, [group] * layout.stages, branches_of(plan, model))
+        each.append(placement_prediction(costs.tables[group], layout, placements, seats))
+    slowest = max(each, key=lambda prediction: prediction.step_time_s)
+    fullest = max(
+        (prediction.stages for prediction in each),
+        key=lambda stages: stages[0].peak_memory_bytes / stages[0].memory_capacity_bytes,
+    )
+    accelerators = {group.name: group.accelerator for group in cluster.groups}
+    peak = sum(peak_flops(accelerators[group], plan.precision) for group in ranks)
+    frozen = plan.training.lora is not None
+    flops = step_flops(model, seq_len=plan.seq_len, global_batch=plan.global_batch, frozen=frozen)
+    used = slowest.step_time_s * peak * plan.mesh.devices / len(ranks)
+    every = (assumption for prediction in each for assumption in prediction.assumptions)
+    return slowest.model_copy(
+        update={
+            "layout": plan.layout.text(),
+            "stages": fullest,
+            "fits": all(prediction.fits for prediction in each),
+            "fit_probability": min(prediction.fit_probability or 0.0 for prediction in each),
+            "mfu": flops / used if used else 0.0,
+            "assumptions": tuple(dict.fromkeys(every)),
+            "notes": tuple(dict.fromkeys(note for one in each for note in one.notes)),
+        }
+    )
+
+
+def plan_timeline(
+    plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
+) -> Timeline:
+    """Return when each stage of a plan does which action."""
+    placements = placements_of(plan, model)
+    _, seats = seated(plan, Request.of_plan(plan, model, cluster, profile))
+    times = _stage_times(seats, plan.layout, _seconds(seats, placements))
+    return timeline(
+        orders(
+            plan.layout.executed.name,
+            stages=plan.layout.stages,
+            micro_batches=plan.layout.micro_batches,
+            virtual_stages=plan.layout.virtual_stages,
+        ),
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        weight_s=times.weight_s,
+        transfer_s=times.transfer_s,
+        exposed_s=times.exposed_s,
+    )
+
+
+def seated(plan: Plan, request: Request) -> tuple[CostTables, Seats]:
+    """Return the costs under each stage of a plan; tables are those of the first stage."""
+    held = branches_of(plan, request.model)
+    if plan.groups is not None:
+        costs = GroupCosts(request, activations_of(plan))
+        _check_known(plan, costs)
+        busiest = max(plan.shares or (), key=lambda share: share.micro_batches, default=None)
+        groups = [stage.group or (busiest.group if busiest else "") for stage in plan.stages]
+        return costs.tables[groups[0]], costs.seats(plan.layout, groups, held)
+    tables = CostTables(request, activations_of(plan))
+    if held is not None:
+        return tables, branching(tables, plan.layout, held)
+    return tables, alike(tables, plan.layout)
+
+
+def branches_of(plan: Plan, model: ModelGraph) -> list[list[str]] | None:
+    """[stage] Names of its layers, where they form a graph."""
+    if not model.edges:
+        return None
+    return [[item.layer for item in stage.layers] for stage in plan.stages]
+
+
+def _check_known(plan: Plan, costs: GroupCosts) -> None:
+    """Refuse a plan whose groups are not those of the cluster."""
+    known = {group.name: group.devices for group in costs.cluster.groups}
+    for index, group in enumerate(plan.groups or ()):
+        if known.get(group.name, 0) < group.devices:
+            have = ", ".join(f"{name} with {devices}" for name, devices in known.items())
+            raise DocumentError(
+                f"groups[{index}]",
+                f"is {group.name} with {group.devices} devices; {costs.cluster.name} has {have}",
+            )
+
+
+def activations_of(plan: Plan) -> tuple[Activations, ...]:
+    """Return the ways in which a plan treats activations, each once."""
+    return tuple(dict.fromkeys(item.activations for stage in plan.stages for item in stage.layers))
+
+
+def placements_of(plan: Plan, model: ModelGraph) -> list[Placement]:
+    """Return the layer kinds of each stage; DocumentError if the plan is for another model."""
+    plan.check_model(model)
+    kinds = {name: layer.kind for name, layer in model.chain}
+    return [
+        tuple((kinds[item.layer], item.recompute, item.activations) for item in stage.layers)
+        for stage in plan.stages
+    ]
+
+
+def layout_prediction(
+    request: Request, layout: Layout, *, tables: CostTables | None = None
+) -> Prediction:
+    """Return what a layout should do with all layers alike and stages of equal time.
+
+    What is recomputed, and what becomes of activations, is as the request pins it.
+    """
+    model, cluster = request.model, request.cluster
+    recompute = request.pins.recompute or "none"
+    activations = request.pins.activations or "keep"
+    if cluster.mixed:
+        raise DocumentError(
+            "cluster",
+            "has devices that differ, and a layout does not say what runs where; plan with "
+            "--fix, then predict the plan",
+        )
+    model = in_order(model) if model.edges else model
+    tables = tables or CostTables(replace(request, model=model), (activations,))
+    costs = tables.of(layout)
+    chain = [layer.kind for _, layer in model.chain]
+    chosen = {
+        kind: next(
+            cost for cost in table if (cost.recompute, cost.activations) == (recompute, activations)
+        )
+        for kind, table in costs.kinds.items()
+    }
+    seconds = [chosen[kind].forward_s + chosen[kind].backward_s for kind in chain]
+    sizes = [len(block) for block in blocks_of(model)] if model.colocated else [1] * len(chain)
+    ends = (0, *itertools.accumulate(sizes))
+    parts = balanced_cuts([sum(seconds[a:b]) for a, b in itertools.pairwise(ends)], layout.stages)
+    cuts = tuple(ends[cut] for cut in parts)
+    placements = [
+        tuple((kind, recompute, activations) for kind in chain[cuts[s] : cuts[s + 1]])
+        for s in range(layout.stages)
+    ]
+    seats = None
+    if model.edges:
+        names = [name for name, _ in model.chain]
+        held = [names[cuts[s] : cuts[s + 1]] for s in range(layout.stages)]
+        seats = branching(tables, layout, held)
+    prediction = placement_prediction(tables, layout, placements, seats)
+    return prediction.on(cluster.devices, used=layout.devices)
+
+
+def placement_prediction(
+    tables: CostTables,
+    layout: Layout,
+    placements: Sequence[Placement],
+    seats: Seats | None = None,
+    *,
+    assumed: Sequence[str] = (),
+) -> Prediction:
+    """Return what given stages should do under a layout; without `seats` they sit alike.
+
+    `assumed` is what nobody said of the run: its range is wider by it.
+    """
+    model, job = tables.model, tables.job
+    seats = seats or alike(tables, layout)
+    costs = seats.stages[0].costs
+    layers = [
+        _layers(seat.costs, placement)
+        for seat, placement in zip(seats.stages, placements, strict=True)
+    ]
+    stages = [
+        _stage_seconds(seat.costs, of_stage)
+        for seat, of_stage in zip(seats.stages, layers, strict=True)
+    ]
+    run = rank_times(
+        layout.executed.name,
+        _stage_times(seats, layout, stages),
+        micro_batches=layout.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
+    capacities = [float(seat.accelerator.memory_bytes) for seat in seats.stages]
+    home = rank_of_stage(
+        layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
+    )
+    memory_of_rank = [
+        _rank_memory(seats, layout, rank, {s: layers[s] for s, r in enumerate(home) if r == rank})
+        for rank in range(layout.pipeline)
+    ]
+    beside = tables.reserved_beside_bytes(layout, placements[0])
+    if beside is not None:
+        _hold_segments(memory_of_rank[0], beside, costs.tight, capacities[0])
+    memory = [memory_of_rank[rank] for rank in home]
+    on_host = _on_host(layout, home, layers)
+    ranks = [
+        reduce(add, (stage for stage, r in zip(stages, home, strict=True) if r == rank))
+        for rank in range(layout.pipeline)
+    ]
+    parts = step_parts(ranks, run, layout, costs)
+    fits = all(
+        has_room(seat.accelerator.memory_bytes, of_stage, seat.costs)
+        for of_stage, seat in zip(memory, seats.stages, strict=True)
+    )
+    step_s = sum(parts.values())
+    low_s, high_s, basis = step_range(
+        tables.request,
+        layout,
+        parts,
+        max(stage.spread for stage in stages),
+        measured=tables.profile is not None,
+        assumed=assumed,
+    )
+    flops = step_flops(
+        model, seq_len=job.seq_len, global_batch=job.global_batch, frozen=job.lora is not None
+    )
+    every_peak = sum(peak_flops(seat.accelerator, job.precision) for seat in seats.stages)
+    peak = every_peak / layout.stages
+    peaks = [sum(of_stage.values()) for of_stage in memory]
+    predicted = tuple(
+        StagePrediction(
+            forward_s=stage.whole_forward_s,
+            backward_s=stage.whole_backward_s,
+            peak_memory_bytes=size,
+            memory_capacity_bytes=capacity,
+            memory_parts=of_stage,
+            host_bytes=on_host[rank],
+        )
+        for stage, size, capacity, of_stage, rank in zip(
+            stages, peaks, capacities, memory, home, strict=True
+        )
+    )
+    hosts_fit = _hosts_fit(tables, layout, seats, home, on_host)
+    fits = fits and hosts_fit
+    probability = min(
+        fit_probability(
+            tensors_bytes(of_stage),
+            whole_room_bytes(seat.accelerator.memory_bytes, seat.costs),
+            tables.memory_spread,
+        )
+        for of_stage, seat in zip(memory, seats.stages, strict=True)
+    )
+    compacted = compaction(predicted, probability) if fits else None
+    return Prediction(
+        layout=layout.text(),
+        step_time_s=step_s,
+        step_time_low_s=low_s,
+        step_time_high_s=high_s,
+        step_parts=parts,
+        tokens_per_s=job.global_batch * job.seq_len / step_s if step_s else 0.0,
+        samples_per_s=job.global_batch / step_s
+        if is_script(model.source or "") and step_s
+        else None,
+        mfu=flops / (step_s * layout.devices * peak) if step_s else 0.0,
+        compile_s=_compile_s(tables, layout, placements, home),
+        fits=fits,
+        fit_probability=probability if hosts_fit else 0.0,
+        peak_memory_range_bytes=memory_range(max(peaks), tables.memory_spread),
+        stages=predicted,
+        notes=() if compacted is None else (compacted,),
+        assumptions=(
+            *((basis,) if basis is not None else ()),
+            *(Assumption(what=what, provenance="assumed", source=TOLD) for what in assumed),
+            *seats.assumptions([on_host[rank] > 0 for rank in home]),
+            *unknown(tables.cluster, layout, on_host),
+            *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
+        ),
+    )
+
+
+def _hosts_fit(
+    tables: CostTables,
+    layout: Layout,
+    seats: Seats,
+    home: Sequence[int],
+    on_host: Sequence[float],
+) -> bool:
+    """Whether ranks find room on their hosts."""
+    rooms = [
+        (on_host[rank], seat.host_room_bytes)
+        for rank, seat in zip(home, seats.stages, strict=True)
+        if seat.host_room_bytes is not None
+    ]
+    if rooms:
+        return all(used <= room * (1 + ROUNDING) for used, room in rooms)
+    return overfull(tables.cluster, layout, on_host, seats.stages[0].costs.host_share) is None
+
+
+def _seconds(seats: Seats, placements: Sequence[Placement]) -> list[StageSeconds]:
+    return [
+        stage_seconds(seat.costs, placement)
+        for seat, placement in zip(seats.stages, placements, strict=True)
+    ]
+
+
+def _rank_memory(
+    seats: Seats, layout: Layout, rank: int, held: Mapping[int, Sequence[StrategyParts]]
+) -> dict[str, float]:
+    costs = seats.stages[next(iter(held))].costs
+    parts = {id(part): part for of_stage in held.values() for part in of_stage}
+    sizes = {key: part.layer_bytes for key, part in parts.items()}
+    layers = {s: [sizes[id(part)] for part in of_stage] for s, of_stage in held.items()}
+    passing = widest([p for s in held if (p := seats.stages[s].passing) is not None])
+    return rank_memory_parts(costs, layout, layers, rank=rank, passing=passing)
+
+
+def _hold_segments(
+    parts: dict[str, float], beside_bytes: float, tight: float, capacity_bytes: float
+) -> None:
+    """Set the allocator overhead: segments beside tensors; unused ones are freed if need be."""
+    tensors = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
+    others = sum(
+        size for name, size in parts.items() if name in NOT_TENSORS and name != "allocator overhead"
+    )
+    most = max(capacity_bytes - others - tensors, (tight - 1.0) * tensors)
+    parts["allocator overhead"] = max(0.0, min(beside_bytes, most))
+
+
+def stage_seconds(costs: LayoutCosts, placement: Placement) -> StageSeconds:
+    """Add up the layers of a stage."""
+    return _stage_seconds(costs, _layers(costs, placement))
+
+
+def _stage_seconds(costs: LayoutCosts, layers: Sequence[StrategyParts]) -> StageSeconds:
+    figures = [layer.figures for layer in layers]
+    computing = sum(f.whole_forward_s + f.whole_backward_s for f in figures)
+    uncertain = sum((f.whole_forward_s + f.whole_backward_s) * f.spread for f in figures)
+    return StageSeconds(
+        forward_s=sum(f.forward_s for f in figures),
+        backward_s=sum(f.backward_s for f in figures),
+        recompute_s=sum(f.recompute_s for f in figures),
+        forward_tensor_s=sum(f.forward_tensor_s for f in figures),
+        backward_tensor_s=sum(f.backward_tensor_s for f in figures),
+        forward_shard_s=sum(layer.gather_s for layer in layers),
+        backward_shard_s=sum(layer.backward_shard_s for layer in layers),
+        action_s=costs.action_s,
+        sync_s=sum(layer.sync_s for layer in layers),
+        optimizer_s=sum(layer.optimizer_s for layer in layers),
+        spread=uncertain / computing if computing else 0.0,
+        weight_s=sum(f.weight_s for f in figures),
+        forward_host_s=sum(layer.forward_host_s for layer in layers),
+        backward_host_s=sum(layer.backward_host_s for layer in layers),
+        packing_s=sum(layer.treated.packing_s for layer in layers),
+        unpacking_s=sum(layer.treated.unpacking_s for layer in layers),
+        stream_s=sum(layer.stream_s for layer in layers),
+    )
+
+
+def within_layers(layout: Layout) -> str:
+    """Return what is called the communication inside layers, by the axes that divide them.
+
+    >>> within_layers(Layout(tensor=8)), within_layers(Layout(data_shard=8, expert=8, zero=1))
+    ('tensor communication', 'expert communication')
+    >>> within_layers(Layout(tensor=2, context=2, expert=4))
+    'tensor, context and expert communication'
+    """
+    degrees = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    axes = [name for name, degree in degrees.items() if degree > 1] or ["tensor"]
+    *front, last = axes
+    return f"{', '.join(front)} and {last} communication" if front else f"{last} communication"
+
+
+def step_parts(
+    stages: Sequence[StageSeconds], run: RankTimes, layout: Layout, costs: LayoutCosts
+) -> dict[str, float]:
+    """Return seconds by cause, of the rank that computes longest; they add up to the step.
+
+    `stages` are the seconds of each rank, all its stages together.
+    After its last backward each rank reduces its gradients; the optimizer waits for all of them,
+    since it needs the norm of all gradients.
+    """
+    m = layout.micro_batches
+    reduced_s = max(run.finish_s[s] + stage.sync_s for s, stage in enumerate(stages))
+    last = max(stages, key=lambda stage: stage.optimizer_s + stage.stream_s)
+    updated_s = last.optimizer_s + last.stream_s
+    busiest = max(range(len(stages)), key=lambda rank: run.busy_s[rank])
+    stage = stages[busiest]
+    parts = {
+        "forward": m * stage.forward_s,
+        "backward": m * stage.backward_s,
+        "recompute": m * stage.recompute_s,
+        within_layers(layout): m * (stage.forward_tensor_s + stage.backward_tensor_s),
+        "data communication": m * (stage.forward_shard_s + stage.backward_shard_s) + stage.sync_s,
+        "optimizer": last.optimizer_s,
+        "fixed": costs.step_s + (3 if layout.executed.splits_backward else 2) * m * stage.action_s,
+    }
+    more = {
+        "offload": m * (stage.forward_host_s + stage.backward_host_s) + last.stream_s,
+        "compression": m * (stage.packing_s + stage.unpacking_s),
+    }
+    parts |= {cause: seconds for cause, seconds in more.items() if seconds}
+    # Idle, waiting for other stages or for their transfers.
+    parts["pipeline"] = max(0.0, reduced_s + updated_s + costs.step_s - sum(parts.values()))
+    return parts
+
+
+def _compile_s(
+    tables: CostTables, layout: Layout, placements: Sequence[Placement], home: Sequence[int]
+) -> float:
+    """Return the seconds before the first step in which the slowest rank compiles its blocks.
+
+    One graph serves all blocks of a kind that recompute alike.
+    """
+    if layout.compile == "none":
+        return 0.0
+    graphs: dict[int, set[tuple[str, Recompute]]] = {}
+    for rank, placement in zip(home, placements, strict=True):
+        alike = {(kind, recompute) for kind, recompute, _ in placement if kind not in ENDS}
+        graphs.setdefault(rank, set()).update(alike)
+    return max(map(len, graphs.values())) * tables.request.stack.host.graph_s
+
+
+def balanced_cuts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return cuts into contiguous stages whose slowest is as fast as can be.
+
+    Among equally good splits the later stages are filled first, since the first ones hold more
+    micro-batches in flight.
+
+    >>> balanced_cuts([1.0, 1.0, 1.0, 1.0, 3.0], 3)
+    (0, 1, 4, 5)
+    """
+    count = len(seconds)
+    if stages > count:
+        raise DocumentError(
+            "pipeline", f"{stages} stages need as many layers; the model has {count}"
+        )
+    low, high = max(seconds), sum(seconds)
+    best = _filled(seconds, stages, high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        cuts = _filled(seconds, stages, middle)
+        if cuts is None:
+            low = middle
+        else:
+            best, high = cuts, middle
+    assert best is not None
+    return best
+
+
+def _filled(seconds: Sequence[float], stages: int, limit: float) -> tuple[int, ...] | None:
+    """Fill stages from the last to `limit` seconds each; None if layers are left over."""
+    cuts = [len(seconds)]
+    at = len(seconds)
+    for left in range(stages - 1, -1, -1):
+        total = 0.0
+        while at > left and total + seconds[at - 1] <= limit * (1 + ROUNDING):
+            at -= 1
+            total += seconds[at]
+        cuts.append(at)
+    return None if at > 0 else tuple(reversed(cuts))
+
+
+def _stage_times(seats: Seats, layout: Layout, stages: Sequence[StageSeconds]) -> StageTimes:
+    """Return what stages of these seconds take under the schedule of a layout."""
+    splits, waits = layout.executed.splits_backward, seats.stages[0].costs.waits
+    return StageTimes(
+        forward_s=[stage.whole_forward_s for stage in stages],
+        # W is an action of its own, and costs one.
+        backward_s=[stage.whole_backward_s + splits * stage.action_s for stage in stages],
+        weight_s=[stage.weight_s + stage.action_s for stage in stages] if splits else None,
+        transfer_s=[(1 - waits) * one_s for one_s in seats.transfer_s],
+        exposed_s=[waits * one_s for one_s in seats.transfer_s],
+    )
+
+
+def _on_host(
+    layout: Layout, home: Sequence[int], layers: Sequence[Sequence[StrategyParts]]
+) -> list[float]:
+    """[rank] Most bytes on the host; of schedules that repeat themselves as many micro-batches are
+    gone through as change that.
+    """
+    held = [
+        {s: layers[s] for s, r in enumerate(home) if r == rank} for rank in range(layout.pipeline)
+    ]
+    every: Sequence[Order] = ((),) * layout.pipeline
+    if any(layer.treated.host_bytes for of_stage in layers for layer in of_stage):
+        name, count = layout.executed.name, layout.micro_batches
+        if schedule_of(name).repeats:
+            count = min(count, 2 * layout.pipeline)
+        every = orders(
+            name, stages=layout.stages, micro_batches=count, virtual_stages=layout.virtual_stages
+        )
+    return [host_bytes(own, order) for own, order in zip(held, every, strict=True)]
+
+
+def _layers(costs: LayoutCosts, placement: Placement) -> list[StrategyParts]:
+    """Return the parts of each layer of a stage."""
+    chosen = {
+        (kind, part.recompute, part.activations): part
+        for kind, parts in costs.parts.items()
+        for part in parts
+    }
+    return [chosen[choice] for choice in placement]

@@ -1,0 +1,1 @@
+"""The documents: frozen types with units, read and written as YAML."""

@@ -1,0 +1,143 @@
+"""The axes of a layout beside its degrees, sharding and schedule, one row each.
+
+A row says how an axis is named, what it can be, how a stack's space lists what it executes, and in
+which words others refuse it.  A layout's text, the fields that a plan writes, pins, allowances,
+facts of stacks, exports and plans made anew read the rows; no file repeats them.  The fields of
+Layout, Plan and Pins are declared by hand for their types; `tests/planner/documents/test_axes.py`
+compares them with the rows.  What an axis costs, and how it runs, is code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutAxis:
+    """One choice that a layout makes."""
+
+    name: str
+    """Of the field of Layout, Plan and Pins."""
+    short: str
+    """In a layout's text, and of a pin."""
+    usual: Any
+    values: tuple[str, ...] = ()
+    """The words that it can be; empty where it is no word."""
+    space: str
+    """Field of a stack's space: the values it executes, or whether any but the usual one."""
+    refused: str
+    """What a stack lacks that does not execute the value {}."""
+    exported: str | None = None
+    """What the file of another framework cannot say; None where it can, or says why not itself."""
+    allowance: str | None = None
+    """Without which the search looks at the usual value alone."""
+    changes_training: bool = False
+    """A pin needs the allowance too."""
+    needs: str | None = None
+    """Degree that must be above 1 for the value to have an effect, and why a pin has none."""
+    without: str = ""
+    always_written: bool = False
+    """A plan's document says it even where it is the usual one."""
+
+
+LAYOUT_AXES = (
+    LayoutAxis(
+        name="offload",
+        short="offload",
+        usual="none",
+        values=("none", "optimizer", "parameters"),
+        space="offload",
+        refused="{} on the host",
+        allowance="offload",
+        always_written=True,
+    ),
+    LayoutAxis(
+        name="gradient_wire",
+        short="gradients",
+        usual="full",
+        values=("full", "bf16", "fp16", "powersgd"),
+        space="wires",
+        refused="gradients that travel as {}",
+        exported="gradients travel as {}",
+        allowance="compress",
+        changes_training=True,
+        always_written=True,
+    ),
+    LayoutAxis(
+        name="scales",
+        short="scales",
+        usual="tensorwise",
+        values=("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"),
+        space="scales",
+        refused="{} scales",
+        exported="scales of 8-bit operands are {}",
+    ),
+    LayoutAxis(
+        name="weight_wire",
+        short="weights",
+        usual="full",
+        values=("full", "fp8"),
+        space="weight_wires",
+        refused="weights that travel as {}",
+        exported="weights travel as {}",
+    ),
+    LayoutAxis(
+        name="dispatch",
+        short="dispatch",
+        usual="alltoall",
+        values=("alltoall", "allgather"),
+        space="dispatches",
+        refused="tokens dispatched by {}",
+        exported="tokens come to experts by {}",
+    ),
+    LayoutAxis(
+        name="prefetch",
+        short="prefetch",
+        usual=0,
+        space="prefetch",
+        refused="prefetch {}",
+    ),
+    LayoutAxis(
+        name="reshard",
+        short="reshard",
+        usual=None,
+        space="reshard",
+        refused="parameters kept among {} ranks",
+        exported="parameters stay divided over {} ranks from forward to backward",
+    ),
+    LayoutAxis(
+        name="loss",
+        short="loss",
+        usual=None,
+        space="chunked_loss",
+        refused="a loss in chunks",
+        always_written=True,
+    ),
+    LayoutAxis(
+        name="compile",
+        short="compile",
+        usual="none",
+        values=("none", "block"),
+        space="compile",
+        refused="compile {}",
+    ),
+    LayoutAxis(
+        name="tensor_overlap",
+        short="tensor_overlap",
+        usual="none",
+        values=("none", "async"),
+        space="tensor_overlaps",
+        refused="asynchronous tensor parallelism",
+        exported="collectives of tensor parallelism are {}",
+        allowance="async-tensor",
+        needs="tensor",
+        without="tp=1, no block is divided",
+    ),
+)
+"""In the order of a layout's text."""
+
+
+def axes_of(source: object) -> dict[str, Any]:
+    """Return the value of each axis by name, of a layout or a plan."""
+    return {axis.name: getattr(source, axis.name) for axis in LAYOUT_AXES}

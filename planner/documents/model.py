@@ -1,0 +1,389 @@
+"""ModelGraph: what is to be trained, as layers that a plan can place.
+
+A graph is a chain of layers unless `edges` says otherwise.  Layers that repeat are written once.
+Figures of a transformer stand in `architecture`, under the names of its public configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.documents.document import Document, Part
+from planner.documents.units import Amount, Count, Flag, Line, Name, Positive
+
+if TYPE_CHECKING:
+    import networkx
+
+MOST_LAYERS = 100_000
+"""More is a slip of the pen, and would be listed one by one."""
+FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
+
+
+def is_factory(text: str) -> bool:
+    """Tell whether MODEL names a function in a Python file.
+
+    >>> is_factory("models/mine.py:build"), is_factory("gpt2"), is_factory("C:/x/config.json")
+    (True, False, False)
+    """
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", text) is not None
+
+
+def is_script(text: str) -> bool:
+    """Tell whether MODEL is a function of a script that trains with meshwright.Engine itself.
+
+    >>> is_script("script:build"), is_script("models/mine.py:build")
+    (True, False)
+    """
+    return re.fullmatch(r"script:[^\W\d]\w*", text) is not None
+
+
+def is_own(text: str) -> bool:
+    """Tell whether MODEL is the user's own code, of which documents carry the figures."""
+    return is_factory(text) or is_script(text)
+
+
+class BatchLeaf(Part):
+    """A tensor of a batch, as one sample has it."""
+
+    shape: tuple[Count, ...] | None = None
+    """Without the dim of samples; none for a tensor that is not cut, as it has no dims."""
+    dtype: Line
+
+
+class Experts(Part):
+    """The mixture-of-experts part of a model's blocks."""
+
+    count: Positive
+    per_token: Positive
+    ffn_size: Positive
+    shared: Count = 0
+    shared_ffn_size: Count = 0
+    """Width of all shared experts together; 0 means `shared` x `ffn_size`."""
+    shared_gate: Flag = False
+    """What shared experts give is weighed by a product with one vector (Qwen2-MoE)."""
+    dense_layers: Count = 0
+    """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
+    groups: Positive | None = None
+    """A token's experts are chosen from `groups_per_token` of so many groups, which is called
+    node-limited routing; None: from all experts."""
+    groups_per_token: Positive | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token is {self.per_token}, more than the {self.count} experts")
+        groups, chosen = self.groups or 1, self.groups_per_token or 1
+        if self.count % groups or chosen > groups:
+            raise ValueError(
+                f"groups_per_token is {chosen} of {groups} groups, of {self.count} experts"
+            )
+        if self.per_token > self.count // groups * chosen:
+            raise ValueError(f"per_token is {self.per_token}, more than {chosen} groups have")
+        return self
+
+
+class LatentAttention(Part):
+    """Multi-head latent attention (DeepSeek-V2): low-rank queries, keys and values."""
+
+    q_rank: Count
+    """0 means that queries are projected directly."""
+    kv_rank: Positive
+    rope_head_dim: Positive
+    nope_head_dim: Positive
+    value_head_dim: Positive
+
+
+class Patches(Part):
+    """The image side of a vision transformer."""
+
+    image_size: Positive
+    patch_size: Positive
+    channels: Positive = 3
+
+
+class Architecture(Part):
+    """Configuration figures of a transformer; `family` fixes what the figures leave open."""
+
+    family: Name
+    hidden_size: Positive
+    layers: Annotated[Positive, Field(le=MOST_LAYERS)]
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    ffn_size: Positive
+    vocab_size: Count
+    gated_mlp: Flag
+    norm: Literal["rms", "layer"] = "rms"
+    pre_norm: Flag = True
+    """Norms before attention and MLP and one before the head; else behind them and none there."""
+    positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
+    max_positions: Positive = 131072
+    tied_embeddings: Flag = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    mlp_bias: Flag = False
+    qk_norm: Flag = False
+    post_norms: Flag = False
+    """Norms after attention and MLP too, as Gemma-2 has."""
+    sliding_window: Count = 0
+    """Tokens that a local layer attends to; 0 means all."""
+    sliding_every: Positive = 1
+    """Every n-th block is global, the others are local; 1 with a window means all are local."""
+    global_blocks: tuple[Count, ...] | None = None
+    """Places of global blocks that do not repeat so, beside a window and `sliding_every` 1."""
+    causal: Flag = True
+    token_types: Count = 0
+    embedding_size: Count = 0
+    """Width of the token embedding where it differs from hidden_size (OPT-350M); 0: the same."""
+    classes: Count = 0
+    """Outputs of a classification head; 0 means a language-model head over the vocabulary."""
+    parallel: Flag = False
+    """Attention and MLP read one residual and are added to it together (GPT-NeoX, Falcon)."""
+    shared_norm: Flag = False
+    """One norm feeds attention and MLP that run in parallel; else each has its own."""
+    norm_bias: Flag = True
+    """Of layer norms."""
+    rotary_dim: Count = 0
+    """Features of a head that are rotated; 0 means all."""
+    written_gelu: Flag = False
+    """A plain MLP's GELU is written out as a product of tensors (GPT-NeoX's `gelu_fast`)."""
+    head_bias: Flag = False
+    """Of the output projection."""
+    embedding_norm: Flag = False
+    """A norm behind the embedding, as Bloom has."""
+    head_transform: Flag = False
+    """A dense layer, activation and norm before the output projection, as BERT has."""
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    patches: Patches | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads"
+            )
+        if self.global_blocks and (not self.sliding_window or self.sliding_every > 1):
+            raise ValueError("global_blocks are of models with a window and sliding_every 1")
+        return self
+
+    @property
+    def attention(self) -> Literal["mha", "gqa", "mqa", "mla"]:
+        """How keys and values are shared between heads."""
+        if self.latent is not None:
+            return "mla"
+        if self.kv_heads == self.heads:
+            return "mha"
+        return "mqa" if self.kv_heads == 1 else "gqa"
+
+
+class LayerTrace(Part):
+    """What one sample costs in a layer that has no arithmetic of ours, as traced in fp32."""
+
+    forward_flops: Amount
+    stored_bytes: Count
+    """Saved for backward, parameters not counted."""
+    transient_bytes: Count
+    output_bytes: Count
+
+
+class DividedLayer(Part):
+    """What one rank of a tensor axis has of a traced layer, as traced in fp32 on one sample."""
+
+    tensor: Annotated[Positive, Field(ge=2)]
+    """Ranks that divide it."""
+    parameters: Count
+    trace: LayerTrace
+    sums_bytes: tuple[Count, ...] = ()
+    """Of activations that are summed over the ranks in forward, and again in a recomputation."""
+    last_sum_bytes: Count = 0
+    """Of the last sum, if a recomputation stops before it; 0: there is none such."""
+    copies_bytes: tuple[Count, ...] = ()
+    """Of activations whose gradients are summed in backward."""
+    largest: Count = 0
+    """Elements of its largest parameter."""
+    whole_matrices: tuple[Count, ...] = ()
+    """Of the layer's, those that the axis divides."""
+
+
+class Layer(Part):
+    """One layer, or `repeat` layers in a row that are alike."""
+
+    name: Annotated[Name, Field(max_length=190)]
+    kind: Name
+    """Layers of one kind cost the same: embedding, block, moe_block, local_block, head, ...
+
+    Those that route tokens to experts end in `moe_block`, those with a window begin with `local_`.
+    """
+    repeat: Positive = 1
+    parameters: Count
+    """Of one such layer; a weight tied to another layer's counts there, not here."""
+    trace: LayerTrace | None = None
+    divided: Annotated[tuple[DividedLayer, ...], Field(min_length=1)] | None = None
+    """By degree of a tensor axis that divides it; it is whole on each rank of others."""
+    largest: Count | None = None
+    """Elements of a traced layer's largest parameter; None: not known, as large as the layer."""
+    tied: Positive | None = None
+    """Parameters of other layers that it reads too, of which a stage without those has copies."""
+    whole_matrices: tuple[Positive, ...] | None = None
+    """Sizes of the parameters whose optimizer looks at the whole of each (Muon, Adafactor): where
+    they are divided, one rank gathers each, updates it and hands it out."""
+
+    def at(self, tensor: int) -> DividedLayer | None:
+        """Return what a rank of so many has, None where the layer is whole on each."""
+        return next((one for one in self.divided or () if one.tensor == tensor), None)
+
+
+class Edge(Part):
+    """Data that flows from one layer to another, where the graph is not a chain."""
+
+    source: Name
+    target: Name
+
+
+class ModelGraph(Document):
+    """Layers, what they cost, and how data flows between them."""
+
+    kind_of_document: ClassVar[str] = "model"
+    not_digested: ClassVar[frozenset[str]] = frozenset({"files"})  # figures count, not comments
+
+    name: Name
+    source: Line | None = None
+    """How the runtime finds the modules: a catalogue name, a folder, `file.py:factory`, or
+    `script:build` where the user's script hands them to meshwright.Engine."""
+    files: dict[Line, FileDigest] | None = None
+    """The Python files that made the modules of `file.py:factory`: the file, and what it imported
+    from its folder.  Paths are relative to that folder.  No other content of them is run."""
+    recording: FileDigest | None = None
+    """What the forward of a script's module does with which shapes (runtime.recording)."""
+    optimizer_bytes: Amount | None = None
+    """Of state per parameter, a mean over the model, where a script's optimizer is not AdamW."""
+    architecture: Architecture | None = None
+    layers: tuple[Layer, ...]
+    edges: tuple[Edge, ...] = ()
+    """Empty means a chain in the order of `layers`.  Of a graph, the stages between a layer and the
+    last that reads its output pass that on: ranks exchange with their neighbours alone."""
+    colocated: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] | None = None
+    """Layers of a graph that stay on one stage, by the name of their group."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for file in self.files or ():
+            if file.startswith("/") or ".." in file.split("/"):
+                raise ValueError(f"files: '{file}' is not in the folder of the model's own file")
+        if not self.layers:
+            raise ValueError("layers is empty; a model needs at least one layer")
+        count = sum(layer.repeat for layer in self.layers)
+        if count > MOST_LAYERS:
+            raise ValueError(f"layers are {count}; a model has at most {MOST_LAYERS}")
+        names = [name for name, _ in self.chain]
+        if len(set(names)) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"layers: '{twice}' stands twice; every layer needs its own name")
+        for index, edge in enumerate(self.edges):
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise ValueError(f"edges[{index}]: there is no layer '{end}'")
+        if self.edges:
+            import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
+
+            if not networkx.is_directed_acyclic_graph(self.graph):
+                cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
+                raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
+        self._check_colocated(set(names))
+        return self
+
+    def _check_colocated(self, names: set[str]) -> None:
+        """Refuse groups that share layers, and those of which others wait to run in between."""
+        if self.colocated and not self.edges:
+            raise ValueError("colocated: is of graphs of layers; list the edges of this chain too")
+        home: dict[str, str] = {}
+        for group, layers in (self.colocated or {}).items():
+            for name in layers:
+                if name not in names:
+                    raise ValueError(f"colocated.{group}: there is no layer '{name}'")
+                if name in home:
+                    raise ValueError(
+                        f"colocated.{group}: layer '{name}' is in '{home[name]}' already; a layer "
+                        "belongs to one group"
+                    )
+                home[name] = group
+        if not home:
+            return
+        import networkx  # noqa: PLC0415 - as above
+
+        # A group and a layer may have one name.
+        nodes = {name: (home[name], True) if name in home else (name, False) for name in names}
+        joined = networkx.DiGraph(
+            (nodes[edge.source], nodes[edge.target])
+            for edge in self.edges
+            if nodes[edge.source] != nodes[edge.target]
+        )
+        if networkx.is_directed_acyclic_graph(joined):
+            return
+        cycle = [one for one, *_ in networkx.find_cycle(joined)]
+        groups = list(dict.fromkeys(name for name, grouped in cycle if grouped))
+        others = list(dict.fromkeys(name for name, grouped in cycle if not grouped))
+        remedies = []
+        if others:
+            remedies.append("add " + ", ".join(f"'{name}'" for name in others) + " to it")
+        if len(groups) > 1:
+            remedies.append("make " + " and ".join(f"'{name}'" for name in groups) + " one group")
+        path = " -> ".join(name for name, _ in [*cycle, cycle[0]])
+        raise ValueError(
+            f"colocated.{groups[0]}: cannot be on one stage: {path} is a cycle of stages; "
+            + " and ".join(remedies)
+        )
+
+    @cached_property
+    def chain_kinds(self) -> tuple[str, ...]:
+        """The kind of every single layer in order."""
+        return tuple(layer.kind for _, layer in self.chain)
+
+    @cached_property
+    def chain(self) -> tuple[tuple[str, Layer], ...]:
+        """Every single layer in order, with its own name: `block.0`, `block.1`, ...
+
+        A name that stands for several layers gets an index that counts over all its runs.
+        """
+        totals: dict[str, int] = {}
+        for layer in self.layers:
+            totals[layer.name] = totals.get(layer.name, 0) + layer.repeat
+        seen: dict[str, int] = {}
+        result = []
+        for layer in self.layers:
+            for _ in range(layer.repeat):
+                index = seen.get(layer.name, 0)
+                seen[layer.name] = index + 1
+                name = layer.name if totals[layer.name] == 1 else f"{layer.name}.{index}"
+                result.append((name, layer))
+        return tuple(result)
+
+    @property
+    def graph(self) -> networkx.DiGraph:
+        """The layers as a directed graph of their names."""
+        import networkx  # noqa: PLC0415 - as above
+
+        graph = networkx.DiGraph()
+        names = [name for name, _ in self.chain]
+        graph.add_nodes_from(names)
+        if self.edges:
+            graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
+        else:
+            graph.add_edges_from(itertools.pairwise(names))
+        return graph
+
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Degrees of a tensor axis that divide some of the traced layers."""
+        return tuple(sorted({one.tensor for layer in self.layers for one in layer.divided or ()}))
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied weights once."""
+        return sum(layer.parameters * layer.repeat for layer in self.layers)

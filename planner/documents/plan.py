@@ -1,0 +1,684 @@
+"""Plan: everything the runtime needs to train, nothing that it can work out, and no times.
+
+A Layout is one point of the search space without cuts and per-layer strategies; a Plan is a Layout
+with its stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from planner.documents.axes import LAYOUT_AXES, axes_of
+from planner.documents.cluster import Precision
+from planner.documents.document import Document, Part, nearest
+from planner.documents.model import BatchLeaf, ModelGraph, is_own
+from planner.documents.profile import CHUNK_ROWS, ChunkedLoss, Recompute
+from planner.documents.training import Lora, Training
+from planner.documents.units import (
+    MOST_DEVICES,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    Devices,
+    Flag,
+    Line,
+    Name,
+    Positive,
+    Samples,
+    SampleTokens,
+    Text,
+    Timeout,
+)
+from planner.errors import DocumentError
+from planner.errors.shown import html_table
+from planner.schedules import PLAIN, SCHEDULES, Schedule
+from planner.schedules.schedule import obstacle, rank_of_stage, too_long
+
+
+def _known_schedule(name: str) -> str:
+    if name not in SCHEDULES:
+        raise ValueError(f"is {name[:60]!a}; {nearest(name, list(SCHEDULES))}")
+    return name
+
+
+ScheduleName = Annotated[
+    str,
+    Field(strict=True, json_schema_extra=lambda schema: schema.update(enum=list(SCHEDULES))),
+    AfterValidator(_known_schedule),
+]
+Activations = Literal["keep", "offload", "compress"]
+"""What becomes of a layer's stored tensors between forward and backward: on the device, in pinned
+host memory, or packed into 8 bits."""
+Offload = Literal["none", "optimizer", "parameters"]
+"""What lives on the host: nothing, optimizer state and step, or parameters and gradients too."""
+GradientWire = Literal["full", "bf16", "fp16", "powersgd"]
+"""How gradients travel between data-parallel ranks: as they are, in 16 bits, or by low rank."""
+Scales = Literal["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+"""Of operands of products in fp8: one for all of an operand, from its own largest value or from
+those of earlier steps (`delayed`); one for each of its rows, or for rows with gradients of weights
+in 16 bits (torchao's `rowwise_with_gw_hp`); one for each 128 neighbours, and of weights for each
+block of 128 x 128."""
+WeightWire = Literal["full", "fp8"]
+"""How weights of Linears travel to the ranks that divide them: in 16 bits, or in 8."""
+Dispatch = Literal["alltoall", "allgather"]
+"""How tokens come to experts on other ranks: each to its own, the host knowing how many; or all to
+all ranks, into buffers of the most that may come."""
+Prefetch = Literal[0, 1, 2, 3]
+"""Units of ZeRO-3 whose parameters are asked for ahead of the one that runs; 0: as the host comes
+by them in forward, and one ahead in backward."""
+Compile = Literal["none", "block"]
+"""What is compiled: nothing, or each layer that repeats, as one graph."""
+TensorOverlap = Literal["none", "async"]
+"""How tensor-parallel collectives run: before and behind the products of a block, or in pieces
+beside them (asynchronous tensor parallelism)."""
+Axis = Literal["tensor", "context", "data_shard", "data_replicate", "pipeline"]
+INSIDE_OUT: tuple[Axis, ...] = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
+
+
+def check_size(name: str, value: int, most: int) -> None:
+    """Refuse a count of samples or tokens that nobody trains with."""
+    if not 1 <= value <= most:
+        shown = value if abs(value) < 10**15 else "beyond any count"
+        raise DocumentError(name, f"is {shown}; it is a whole number from 1 to {most:,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is asked for: the work of one step."""
+
+    seq_len: int
+    global_batch: int
+    precision: Precision = "bf16"
+    lora: Lora | None = None
+    """Adapters that alone are trained; None trains the whole model."""
+    document_len: int | None = None
+    """Tokens of the document that a token is in, on average over tokens: the sum of documents'
+    squared lengths over the sum of their lengths.  Attention stays within documents; None: a sample
+    is one."""
+
+    def __post_init__(self) -> None:
+        if self.document_len is not None:
+            check_size("document-len", self.document_len, self.seq_len)
+        check_size("seq-len", self.seq_len, MOST_TOKENS)
+        check_size("global-batch", self.global_batch, MOST_SAMPLES)
+
+
+def loss_text(loss: ChunkedLoss | None) -> str:
+    """Return how a loss is computed as people write it, without the usual number of rows.
+
+    >>> loss_text(ChunkedLoss(rows=512)), loss_text(ChunkedLoss()), loss_text(None)
+    ('precomputed/512', 'precomputed', 'plain')
+    """
+    if loss is None:
+        return "plain"
+    return loss.gradients if loss.rows == CHUNK_ROWS else f"{loss.gradients}/{loss.rows}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One configuration: degrees, ZeRO level, schedule and micro-batch.
+
+    `micro_batches` is the number per data-parallel rank and step.
+    """
+
+    pipeline: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    zero: int = 0
+    schedule: str = PLAIN
+    micro_batch: int = 1
+    micro_batches: int = 1
+    order: tuple[Axis, ...] = INSIDE_OUT
+    virtual_stages: int = 1
+    """Pipeline stages on each rank."""
+    offload: Offload = "none"
+    gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 keeps a layer's parameters divided between its forward and its
+    backward; None: all that divide its states."""
+    scales: Scales = "tensorwise"
+    weight_wire: WeightWire = "full"
+    dispatch: Dispatch = "alltoall"
+    loss: ChunkedLoss | None = None
+    """How the loss of the output projection is computed; None: from all logits."""
+    compile: Compile = "none"
+    tensor_overlap: TensorOverlap = "none"
+    expert_tensor: int = 1
+    """Ranks that divide each expert; they and the expert degree are among tensor x context x data.
+    """
+    sequence_parallel: bool = True
+    """With tensor parallelism the residual stream is divided along the sequence."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole job."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def executed(self) -> Schedule:
+        """The schedule that runs; without a pipeline forwards and backwards alternate."""
+        return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
+
+    @property
+    def data(self) -> int:
+        """Data-parallel degree: samples are divided by it."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the whole job."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+    def text(self) -> str:
+        """Return the layout as people write it.
+
+        >>> Layout(tensor=8, pipeline=4, data_shard=2, zero=1, micro_batches=16).text()
+        'tp=8 pp=4 dp=2 zero=1 1f1b micro_batch=1x16'
+        >>> inside = ("pipeline", "context", "tensor", "data_replicate", "data_shard")
+        >>> Layout(tensor=8, pipeline=4, data_shard=2, zero=3, order=inside).text()
+        'tp=8 pp=4 dp=2 zero=3 1f1b order=pp-tp-dp micro_batch=1x1'
+        """
+        parts = [f"tp={self.tensor}", f"pp={self.pipeline}", f"dp={self.data}"]
+        if self.context > 1:
+            parts.append(f"cp={self.context}")
+        if self.expert > 1:
+            parts.append(f"ep={self.expert}")
+        if self.expert_tensor > 1:
+            parts.append(f"etp={self.expert_tensor}")
+        if self.tensor > 1 and not self.sequence_parallel:
+            parts.append("sequence_parallel=off")
+        parts.append(f"zero={self.zero}")
+        if self.zero and self.data_replicate > 1:
+            parts.append(f"shard={self.data_shard}")
+        if self.pipeline > 1:
+            parts.append(self.schedule)
+        if self.virtual_stages > 1:
+            parts.append(f"stages={self.virtual_stages}/rank")
+        if self.order != INSIDE_OUT:
+            parts.append(f"order={self._order_text()}")
+        parts += [
+            f"{axis.short}={loss_text(self.loss) if axis.name == 'loss' else value}"
+            for axis in LAYOUT_AXES
+            if (value := getattr(self, axis.name)) != axis.usual
+        ]
+        return " ".join([*parts, f"micro_batch={self.micro_batch}x{self.micro_batches}"])
+
+    def _order_text(self) -> str:
+        """Return the axes that divide anything, innermost first."""
+        hybrid = self.zero and self.data_replicate > 1
+        names = {
+            "tensor": ("tp", self.tensor),
+            "context": ("cp", self.context),
+            "data_shard": ("shard" if hybrid else "dp", self.data_shard),
+            "data_replicate": ("replicate" if hybrid else "dp", self.data_replicate),
+            "pipeline": ("pp", self.pipeline),
+        }
+        return "-".join(name for name, degree in map(names.__getitem__, self.order) if degree > 1)
+
+
+class Mesh(Part):
+    """Parallel degrees, and which axis lies innermost (on the fastest links)."""
+
+    tensor: Devices = 1
+    context: Devices = 1
+    data_shard: Devices = 1
+    data_replicate: Devices = 1
+    pipeline: Devices = 1
+    expert: Devices = 1
+    """Divides data_shard x context x tensor; it takes no ranks of its own."""
+    expert_tensor: Devices = 1
+    """Ranks that divide each expert, among the same; written only where they do."""
+    sequence_parallel: Flag = True
+    """Tensor parallelism divides the residual stream too; written only where it does not."""
+    order: tuple[Axis, ...] = INSIDE_OUT
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        for name in ("expert_tensor", "sequence_parallel"):
+            if fields.get(name) == type(self).model_fields[name].default:
+                del fields[name]
+        return fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if sorted(self.order) != sorted(INSIDE_OUT):
+            raise ValueError(f"order is {list(self.order)}; name each of {list(INSIDE_OUT)} once")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"has {self.devices} ranks; a job has at most {MOST_DEVICES:,}")
+        return self
+
+    @property
+    def devices(self) -> int:
+        """Ranks that the mesh has."""
+        return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
+
+
+class PlacedLayer(Part):
+    """One layer of a stage and how its activations are treated."""
+
+    layer: Name
+    recompute: Recompute = "none"
+    activations: Activations = "keep"
+    """Of what recomputation leaves to store; written only where they are not kept."""
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, str]:
+        fields: dict[str, str] = written(self)
+        if self.activations == "keep":
+            del fields["activations"]
+        return fields
+
+
+class Stage(Part):
+    """Consecutive layers on one pipeline rank, in order."""
+
+    layers: tuple[PlacedLayer, ...]
+    group: Line | None = None
+    """Whose devices run it, where devices differ: a name of `Plan.groups`."""
+
+
+class PlannedGroup(Part):
+    """Devices of the cluster that are alike; devices are numbered group by group."""
+
+    name: Line
+    devices: Devices
+
+
+class Share(Part):
+    """One data-parallel rank, where they differ: its devices, and how much of a step it takes."""
+
+    group: Line
+    """A name of `Plan.groups`."""
+    micro_batches: Samples
+
+
+class PlannedModel(Part):
+    """Which model the plan is for."""
+
+    name: Name
+    source: Line
+    """A catalogue name, a Hugging Face folder or config.json, `file.py:factory`, or `script:build`.
+    """
+    digest: Line
+    graph: ModelGraph | None = None
+    """Its figures, where they would take running the user's code, and that code's digest."""
+
+    @classmethod
+    def of(cls, model: ModelGraph) -> Self:
+        """Return what a plan says of a model."""
+        source = model.source or model.name
+        graph = model if is_own(source) else None
+        return cls(name=model.name, source=source, digest=model.digest, graph=graph)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.graph is None:
+            return self
+        if self.graph.digest != self.digest:
+            raise ValueError(f"its graph has {self.graph.digest}, and digest is {self.digest}")
+        # The file may lie elsewhere than where it was planned.
+        names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
+        if names[0] != names[1]:
+            raise ValueError(f"its graph is of '{names[1]}', and source is '{self.source}'")
+        return self
+
+
+class Plan(Document):
+    """A way to train one model on one cluster, ready to launch."""
+
+    kind_of_document: ClassVar[str] = "plan"
+
+    model: PlannedModel
+    cluster: Line
+    backend: Text = "native"
+    """The stack that trains it (planner/catalog/stacks); `planner.catalog.stack` finds it."""
+    seq_len: SampleTokens = 1
+    """Tokens of a sample; left out where `batch` says what a sample is."""
+    document_len: SampleTokens | None = None
+    """Where samples hold several documents, how long the one of a token is, on average over tokens;
+    written only there."""
+    batch: dict[Line, BatchLeaf] | None = None
+    """One sample of a batch of the user's own, by the leaves' places in its pytree."""
+    global_batch: Samples
+    precision: Precision
+    mesh: Mesh
+    zero: Literal[0, 1, 2, 3]
+    schedule: ScheduleName
+    virtual_stages: Positive = 1
+    """Stages on each pipeline rank; `rank_of_stage` of planner.schedules.schedule says which."""
+    micro_batch: Samples
+    micro_batches: Samples
+    """Per data-parallel rank and step: global_batch = micro_batch x micro_batches x data.
+
+    Where `shares` differ it is the most that one takes.
+    """
+    offload: Offload = "none"
+    gradient_wire: GradientWire = "full"
+    prefetch: Prefetch = 0
+    """Written only where a depth is asked for."""
+    reshard: Devices | None = None
+    """Written only where it is not all ranks that divide states."""
+    scales: Scales = "tensorwise"
+    """With precision fp8; written only where they are not tensorwise."""
+    weight_wire: WeightWire = "full"
+    """With precision fp8 and ZeRO-3; written only where it is not full."""
+    dispatch: Dispatch = "alltoall"
+    """With experts on ranks of their own; written only where it is not alltoall."""
+    loss: ChunkedLoss | None = None
+    compile: Compile = "none"
+    """Written only where something is compiled."""
+    tensor_overlap: TensorOverlap = "none"
+    """With compiled blocks; written only where it is not none."""
+    training: Training = Training()
+    timeout_s: Timeout = 600.0
+    """A collective that waits longer ends the run."""
+    groups: tuple[PlannedGroup, ...] | None = None
+    """All device groups of the cluster, where devices differ."""
+    shares: tuple[Share, ...] | None = None
+    """Of each data-parallel rank in order, where they lie on devices that differ."""
+    stages: tuple[Stage, ...]
+    """In the order in which the model runs through them."""
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        if self.batch is not None and self.seq_len == 1:
+            del fields["seq_len"]
+        brief = (axis.name for axis in LAYOUT_AXES if not axis.always_written)
+        for name in ("document_len", *brief):
+            if fields.get(name) == type(self).model_fields[name].default:
+                fields.pop(name, None)
+        return fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        mesh = self.mesh
+        if self.batch is None and "seq_len" not in self.model_fields_set:
+            raise ValueError("seq_len: is missing; a plan says it, or what a batch is")
+        if len(self.stages) != mesh.pipeline * self.virtual_stages:
+            each = "its stage" if self.virtual_stages == 1 else f"{self.virtual_stages} stages"
+            raise ValueError(
+                f"stages: there are {len(self.stages)}, and mesh.pipeline is {mesh.pipeline}; "
+                f"every pipeline rank needs {each}"
+            )
+        shape = {"stages": len(self.stages), "micro_batches": self.micro_batches}
+        if mesh.pipeline > 1 or self.virtual_stages > 1:
+            found = obstacle(self.schedule, virtual_stages=self.virtual_stages, **shape)
+        else:
+            found = too_long(**shape)
+        if found:
+            raise ValueError(f"{found[0]}: {found[1]}")
+        data = mesh.data_shard * mesh.data_replicate
+        if self.shares is not None:
+            self._check_shares(self.shares, data)
+        elif self.global_batch != self.micro_batch * self.micro_batches * data:
+            raise ValueError(
+                f"global_batch: is {self.global_batch}, but micro_batch {self.micro_batch} x "
+                f"micro_batches {self.micro_batches} x data {data} is "
+                f"{self.micro_batch * self.micro_batches * data}"
+            )
+        if self.zero == 0 and mesh.data_shard > 1:
+            raise ValueError("zero: is 0, which shards nothing; use mesh.data_replicate")
+        placed: dict[str, int] = {}
+        for index, stage in enumerate(self.stages):
+            if not stage.layers:
+                raise ValueError(f"stages[{index}].layers: is empty; every stage needs a layer")
+            for item in stage.layers:
+                if item.layer in placed:
+                    raise ValueError(
+                        f"stages[{index}].layers: layer '{item.layer}' is also in "
+                        f"stages[{placed[item.layer]}]; a layer belongs to exactly one stage"
+                    )
+                placed[item.layer] = index
+        self._check_groups()
+        return self
+
+    def _check_shares(self, shares: tuple[Share, ...], data: int) -> None:
+        """Refuse shares that do not add up, or whose ranks would wait for each other in a step."""
+        if len(shares) != data:
+            raise ValueError(f"shares: there are {len(shares)}, and data is {data}; give each one")
+        counts = [share.micro_batches for share in shares]
+        if max(counts) != self.micro_batches:
+            raise ValueError(
+                f"micro_batches: is {self.micro_batches}; the largest share is {max(counts)}"
+            )
+        if self.global_batch != self.micro_batch * sum(counts):
+            raise ValueError(
+                f"global_batch: is {self.global_batch}, but the shares are {sum(counts)} "
+                f"micro-batches of {self.micro_batch}"
+            )
+        if self.mesh.pipeline > 1 or self.zero > 1:
+            raise ValueError(
+                "shares: need mesh.pipeline 1 and zero 0 or 1; others talk in every micro-batch"
+            )
+        if self.zero and self.offload == "parameters":
+            raise ValueError(
+                "shares: with offload parameters need zero 0; ranks that divide parameters gather "
+                "them in every micro-batch"
+            )
+        if self.zero and min(counts) == 1 < max(counts):
+            raise ValueError(
+                "shares: with zero 1 none may be 1 while others are more; the last micro-batch of "
+                "several gathers parameters once more"
+            )
+        groups = {group.name: group.devices for group in self.groups or ()}
+        each = self.mesh.devices // data
+        for index, share in enumerate(shares):
+            if share.group not in groups:
+                raise ValueError(
+                    f"shares[{index}].group: is {share.group}; name one of {', '.join(groups)}"
+                )
+        for name, devices in groups.items():
+            needed = each * sum(share.group == name for share in shares)
+            if needed > devices:
+                raise ValueError(
+                    f"shares: those on {name} need {needed} devices, and it has {devices}"
+                )
+
+    def _check_groups(self) -> None:
+        """Refuse stages whose devices are not there, or not said."""
+        named = [(index, stage.group) for index, stage in enumerate(self.stages)]
+        if self.groups is None or self.shares is not None:
+            for index, group in named:
+                if group is not None:
+                    why = "has shares" if self.shares else "lists no groups"
+                    raise ValueError(f"stages[{index}].group: is {group}, and the plan {why}")
+            return
+        sizes = {group.name: group.devices for group in self.groups}
+        if len(sizes) < len(self.groups):
+            raise ValueError(f"groups: are {list(sizes)}; every group needs its own name")
+        group_of_rank: dict[int, str] = {}
+        for index, group in named:
+            if group not in sizes:
+                raise ValueError(
+                    f"stages[{index}].group: is {group}; name one of {', '.join(sizes)}"
+                )
+            if group_of_rank.setdefault(self.rank_of_stage(index), group) != group:
+                raise ValueError(
+                    f"stages[{index}].group: is {group}, and another stage of the same rank runs "
+                    f"on {group_of_rank[self.rank_of_stage(index)]}"
+                )
+        if self.mesh.order[-1] != "pipeline":
+            raise ValueError("mesh.order: where devices differ, pipeline must be the last axis")
+        each = self.mesh.devices // self.mesh.pipeline
+        for name, devices in sizes.items():
+            needed = each * list(group_of_rank.values()).count(name)
+            if needed > devices:
+                raise ValueError(
+                    f"stages: those on {name} need {needed} devices, and it has {devices}"
+                )
+
+    @property
+    def layout(self) -> Layout:
+        """The plan without its stages."""
+        mesh = self.mesh
+        return Layout(
+            pipeline=mesh.pipeline,
+            data_replicate=mesh.data_replicate,
+            data_shard=mesh.data_shard,
+            context=mesh.context,
+            expert=mesh.expert,
+            tensor=mesh.tensor,
+            zero=self.zero,
+            schedule=self.schedule,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            order=mesh.order,
+            virtual_stages=self.virtual_stages,
+            expert_tensor=mesh.expert_tensor,
+            sequence_parallel=mesh.sequence_parallel,
+            **axes_of(self),
+        )
+
+    def with_batch(self, batch: dict[str, BatchLeaf]) -> Self:
+        """Return the plan with what one sample of a batch is, in place of a length in tokens."""
+        return self.model_copy(update={"batch": batch})
+
+    def __str__(self) -> str:
+        """Return the plan as a script prints it: a line for each stage; `repr` has all fields."""
+        lines = (
+            f"  stage {at}: {count} layers, {span}, recompute {recompute}"
+            for at, count, span, recompute in self._rows()
+        )
+        return "\n".join((self._title, *lines))
+
+    def _repr_html_(self) -> str:
+        """Return the plan as notebooks show it: its stages as a table."""
+        return html_table(self._title, ("stage", "layers", "from, to", "recompute"), self._rows())
+
+    @property
+    def _title(self) -> str:
+        return f"{self.model.name} on {self.cluster}: {self.layout.text()}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                str(at),
+                str(len(stage.layers)),
+                f"{stage.layers[0].layer} to {stage.layers[-1].layer}",
+                ", ".join(dict.fromkeys(item.recompute for item in stage.layers)),
+            )
+            for at, stage in enumerate(self.stages)
+        ]
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage."""
+        ranks = rank_of_stage(
+            self.schedule, stages=len(self.stages), virtual_stages=self.virtual_stages
+        )
+        return ranks[stage]
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, in order."""
+        every = range(len(self.stages))
+        return tuple(stage for stage in every if self.rank_of_stage(stage) == rank)
+
+    def span_of_stage(self, stage: int) -> tuple[int, int]:
+        """Return the numbers of a stage's first layer and of the one behind its last."""
+        first = sum(len(one.layers) for one in self.stages[:stage])
+        return first, first + len(self.stages[stage].layers)
+
+    def device_of_rank(self, rank: int) -> int:
+        """Return the device of the cluster that a rank uses; both count from 0.
+
+        Ranks are numbered along the mesh.  Where devices differ, each stage, or each data-parallel
+        rank, takes the next devices of its group.
+        """
+        if self.groups is None:
+            return rank
+        if self.shares is not None:
+            owners = {data: share.group for data, share in enumerate(self.shares)}
+        else:
+            owners = {
+                self.rank_of_stage(s): stage.group or "" for s, stage in enumerate(self.stages)
+            }
+        each = self.mesh.devices // len(owners)
+        own = owners[rank // each]
+        before = sum(owners[other] == own for other in range(rank // each))
+        first = 0
+        for group in self.groups:
+            if group.name == own:
+                break
+            first += group.devices
+        return first + before * each + rank % each
+
+    def micro_batches_of(self, data_rank: int) -> int:
+        """Return how many micro-batches of a step a data-parallel rank takes."""
+        return self.shares[data_rank].micro_batches if self.shares else self.micro_batches
+
+    def samples_of(self, data_rank: int) -> range:
+        """Return which samples of a step a data-parallel rank takes."""
+        first = self.micro_batch * sum(self.micro_batches_of(rank) for rank in range(data_rank))
+        return range(first, first + self.micro_batch * self.micro_batches_of(data_rank))
+
+    @property
+    def job(self) -> Job:
+        """The work of one step."""
+        return Job(
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            lora=self.training.lora,
+            document_len=self.document_len,
+        )
+
+    def check_model(self, model: ModelGraph) -> None:
+        """Refuse a plan that was made for another model, or that loses or reorders layers."""
+        if self.model.digest != model.digest:
+            raise DocumentError(
+                "model.digest",
+                f"is {self.model.digest}, but {model.name} has {model.digest}; "
+                "this plan was made for another model: plan again",
+            )
+        expected = [name for name, _ in model.chain]
+        placed = [item.layer for stage in self.stages for item in stage.layers]
+        if model.edges:
+            self._check_graph(model, placed)
+            return
+        for position, (have, want) in enumerate(zip(placed, expected, strict=False)):
+            if have != want:
+                raise DocumentError(
+                    "stages", f"layer {position} is '{have}'; the model's order has '{want}' there"
+                )
+        if len(placed) != len(expected):
+            raise DocumentError(
+                "stages", f"place {len(placed)} layers; the model has {len(expected)}"
+            )
+
+    def _check_graph(self, model: ModelGraph, placed: list[str]) -> None:
+        """Refuse layers that are lost or unknown, and edges that lead back."""
+        known = {name for name, _ in model.chain}
+        for name in placed:
+            if name not in known:
+                raise DocumentError("stages", f"there is no layer '{name}' in {model.name}")
+        for name, _ in model.chain:
+            if name not in placed:
+                raise DocumentError("stages", f"layer '{name}' is in none of them")
+        place = {name: at for at, name in enumerate(placed)}
+        for edge in model.edges:
+            if place[edge.source] > place[edge.target]:
+                raise DocumentError(
+                    "stages",
+                    f"layer '{edge.target}' stands before '{edge.source}', whose output it reads",
+                )
+        stage_of = {one.layer: s for s, stage in enumerate(self.stages) for one in stage.layers}
+        for group, layers in (model.colocated or {}).items():
+            homes = sorted({stage_of[name] for name in layers})
+            if len(homes) > 1:
+                raise DocumentError(
+                    "stages",
+                    f"colocated.{group}: its layers are on stages {homes}; they stay on one",
+                )

@@ -1,0 +1,277 @@
+"""Prediction: what a plan should do and why; Certificate: why nothing else is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from planner.documents.document import Document, Part
+from planner.documents.units import (
+    Count,
+    Finite,
+    Flag,
+    Positive,
+    Text,
+    bytes_text,
+    count_text,
+    seconds_text,
+)
+from planner.errors.shown import html_table
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+"""The variable, and its value, under which torch's allocator leaves the least memory unused; ranks
+of the native backend have it."""
+
+
+class StagePrediction(Part):
+    """One pipeline stage, as each of its ranks sees it."""
+
+    forward_s: Finite
+    """Of one micro-batch."""
+    backward_s: Finite
+    peak_memory_bytes: Finite
+    memory_capacity_bytes: Finite
+    memory_parts: dict[Text, Finite]
+    """Bytes by cause; they add up to peak_memory_bytes."""
+    host_bytes: Finite = 0.0
+    """On the host, of one rank."""
+
+    @property
+    def compacts(self) -> bool:
+        """Whether what the allocator usually reserves is more than the device has."""
+        return self.peak_memory_bytes > self.memory_capacity_bytes
+
+    def memory_bytes(self, kind: str) -> float:
+        """Return the peak of what a kind of measurement sees: allocated, reserved or device."""
+        size = self.peak_memory_bytes
+        if kind != "device":
+            size -= self.memory_parts["context"]
+        if kind == "allocated":
+            size -= self.memory_parts["allocator overhead"] + self.memory_parts.get(
+                "recorded buffers", 0.0
+            )
+        return size
+
+
+class Assumption(Part):
+    """A figure that was not measured on this machine for this model, and where it came from."""
+
+    what: Text
+    provenance: Text
+    source: Text
+
+
+class Prediction(Document):
+    """Step time by cause, memory per stage by cause, and what was assumed."""
+
+    kind_of_document: ClassVar[str] = "prediction"
+
+    plan_digest: Text | None = None
+    layout: Text
+    step_time_s: Finite
+    step_time_low_s: Finite
+    step_time_high_s: Finite
+    step_parts: dict[Text, Finite]
+    """Seconds of the critical stage by cause; they add up to step_time_s."""
+    tokens_per_s: Finite
+    samples_per_s: Finite | None = None
+    """Where samples are not told apart into tokens: those of a script's own module."""
+    mfu: Finite
+    compile_s: Finite = 0.0
+    """Before the first step; no part of a step."""
+    fits: Flag
+    fit_probability: Finite | None = None
+    """That it fits, since needs of memory differ from their prediction; None where nobody says."""
+    peak_memory_range_bytes: tuple[Finite, Finite] | None = None
+    """Where the peak of the fullest stage should lie, in 80 of 100 runs."""
+    stages: tuple[StagePrediction, ...]
+    assumptions: tuple[Assumption, ...] = ()
+    idle_devices: Count = 0
+    """Devices of the cluster that no rank uses."""
+    notes: tuple[Text, ...] = ()
+    """What must be said beside the figures: idle devices, choices of the user without effect."""
+
+    def _repr_html_(self) -> str:
+        """Return the prediction as notebooks show it: seconds and memory of each stage."""
+        rows = [
+            (
+                str(at),
+                seconds_text(stage.forward_s),
+                seconds_text(stage.backward_s),
+                bytes_text(stage.peak_memory_bytes),
+                bytes_text(stage.memory_capacity_bytes),
+            )
+            for at, stage in enumerate(self.stages)
+        ]
+        head = ("stage", "forward", "backward", "peak memory", "of")
+        return html_table(self._title, head, rows, self.notes)
+
+    def __str__(self) -> str:
+        """Return the prediction as a script prints it; `repr` has all fields."""
+        rate, unit = self.throughput
+        stages = (
+            f"  stage {at}: peak memory {bytes_text(stage.peak_memory_bytes)} of "
+            f"{bytes_text(stage.memory_capacity_bytes)}"
+            for at, stage in enumerate(self.stages)
+        )
+        return "\n".join((f"{self._title}, {count_text(rate)} {unit}", *stages, *self.notes))
+
+    @property
+    def _title(self) -> str:
+        span = f"{seconds_text(self.step_time_low_s)} to {seconds_text(self.step_time_high_s)}"
+        fits = "" if self.fits else "; does not fit in memory"
+        return f"{self.layout}: step {seconds_text(self.step_time_s)} ({span}){fits}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its ranks have to be started with, beside those of any run."""
+        return dict([ALLOCATOR]) if any(stage.compacts for stage in self.stages) else {}
+
+    @property
+    def throughput(self) -> tuple[float, str]:
+        """What a second trains, and in which unit."""
+        if self.samples_per_s is not None:
+            return self.samples_per_s, "samples/s"
+        return self.tokens_per_s, "tokens/s"
+
+    @property
+    def throughput_text(self) -> str:
+        """The same as people read it."""
+        rate, unit = self.throughput
+        return f"{rate:,.0f} {unit}"
+
+    def memory_bytes(self, kind: str, rank: str) -> float:
+        """Return the peak of a kind of memory (allocated, reserved, device) on a rank.
+
+        `rank` is first or last; any other means the fullest.
+        """
+        values = [stage.memory_bytes(kind) for stage in self.stages]
+        if rank == "first":
+            return values[0]
+        return values[-1] if rank == "last" else max(values)
+
+    def noted(self, *notes: str) -> Self:
+        """Return the prediction with more notes."""
+        return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
+
+    def on(self, devices: int, *, used: int) -> Self:
+        """Return the prediction for a cluster of so many devices, of which ranks use `used`."""
+        idle = devices - used
+        if idle <= 0:
+            return self
+        verb = "is" if idle == 1 else "are"
+        return self.model_copy(update={"idle_devices": idle}).noted(
+            f"{idle} of {devices} devices {verb} idle"
+        )
+
+
+class Loser(Part):
+    """A configuration that was close, and the reason it lost."""
+
+    layout: Text
+    objective_s: Finite | None = None
+    """Its optimum where it was solved."""
+    lower_bound_s: Finite | None = None
+    reason: Text
+
+
+class Finalist(Part):
+    """A configuration close to the optimum of the closed form, and its simulated step."""
+
+    layout: Text
+    objective_s: Finite
+    """Its optimum in the closed form."""
+    step_time_s: Finite
+    """What the simulator says of that plan."""
+
+
+class Simulated(Part):
+    """What the simulator says of the plans that may be the fastest there, and what is proven."""
+
+    statement: Text
+    layout: Text
+    """The fastest simulated: the plan that was chosen."""
+    step_time_s: Finite
+    lower_bound_s: Finite | None = None
+    """No plan of the space takes less simulated; None: nothing is proven."""
+    gap: Finite | None = None
+    """(step time - lower bound) / step time."""
+    bound: Text
+    """The bound in words, or that none is known."""
+    looked_at: dict[Text, Count] | None = None
+    """How many configurations got which bound in simulated time."""
+    finalists: tuple[Finalist, ...]
+    """The fastest simulated first."""
+
+
+class PlanProof(Part):
+    """The plan that is the answer, by both measures of a step, and what is proven in each.
+
+    The closed form is what the search minimises; the simulation, which chooses among the finalists,
+    is what the prediction tells.
+    """
+
+    layout: Text
+    closed_form_s: Finite
+    closed_form_bound_s: Finite
+    """No configuration takes less in closed form."""
+    closed_form_gap: Finite
+    """(closed form - bound) / closed form, of this plan."""
+    simulated_s: Finite
+    simulated_bound_s: Finite | None = None
+    """No plan of the space takes less simulated; None: nothing is proven."""
+    simulated_gap: Finite | None = None
+    """(simulated - bound) / simulated, of this plan."""
+    closed_form: Text
+    """The first three figures in words."""
+    simulated: Text
+    """The last two in words."""
+
+
+class Certificate(Document):
+    """Proof that no configuration of the space is faster, in the model that `model` names."""
+
+    kind_of_document: ClassVar[str] = "certificate"
+
+    statement: Text
+    model: Text
+    """The closed-form step time in which the proof holds."""
+    solver: Text
+    optimal: Flag
+    """Whether `layout` is proven to be the optimum of the closed form."""
+    objective_s: Finite
+    """The least closed-form step found, that of `layout`; the plan's own is in `plan`."""
+    lower_bound_s: Finite
+    """No configuration takes less in closed form."""
+    gap: Finite
+    """(objective - lower bound) / objective."""
+    configurations: Positive
+    counts: dict[Text, Count]
+    """How many configurations fell to which argument; they add up to `configurations`."""
+    runners_up: tuple[Loser, ...] = ()
+    layout: Text | None = None
+    """The configuration with the least objective."""
+    simulated: Simulated | None = None
+    """The closest configurations in the simulator, which chose the plan among them."""
+    plan: PlanProof | None = None
+    """The plan that is the answer; it may be another than the optimum of the closed form."""
+
+    def _repr_html_(self) -> str:
+        """Return the proof as notebooks show it: how many configurations fell to which argument."""
+        rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
+        return html_table(self.statement, ("argument", "configurations"), rows)
+
+
+def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:
+    """Say how likely stages are to fit whose usual peak is above what a device has; None: all fit.
+
+    They fit where the allocator gives back what it caches.
+    """
+    fullest = max(stages, key=lambda stage: stage.peak_memory_bytes / stage.memory_capacity_bytes)
+    if not fullest.compacts:
+        return None
+    return (
+        f"reserves {bytes_text(fullest.peak_memory_bytes)} of "
+        f"{bytes_text(fullest.memory_capacity_bytes)}: {100 * probability:.0f} % likely to fit "
+        f"with {'='.join(ALLOCATOR)}"
+    )

@@ -1,0 +1,426 @@
+"""What a framework executes, as data: the space of layouts that the search looks at for a stack.
+
+Most of it are lists and limits: schedules, recompute kinds, degrees.  What goes with what is said
+by conditions over the names of `FACTS`, as `data_shard x context = 1` or `precision = bf16|fp8`:
+a `Conflict` is a set of them that no layout may keep together, a `Divisible` a product that another
+must divide.  Nothing here knows a framework's name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+from planner.documents.axes import LAYOUT_AXES
+from planner.documents.cluster import ClusterSpec, Precision
+from planner.documents.document import Part, nearest
+from planner.documents.model import ModelGraph, is_script
+from planner.documents.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    Compile,
+    Dispatch,
+    GradientWire,
+    Job,
+    Layout,
+    Offload,
+    Prefetch,
+    Scales,
+    ScheduleName,
+    TensorOverlap,
+    WeightWire,
+)
+from planner.documents.profile import Recompute
+from planner.documents.units import Flag, Positive, Text
+
+StageRule = Literal["any", "even", "even_but_ends", "by_products"]
+"""Which splits of a model's blocks among stages can be asked for (planner.stacks.stage_rules)."""
+
+
+class Facts(NamedTuple):
+    """What conditions speak of."""
+
+    model: ModelGraph
+    cluster: ClusterSpec | None
+    """None where a layout alone is asked about."""
+    job: Job
+    layout: Layout
+
+
+Value = int | str
+_OF_LAYOUTS = (
+    "data_shard",
+    "data_replicate",
+    "zero",
+    "schedule",
+    "virtual_stages",
+    "stages",
+    "micro_batch",
+    "micro_batches",
+    *(axis.name for axis in LAYOUT_AXES if axis.values),
+)
+"""What layouts of the same degrees do not share."""
+_OF_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
+_OF_JOBS = ("seq_len", "global_batch", "precision")
+_OF_MODELS = ("layers", "heads", "kv_heads", "hidden_size", "ffn_size", "vocab_size")
+
+
+def _experts(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return a.experts.count if a is not None and a.experts is not None else 0
+
+
+def _adapters(facts: Facts) -> Value:
+    lora = facts.job.lora
+    return "no" if lora is None else "qlora" if lora.quantised else "lora"
+
+
+def _attention(facts: Facts) -> Value:
+    a = facts.model.architecture
+    return "none" if a is None else a.attention
+
+
+def _family(facts: Facts) -> Value:
+    """Return the family of a language model; of others what they are."""
+    if is_script(facts.model.source or ""):
+        return "script"
+    a = facts.model.architecture
+    return "none" if a is None else a.family
+
+
+def _devices_per_node(facts: Facts) -> Value:
+    assert facts.cluster is not None, "what speaks of nodes is asked about a cluster"
+    return facts.cluster.groups[0].devices_per_node
+
+
+FACTS: dict[str, Callable[[Facts], Value]] = {
+    **{name: attrgetter(f"layout.{name}") for name in (*_OF_LAYOUTS, *_OF_DEGREES)},
+    **{name: attrgetter(f"job.{name}") for name in _OF_JOBS},
+    **{name: attrgetter(f"model.architecture.{name}") for name in _OF_MODELS},
+    "adapters": _adapters,
+    "attention": _attention,
+    "experts": _experts,
+    "family": _family,
+    "updates": lambda facts: (
+        "matrices" if any(layer.whole_matrices for layer in facts.model.layers) else "elements"
+    ),
+    "layers_form": lambda facts: "graph" if facts.model.edges else "chain",
+    "loss": lambda facts: "whole" if facts.layout.loss is None else "chunks",
+    "backward": lambda facts: "split" if facts.layout.executed.splits_backward else "whole",
+    "idle_ranks": lambda facts: max(0, facts.layout.pipeline - facts.layout.micro_batches),
+    "devices_per_node": _devices_per_node,
+}
+"""By name: of a layout, a job, a language model, a cluster."""
+WORDS = frozenset(
+    {
+        "schedule",
+        *(axis.name for axis in LAYOUT_AXES if axis.values),
+        "precision",
+        "adapters",
+        "attention",
+        "family",
+        "layers_form",
+        "updates",
+        "loss",
+        "backward",
+    }
+)
+"""Those that are words; the others are numbers."""
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_NAMED = re.compile(r"\{([a-z_]+)\}")
+_PRODUCT = re.compile(r"[a-z_]+|\d{1,9}")
+_CONDITION = re.compile(r"(.{1,120}?) (=|!=|<|<=|>|>=) ([a-z0-9_|-]{1,120})")
+
+
+class Product(NamedTuple):
+    """Factors that are multiplied; a single one may be a word."""
+
+    number: int
+    names: tuple[str, ...]
+
+    def of(self, facts: Facts) -> Value:
+        """Return its value."""
+        if self.number == 1 and len(self.names) == 1:
+            return FACTS[self.names[0]](facts)
+        return self.number * math.prod(int(FACTS[name](facts)) for name in self.names)
+
+
+@cache
+def product_of(text: str) -> Product:
+    """Read `2 x context`; ValueError names what is unknown.
+
+    >>> product_of("2 x context")
+    Product(number=2, names=('context',))
+    """
+    number, names = 1, []
+    for factor in text.split(" x "):
+        if not _PRODUCT.fullmatch(factor):
+            raise ValueError(f"'{text:.80}' is no product such as '2 x context'")
+        if factor.isdecimal():
+            number *= int(factor)
+        elif factor not in FACTS:
+            raise ValueError(f"'{factor:.60}' is not known; {nearest(factor, list(FACTS))}")
+        else:
+            names.append(factor)
+    if WORDS.intersection(names) and text not in WORDS:
+        raise ValueError(f"'{text:.80}' multiplies a word; compare it alone")
+    return Product(number, tuple(names))
+
+
+class Compared(NamedTuple):
+    """A condition that was read."""
+
+    product: Product
+    sign: str
+    values: tuple[str, ...]
+
+    def holds(self, facts: Facts) -> bool:
+        """Whether it is so."""
+        found = self.product.of(facts)
+        if self.sign in ("=", "!="):
+            return (str(found) in self.values) == (self.sign == "=")
+        return _COMPARED[self.sign](int(found), int(self.values[0]))
+
+
+@cache
+def condition_of(text: str) -> Compared:
+    """Read `zero <= 1`, `precision = bf16|fp8`; ValueError says what is wrong.
+
+    >>> condition_of("tensor x pipeline > 1").product.names
+    ('tensor', 'pipeline')
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text:.80}' is no condition such as 'zero <= 1' or 'precision = bf16'")
+    product, sign, value = match.groups()
+    if sign in _COMPARED and product in WORDS:
+        raise ValueError(f"'{text:.80}' orders words; use = or !=")
+    if sign in _COMPARED and not value.isdecimal():
+        raise ValueError(f"'{text:.80}' compares with '{value}'; use a whole number")
+    return Compared(product_of(product), sign, tuple(value.split("|")))
+
+
+def _readable_product(text: str) -> str:
+    if WORDS.intersection(product_of(text).names):
+        raise ValueError(f"'{text:.80}' is a word; numbers divide")
+    return text
+
+
+def _readable_condition(text: str) -> str:
+    condition_of(text)
+    return text
+
+
+ProductText = Annotated[Text, AfterValidator(_readable_product)]
+ConditionText = Annotated[Text, AfterValidator(_readable_condition)]
+
+
+class Divisible(Part):
+    """`by` divides `what`, wherever all of `when` hold."""
+
+    what: ProductText
+    by: ProductText
+    when: tuple[ConditionText, ...] = ()
+    why: Text
+
+
+class Conflict(Part):
+    """Where all of `when` hold, all of `needs` must; without `needs` no such layout runs."""
+
+    when: tuple[ConditionText, ...]
+    needs: tuple[ConditionText, ...] = ()
+    why: Text
+    """With `{family}` and other names of facts in place of their values."""
+    place: Text | None = None
+    """The field of a plan that it speaks of."""
+
+    def text(self, facts: Facts) -> str:
+        """Return why, of one layout."""
+        return _NAMED.sub(lambda name: str(FACTS[name[1]](facts)), self.why)
+
+
+class Space(Part):
+    """What a framework executes, as its source and documentation say.  A default leaves all."""
+
+    schedules: tuple[ScheduleName, ...] | None = None
+    """None: every schedule there is."""
+    virtual_stages: Positive = 8
+    """The most stages on a rank."""
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    recompute_by_layer: Flag = True
+    """Each layer has its own choice; else all blocks have one, and embedding and head none."""
+    zero: tuple[Annotated[int, Field(ge=0, le=3, strict=True)], ...] = (0, 1, 2, 3)
+    """Levels with which data-parallel ranks share states."""
+    hybrid: Flag = True
+    """States may be divided among a part of the data-parallel ranks."""
+    shards_context: Flag = False
+    """Context ranks divide states where no data ranks do."""
+    tensor: Positive | None = None
+    """The most ranks; None: any number."""
+    context: Positive | None = None
+    expert: Positive | None = None
+    pipeline: Positive | None = None
+    within_node: tuple[Axis, ...] = ()
+    """Axes whose ranks lie in one node."""
+    axis_order: Literal["any", "fixed"] = "any"
+    """Fixed: tensor innermost, then context, data and pipeline."""
+    activations: tuple[Activations, ...] = ("keep", "offload", "compress")
+    offload: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+    wires: tuple[GradientWire, ...] = ("full", "bf16", "fp16", "powersgd")
+    prefetch: tuple[Prefetch, ...] = (0,)
+    """Depths that a layout may ask for; 0 is what its stack does by itself."""
+    reshard: Flag = False
+    """ZeRO-3 may keep parameters divided over fewer ranks from forward to backward."""
+    chunked_loss: Flag = False
+    """A layout may say that its loss is computed in chunks."""
+    scales: tuple[Scales, ...] = ("tensorwise",)
+    weight_wires: tuple[WeightWire, ...] = ("full",)
+    dispatches: tuple[Dispatch, ...] = ("alltoall",)
+    """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
+    compile: tuple[Compile, ...] = ("none",)
+    """What a layout may say; others are compiled or not as their stack has it."""
+    tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)
+    precisions: tuple[Precision, ...] | None = None
+    """None: every precision there is."""
+    pads_vocabulary: Flag = False
+    """A vocabulary that tensor ranks do not divide has rows added until they do."""
+    shares_heads: Flag = False
+    """Tensor ranks may be a multiple of the heads of keys: each has one of these whole."""
+    divisible: tuple[Divisible, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+
+    def usual_scales(self, precision: Precision) -> Scales:
+        """Return the scales of a layout that asks for none: of products in fp8, the first."""
+        return self.scales[0] if precision == "fp8" else "tensorwise"
+
+    def usual_wire(self, precision: Precision, scales: Scales) -> WeightWire:
+        """Return how weights travel that ZeRO-3 gathers, if a layout does not ask.
+
+        In 8 bits where products round them so anyway: that halves what is sent and held and changes
+        no value.
+        """
+        narrow = precision == "fp8" and scales == "tensorwise" and "fp8" in self.weight_wires
+        return "fp8" if narrow else "full"
+
+    def most(self, axis: Axis, devices_per_node: int) -> int | None:
+        """Return the most ranks of an axis; None: any number."""
+        most: int | None = getattr(self, axis, None)
+        if axis not in self.within_node:
+            return most
+        return devices_per_node if most is None else min(most, devices_per_node)
+
+
+EVERYTHING = Space()
+"""No limit at all."""
+
+
+def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
+    """Yield why a space does not have a layout.
+
+    With `of_degrees` only what holds of all layouts with the same degrees.
+    """
+    job = facts.job
+    yield from _outside(space, facts, of_degrees=of_degrees)
+    if space.precisions is not None and job.precision not in space.precisions:
+        yield f"precision {job.precision}: it trains in {' or '.join(space.precisions)}"
+    for rule in space.divisible:
+        if of_degrees and _of_layouts((rule.what, rule.by), rule.when):
+            continue
+        if all(condition_of(text).holds(facts) for text in rule.when):
+            what, by = product_of(rule.what).of(facts), product_of(rule.by).of(facts)
+            if int(what) % (int(by) or 1):
+                yield f"{rule.by} does not divide {rule.what}: {rule.why}"
+    for conflict in conflicts(space, facts, of_degrees=of_degrees):
+        yield conflict.text(facts)
+
+
+def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[Conflict]:
+    """Yield the conflicts that a layout has; see `obstacles`."""
+    for conflict in _possible(space, facts):
+        if of_degrees and _of_layouts((), (*conflict.when, *conflict.needs)):
+            continue
+        if all(condition_of(text).holds(facts) for text in conflict.when) and not (
+            conflict.needs and all(condition_of(text).holds(facts) for text in conflict.needs)
+        ):
+            yield conflict
+
+
+_POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]] = {}
+"""By the ids of a space, a model and a job, which are kept so that ids stay theirs."""
+_MOST_KNOWN = 64
+_OF_MODEL_AND_JOB = frozenset(
+    {*_OF_JOBS, *_OF_MODELS, "adapters", "attention", "experts", "family", "layers_form"}
+)
+"""Facts that all layouts of a request share."""
+
+
+def _possible(space: Space, facts: Facts) -> tuple[Conflict, ...]:
+    """Return the conflicts that some layout of a model and a job may have."""
+    model, job = facts.model, facts.job
+    key = id(space), id(model), id(job)
+    known = _POSSIBLE.get(key)
+    if known is None:
+        if len(_POSSIBLE) >= _MOST_KNOWN:
+            _POSSIBLE.clear()
+        found = tuple(one for one in space.conflicts if _may_hold(one, facts))
+        known = _POSSIBLE[key] = space, model, job, found
+    return known[-1]
+
+
+def _may_hold(conflict: Conflict, facts: Facts) -> bool:
+    """Whether what a conflict says of model and job is so."""
+    each = (condition_of(text) for text in conflict.when)
+    return all(one.holds(facts) for one in each if _OF_MODEL_AND_JOB.issuperset(one.product.names))
+
+
+def _outside(space: Space, facts: Facts, *, of_degrees: bool) -> Iterator[str]:
+    """Yield what of a layout is not in the lists and limits of a space."""
+    layout, in_node = facts.layout, int(_devices_per_node(facts))
+    for axis in ("tensor", "context", "pipeline"):
+        most, degree = space.most(axis, in_node), getattr(layout, axis)
+        if most is not None and degree > most:
+            yield f"{axis} degree {degree}"
+    if space.expert is not None and layout.expert > space.expert:
+        yield f"expert degree {layout.expert}"
+    if of_degrees:
+        return
+    beside = layout.context if space.shards_context else 1
+    if layout.data * beside > 1 and layout.zero not in space.zero:
+        yield f"ZeRO-{layout.zero}"
+    if layout.zero and layout.data_replicate > 1 and not space.hybrid:
+        yield "sharding within groups of replicas"
+    if layout.pipeline > 1 and layout.schedule not in (space.schedules or (layout.schedule,)):
+        yield f"schedule {layout.schedule}"
+    if layout.virtual_stages > space.virtual_stages:
+        yield f"{layout.virtual_stages} stages on a rank"
+    if space.axis_order == "fixed" and layout.order != INSIDE_OUT:
+        yield "another order of axes"
+    for choice in LAYOUT_AXES:
+        value, listed = getattr(layout, choice.name), getattr(space, choice.space)
+        if value not in listed if isinstance(listed, tuple) else not (listed or value is None):
+            yield choice.refused.format(value)
+
+
+@cache
+def _of_layouts(products: tuple[str, ...], conditions: tuple[str, ...]) -> bool:
+    """Whether a rule speaks of anything that layouts of the same degrees do not share."""
+    each = [product_of(text) for text in products]
+    each += [condition_of(text).product for text in conditions]
+    return any(
+        name in (*_OF_LAYOUTS, "loss", "backward", "idle_ranks")
+        for product in each
+        for name in product.names
+    )

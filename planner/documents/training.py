@@ -1,0 +1,156 @@
+"""Training: the optimizer's settings in a plan.  They cost no time, but the run needs them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from planner.documents.document import Part, first_error, plain
+from planner.documents.units import (
+    LONGEST_S,
+    Amount,
+    Count,
+    Flag,
+    Fraction,
+    Positive,
+    Proportion,
+    Rate,
+    Share,
+    Text,
+)
+from planner.errors import DocumentError, LaunchError
+
+RateSchedule = Literal["constant", "cosine", "linear", "wsd"]
+"""How the learning rate goes on after the warm-up: as it is, down a cosine or a line to its floor,
+or (warm-up, stable, decay) as it is and down a line over the last steps."""
+
+MOST_STEPS = 10**9
+MOST_RANK = 2**16
+Steps = Annotated[Count, Field(le=MOST_STEPS)]
+
+
+def check_lengths(**lengths: float | None) -> None:
+    """Refuse numbers of steps, batches or checkpoints, and `max_seconds`, that no run has."""
+    for name, value in lengths.items():
+        most = LONGEST_S if name == "max_seconds" else MOST_STEPS
+        if value is not None and not 0 < value <= most:
+            raise LaunchError(f"{name}: is {value:g}; it must be more than 0, at most {most:,.0f}")
+
+
+class Lora(Part):
+    """Adapters of low rank beside frozen linear layers."""
+
+    rank: Annotated[Positive, Field(le=MOST_RANK)]
+    alpha: Annotated[Rate, Field(le=1e6)] = 16.0
+    """What the adapters add is scaled by alpha / rank."""
+    targets: tuple[Text, ...] = ("all-linear",)
+    """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
+    quantised: Flag = False
+    """Frozen weights are kept in 4 bits; written only where they are."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets: is empty; name a module, or all-linear")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = written(self)
+        if not self.quantised:
+            fields.pop("quantised", None)
+        return fields
+
+
+class Training(Part):
+    """The optimizer's settings, and how its learning rate changes from step to step."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    learning_rate: Fraction = 3e-4
+    """The highest, reached at the end of the warm-up."""
+    warmup_steps: Steps = 0
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Fraction = 1e-8
+    weight_decay: Amount = 0.1
+    clip_norm: Amount = 1.0
+    """0 means no clipping."""
+    seed: Count = 0
+    rate_schedule: RateSchedule = "constant"
+    rate_steps: Steps = 0
+    """At which step a schedule that falls has reached its floor; it stays there."""
+    decay_steps: Steps = 0
+    """Over how many of the last steps `wsd` falls."""
+    floor: Proportion = 0.0
+    """The lowest rate of a schedule that falls, as a part of the highest."""
+    lora: Lora | None = None
+    """Train adapters only; everything else is frozen."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        falls = self.rate_schedule != "constant"
+        if falls and self.rate_steps <= self.warmup_steps:
+            raise ValueError(
+                f"rate_steps: is {self.rate_steps}, and warmup_steps {self.warmup_steps}; "
+                f"{self.rate_schedule} must know the later step at which it has fallen"
+            )
+        if self.rate_schedule == "wsd":
+            most = self.rate_steps - self.warmup_steps
+            if not 0 < self.decay_steps <= most:
+                raise ValueError(
+                    f"decay_steps: is {self.decay_steps}; wsd falls over 1 to {most} steps "
+                    "(rate_steps - warmup_steps)"
+                )
+        elif self.decay_steps:
+            raise ValueError(f"decay_steps: {self.rate_schedule} has none; only wsd does")
+        decayed = self.learning_rate * self.weight_decay
+        if decayed >= 1:
+            raise ValueError(
+                f"weight_decay: is {self.weight_decay:g}; a step takes learning_rate x "
+                f"weight_decay = {decayed:g} of each weight, which must stay below 1"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later and is not used: plans of before keep their digests."""
+        fields: dict[str, Any] = written(self)
+        for name in ("rate_schedule", "rate_steps", "decay_steps", "floor", "lora"):
+            if name in fields and fields.get(name) == type(self).model_fields[name].default:
+                del fields[name]
+        return fields
+
+    def changed(self, settings: Sequence[str]) -> Training:
+        """Return these settings with some changed, each written `name=value`.
+
+        >>> Training().changed(["learning_rate=0.001", "clip_norm=0"]).learning_rate
+        0.001
+        """
+        values = self.model_dump()
+        for setting in settings:
+            path, equals, text = setting.partition("=")
+            if not equals:
+                raise DocumentError("training", f"'{setting}' is not of the form name=value")
+            cls: type[Part] = Training
+            place, name = values, path
+            if path.startswith("lora."):
+                place = values.setdefault("lora", {})
+                cls, name = Lora, path.removeprefix("lora.")
+            if name not in cls.model_fields:
+                near = difflib.get_close_matches(name, list(cls.model_fields), n=1)
+                known = f"did you mean '{near[0]}'?" if near else ", ".join(cls.model_fields)
+                raise DocumentError("training", f"has no setting '{path}'; {known}")
+            place[name] = plain(text)
+        try:
+            return Training.model_validate(values)
+        except ValidationError as error:
+            raise first_error(error) from error

@@ -1,0 +1,1 @@
+"""What is asked of the planner: one request, with what the user fixed."""

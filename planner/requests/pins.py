@@ -1,0 +1,332 @@
+"""Choices that the user has made: what is pinned, what is allowed, what stages must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from planner.documents.axes import LAYOUT_AXES, LayoutAxis
+from planner.documents.document import nearest
+from planner.documents.plan import (
+    INSIDE_OUT,
+    Activations,
+    Axis,
+    Compile,
+    Dispatch,
+    GradientWire,
+    Layout,
+    Offload,
+    Prefetch,
+    Scales,
+    TensorOverlap,
+    WeightWire,
+    loss_text,
+)
+from planner.documents.profile import CHUNK_ROWS, ChunkedLoss, LossGradients, Recompute
+from planner.documents.stack_space import Space
+from planner.documents.units import MOST_SAMPLES, MOST_TOKENS, whole_number
+from planner.errors import DocumentError
+from planner.schedules import SCHEDULES, schedule_of
+from planner.solver.requirements import Requirement
+
+Allowance = Literal["stale", "compress", "offload", "async-tensor"]
+"""What must be asked for.  Weights one step old, 8-bit activations and gradients change the
+arithmetic of training; to offload does not, but the search takes longer, and asynchronous tensor
+parallelism needs devices that share memory, which no cluster document says."""
+SHORT_NAMES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+    "dp": "data",
+    "shard": "data_shard",
+    "zero": "zero",
+    "micro_batch": "micro_batch",
+    "schedule": "schedule",
+    "v": "virtual_stages",
+    "recompute": "recompute",
+    "activations": "activations",
+    **{axis.short: axis.name for axis in LAYOUT_AXES},
+    "order": "order",
+}
+LONGEST_NUMBER = 12
+"""Digits of a number that counts devices."""
+WORDS: dict[str, Collection[str]] = {
+    "schedule": SCHEDULES,
+    "recompute": get_args(Recompute),
+    "activations": get_args(Activations),
+    **{axis.name: axis.values for axis in LAYOUT_AXES if axis.values},
+}
+AXES: dict[str, tuple[Axis, ...]] = {
+    "tp": ("tensor",),
+    "cp": ("context",),
+    "dp": ("data_shard", "data_replicate"),
+    "shard": ("data_shard",),
+    "replicate": ("data_replicate",),
+    "pp": ("pipeline",),
+}
+
+
+_LIKE_LAYOUTS = tuple(axis.name for axis in LAYOUT_AXES if axis.name != "loss")
+"""Axes that a pin gives as a layout does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """Choices that the user has made; None leaves the choice to the search."""
+
+    tensor: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    data_shard: int | None = None
+    """Ranks that ZeRO divides the states among; the data axis may be a multiple of it."""
+    zero: int | None = None
+    micro_batch: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    recompute: Recompute | None = None
+    activations: Activations | None = None
+    offload: Offload | None = None
+    gradient_wire: GradientWire | None = None
+    prefetch: Prefetch | None = None
+    reshard: int | None = None
+    """Ranks over which ZeRO-3 divides parameters from forward to backward."""
+    loss: ChunkedLoss | Literal["plain"] | None = None
+    """In chunks, or of all logits."""
+    scales: Scales | None = None
+    weight_wire: WeightWire | None = None
+    dispatch: Dispatch | None = None
+    compile: Compile | None = None
+    tensor_overlap: TensorOverlap | None = None
+    order: tuple[Axis, ...] | None = None
+    """All axes, the innermost first."""
+    divided: frozenset[Axis] = frozenset()
+    """Axes that have more than one rank."""
+    allowed: frozenset[Allowance] = frozenset()
+    require: tuple[Requirement, ...] = ()
+    """What a split must keep beside."""
+
+    @property
+    def chunks(self) -> ChunkedLoss | None:
+        """What is pinned of a loss in chunks."""
+        return None if self.loss == "plain" else self.loss
+
+    def allow(self, layout: Layout) -> bool:
+        """Whether a layout keeps every pin; recomputation and activations are not the layout's."""
+        pinned = (
+            (self.tensor, layout.tensor),
+            (self.context, layout.context),
+            (self.expert, layout.expert),
+            (self.pipeline, layout.pipeline),
+            (self.data, layout.data),
+            (self.data_shard, layout.data_shard),
+            (self.zero, layout.zero),
+            (self.micro_batch, layout.micro_batch),
+            (self.schedule, layout.schedule),
+            (self.virtual_stages, layout.virtual_stages),
+            (self.loss, layout.loss or "plain"),
+            (self.order, layout.order),
+        )
+        several = all(getattr(layout, axis) > 1 for axis in self.divided)
+        if not several or not all(pin in (None, value) for pin, value in pinned):
+            return False
+        return all(getattr(self, name) in (None, getattr(layout, name)) for name in _LIKE_LAYOUTS)
+
+    def axes(self) -> dict[str, Any]:
+        """Return what a layout that says no more has on each axis, by name."""
+        pinned = {axis.name: getattr(self, axis.name) for axis in LAYOUT_AXES}
+        usual = {axis.name: axis.usual for axis in LAYOUT_AXES}
+        return usual | {n: v for n, v in pinned.items() if v is not None} | {"loss": self.chunks}
+
+
+def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
+    """Read `tp=8`, `pp=4,zero=3`, ... as the command line gives them, and what is allowed.
+
+    >>> read_pins(["tp=8", "zero=3,recompute=full"]).recompute
+    'full'
+    """
+    values: dict[str, PinValue] = {}
+    for item in (part.strip() for text in texts for part in text.split(",")):
+        name, sign, value = item.partition("=")
+        field = SHORT_NAMES.get(name) or (name if name in SHORT_NAMES.values() else None)
+        if field is None:
+            raise DocumentError("fix", f"'{item}': write NAME=VALUE; {nearest(name, _names())}")
+        if not sign:
+            raise DocumentError("fix", f"'{item}' has no value; write {item}=VALUE")
+        if field in values:
+            raise DocumentError("fix", f"'{item}': {name} is given twice")
+        values[field] = _pin_value(field, value, item)
+    pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
+    for needed, word in _needed(pins):
+        if word not in pins.allowed:
+            raise DocumentError("fix", f"{needed} changes training: add --allow {word}")
+    return pins
+
+
+def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]:
+    """Read pins that describe one layout, and `idle=4`: how many devices it leaves idle.
+
+    >>> pins, idle = read_layout("tp=2,idle=4")
+    >>> pins.tensor, idle
+    (2, 4)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    idle = [part for part in parts if part.partition("=")[0] == "idle"]
+    others = [part for part in parts if part not in idle]
+    if len(idle) > 1:
+        raise DocumentError("layout", f"'{idle[1]}': idle is given twice")
+    pins = read_pins([",".join(others)] if any(others) else [], allow)
+    if not idle:
+        return pins, None
+    value = idle[0].partition("=")[2]
+    if not value.isdecimal() or len(value) > LONGEST_NUMBER:
+        raise DocumentError("layout", f"'{idle[0]:.40}': idle is a whole number from 0")
+    return pins, int(value)
+
+
+def without_effect(pins: Pins, layout: Layout) -> Iterator[str]:
+    """Yield the pins that a layout keeps and that change nothing in it, and why."""
+    if layout.pipeline == 1:
+        for name, value in (("schedule", pins.schedule), ("v", pins.virtual_stages)):
+            if value is not None:
+                yield f"{name}={value} has no effect: pp=1, there is no pipeline"
+    for axis in LAYOUT_AXES:
+        value = getattr(pins, axis.name)
+        if axis.needs and getattr(layout, axis.needs) == 1 and value not in (None, axis.usual):
+            yield f"{axis.short}={value} has no effect: {axis.without}"
+    if pins.order is not None:
+        short = {axis: name for name in ("tp", "cp", "dp", "pp") for axis in AXES[name]}
+        degrees = {"tp": layout.tensor, "cp": layout.context, "dp": layout.data}
+        degrees["pp"] = layout.pipeline
+        divided = [name for name, degree in degrees.items() if degree > 1]
+        if len(divided) < 2:
+            order = "-".join(dict.fromkeys(short[axis] for axis in pins.order))
+            what = f"{divided[0]} alone is divided" if divided else "no axis is divided"
+            yield f"order={order} has no effect: {what}"
+    if pins.zero == 2 and (layout.pipeline > 1 or layout.micro_batches == 1):
+        why = "under a pipeline" if layout.pipeline > 1 else "with one micro-batch"
+        yield f"zero=2 has the effect of zero=1: {why} both reduce gradients once a step"
+
+
+def outside(pins: Pins, space: Space, devices_per_node: int) -> Iterator[tuple[str, str]]:
+    """Yield the pins, as they are written, that no layout of a space keeps, and what there is."""
+    short = {field: name for name, field in SHORT_NAMES.items()}
+    for field in ("tensor", "context", "expert", "pipeline"):
+        pinned, most = getattr(pins, field), space.most(field, devices_per_node)  # type: ignore[arg-type]
+        if pinned is not None and most is not None and pinned > most:
+            yield (
+                f"{short[field]}={pinned}",
+                f"has {'no such axis' if most == 1 else f'at most {most} here'}",
+            )
+    words: tuple[tuple[str, Collection[object] | None], ...] = (
+        ("schedule", space.schedules),
+        ("zero", sorted({0, *space.zero})),
+        ("recompute", space.recompute),
+        ("activations", space.activations),
+        *((axis.name, getattr(space, axis.space)) for axis in LAYOUT_AXES if _listed(axis)),
+        ("order", (INSIDE_OUT,) if space.axis_order == "fixed" else None),
+    )
+    for field, known in words:
+        pinned = getattr(pins, field)
+        if pinned is not None and known is not None and pinned not in known:
+            yield f"{short[field]}={pinned}", f"has {' or '.join(map(str, known))}"
+    if pins.chunks is not None and not space.chunked_loss:
+        yield f"loss={loss_text(pins.chunks)}", "has plain"
+    if (pins.virtual_stages or 1) > space.virtual_stages:
+        yield f"v={pins.virtual_stages}", f"has at most {space.virtual_stages} stages on a rank"
+
+
+def _listed(axis: LayoutAxis) -> bool:
+    """Whether a space lists the values that it has, and does not say yes or no."""
+    return axis.usual is not None
+
+
+def _needed(pins: Pins) -> Iterator[tuple[str, Allowance]]:
+    """Yield pins that need an allowance, as they are written, and which."""
+    if pins.schedule is not None and schedule_of(pins.schedule).stale:
+        yield f"schedule={pins.schedule}", "stale"
+    if pins.activations == "compress":
+        yield "activations=compress", "compress"
+    for axis in LAYOUT_AXES:
+        value = getattr(pins, axis.name)
+        if axis.changes_training and value not in (None, axis.usual):
+            yield f"{axis.short}={value}", axis.allowance  # type: ignore[misc]
+
+
+def read_allowances(texts: Sequence[str]) -> frozenset[Allowance]:
+    """Read `stale`, `stale,compress`, ... as the command line gives them.
+
+    >>> sorted(read_allowances(["stale,offload"]))
+    ['offload', 'stale']
+    """
+    found: set[Allowance] = set()
+    for word in (part.strip() for text in texts for part in text.split(",")):
+        if word not in get_args(Allowance):
+            known = list(get_args(Allowance))
+            raise DocumentError("allow", f"'{word}' is not known; {nearest(word, known)}")
+        found.add(word)  # type: ignore[arg-type]
+    return frozenset(found)
+
+
+def _names() -> list[str]:
+    return list(SHORT_NAMES)
+
+
+PinValue = int | str | tuple[Axis, ...] | ChunkedLoss
+
+
+def _pin_value(field: str, value: str, item: str) -> PinValue:
+    if field == "order":
+        return _order(value, item)
+    if field == "loss":
+        return _loss(value, item)
+    words = WORDS.get(field)
+    if words is not None:
+        if value not in words:
+            raise DocumentError("fix", f"'{item}': {field} is one of {', '.join(words)}")
+        return value
+    least, most = (0, 3) if field in ("zero", "prefetch") else (1, MOST_SAMPLES)
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        bounds = "0, 1, 2 or 3" if most == 3 else f"a whole number from 1 to {most:,}"
+        raise DocumentError("fix", f"'{item:.60}': {field} is {bounds}")
+    return number
+
+
+def _loss(value: str, item: str) -> ChunkedLoss | str:
+    """Read `plain`, `precomputed` or `recomputed/512`: how many rows of logits exist at once."""
+    gradients, slash, text = value.partition("/")
+    if value == "plain":
+        return value
+    rows = whole_number(text) if slash else CHUNK_ROWS
+    if gradients not in get_args(LossGradients) or rows is None or not 1 <= rows <= MOST_TOKENS:
+        raise DocumentError(
+            "fix",
+            f"'{item:.60}': loss is plain, precomputed/ROWS or recomputed/ROWS, of 1 to "
+            f"{MOST_TOKENS:,} rows",
+        )
+    return ChunkedLoss.model_validate({"rows": rows, "gradients": gradients})
+
+
+def _order(value: str, item: str) -> tuple[Axis, ...]:
+    """Read `pp-tp-dp`: axes from the innermost; those that are not named follow as usual."""
+    axes: list[Axis] = []
+    for name in value.split("-"):
+        if name not in AXES:
+            raise DocumentError(
+                "fix",
+                f"'{item}': order names axes from the innermost, as in pp-tp-dp; "
+                f"{nearest(name, list(AXES))}",
+            )
+        axes.extend(AXES[name])
+    if len(set(axes)) < len(axes):
+        raise DocumentError("fix", f"'{item}': order names an axis twice")
+    return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
+
+
+assert {*SHORT_NAMES.values(), "divided", "allowed", "require"} == {
+    field.name for field in fields(Pins)
+}

@@ -1,0 +1,245 @@
+"""What is asked of the planner: one immutable request, and every default of it.
+
+`Request.of` fills in what is left open, alike for every command.  What is published of pretraining
+decides: most models of the catalogue were trained on 4,096 tokens a sample first and on longer ones
+in a late phase, and on about 4 million tokens a step (Llama 2: both; GPT-3 3.2 million; Llama 3
+began with 4 million).  Devices change the arithmetic of training as little as can be: the batch is
+rounded up to a multiple of them, so that each can have a sample, and up to 1,024 devices that
+changes no power of two.  CPUs are tried out, not trained on: 256 tokens, 8 samples a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.catalog import native
+from planner.catalog import stack as stack_called
+from planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
+from planner.documents.document import nearest
+from planner.documents.model import ModelGraph
+from planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
+from planner.documents.profile import Profile, Profiles
+from planner.documents.stack import Stack
+from planner.documents.stack_space import EVERYTHING, Space
+from planner.documents.training import Training
+from planner.documents.units import MOST_SAMPLES, MOST_TOKENS
+from planner.errors import DocumentError
+from planner.requests.pins import Pins
+from planner.schedules import PLAIN, schedule_of
+
+SEQ_LEN = 4096
+"""Tokens of a sample, unless the model takes fewer."""
+TOKENS_PER_STEP = 2**22
+"""Tokens of a global batch."""
+CPU_SEQ_LEN = 256
+CPU_SAMPLES = 8
+"""On CPUs: tokens of a sample; samples of each rank in a step."""
+AS_PREDICTED = 0.5
+"""With which plans fit that memory is predicted to hold."""
+SURE_TO_FIT = 0.95
+"""With which the plans that a user is given fit, unless another probability is asked for."""
+FACTORY_SEQ_LEN = 256
+"""Tokens of a sample of a model that does not say how many it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Plan, or predict, steps of `job` on a model and a cluster."""
+
+    model: ModelGraph
+    cluster: ClusterSpec
+    job: Job
+    pins: Pins = field(default_factory=Pins)
+    profile: Profiles = None
+    """What was measured of the model there, of each device group where devices differ."""
+    stack: Stack = field(default_factory=native)
+    """How the framework trains that the plan is for."""
+    called: str | None = None
+    """The cluster as a plan names it: an expression or a file; its own name if None."""
+    fit_probability: float = AS_PREDICTED
+    """With which plans have to fit at least, since needs of memory differ from their prediction."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fit_probability < 1:
+            raise DocumentError(
+                "fit-probability",
+                f"is {self.fit_probability:g}; it lies between 0 and 1, as 0.95",
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelGraph,
+        cluster: ClusterSpec,
+        *,
+        seq_len: int | None = None,
+        document_len: int | None = None,
+        global_batch: int | None = None,
+        precision: Precision | None = None,
+        lora: Sequence[str] = (),
+        pins: Pins | None = None,
+        profile: Profiles = None,
+        stack: str = "native",
+        called: str | None = None,
+        fit_probability: float = AS_PREDICTED,
+    ) -> Request:
+        """Return a request; what is None takes the default that suits the model and the devices.
+
+        `lora` are settings of adapters, as `rank=16`; `stack` is a name or an alias.  Layers are
+        measured in our runtime, so that a `profile` is of no other stack.
+        """
+        for name, value, most in (
+            ("seq-len", seq_len, MOST_TOKENS),
+            ("global-batch", global_batch, MOST_SAMPLES),
+        ):
+            if value is not None:
+                check_size(name, value, most)
+        on_cpu = cluster.groups[0].accelerator.kind == "cpu"
+        limit = model.architecture.max_positions if model.architecture else FACTORY_SEQ_LEN
+        if seq_len is None:
+            seq_len = min(limit, CPU_SEQ_LEN if on_cpu else SEQ_LEN)
+        if global_batch is None:
+            devices = cluster.devices
+            samples = CPU_SAMPLES * devices if on_cpu else max(1, TOKENS_PER_STEP // seq_len)
+            global_batch = -(-samples // devices) * devices
+        job = Job(
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=cluster.precision_for(precision),
+            lora=Training().changed([f"lora.{setting}" for setting in lora]).lora,
+            document_len=document_len,
+        )
+        own = stack_called(stack)
+        measured = profile if own.name == "native" else None
+        return cls(model, cluster, job, pins or Pins(), measured, own, called, fit_probability)
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
+    ) -> Request:
+        """Return what a plan answers; layers measured in our runtime are no other stack's."""
+        own = stack_called(plan.backend)
+        measured = profile if own.name == "native" else None
+        return cls(model, cluster, plan.job, profile=measured, stack=own)
+
+    @property
+    def cluster_name(self) -> str:
+        """The cluster as a plan names it."""
+        return self.called or self.cluster.name
+
+    @property
+    def only_profile(self) -> Profile | None:
+        """The profile, where devices are all alike."""
+        if self.profile is None or isinstance(self.profile, Profile):
+            return self.profile
+        if len(self.profile) > 1:
+            raise DocumentError(
+                "profile",
+                f"is of {' and '.join(self.profile)}, and the devices are all alike; give one",
+            )
+        return next(iter(self.profile.values()), None)
+
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """The profile of each device group that has one."""
+        if self.profile is None:
+            return {}
+        names = [group.name for group in self.cluster.groups]
+        if isinstance(self.profile, Profile):
+            if len(names) > 1:
+                raise DocumentError(
+                    "profile",
+                    "was measured on one kind of device, and the cluster has several; say of "
+                    f"which, as in --profile {names[0]}=profile.yaml",
+                )
+            return {names[0]: self.profile}
+        for name in self.profile:
+            if name not in names:
+                raise DocumentError(
+                    "profile", f"'{name}' is no group of it; {nearest(name, names)}"
+                )
+        return dict(self.profile)
+
+    @property
+    def space(self) -> Space:
+        """What the stack executes; DocumentError if its layouts are priced and not searched."""
+        if self.stack.space is None:
+            raise DocumentError(
+                "backend",
+                f"is {self.stack.name}, whose runs are priced and whose layouts are not searched",
+            )
+        return self.stack.space
+
+    @property
+    def scales(self) -> Scales:
+        """The scales of operands in fp8 that are asked for, or those of the stack."""
+        space = self.stack.space or EVERYTHING
+        return self.pins.scales or space.usual_scales(self.job.precision)
+
+    def on(self, groups: tuple[DeviceGroup, ...]) -> Request:
+        """Return the same of some device groups alone, under the whole cluster's name."""
+        known = self.profiles
+        own = {group.name: known[group.name] for group in groups if group.name in known}
+        return replace(
+            self, cluster=self.cluster.part(groups), profile=own, called=self.cluster_name
+        )
+
+
+def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
+    """Return the one layout that the pins of a request describe.
+
+    What they leave open takes the plainest value: data parallelism the devices that are left,
+    sharded by ZeRO-1, and a micro-batch 1 sample.  Devices are left `idle` only if so many are
+    named.
+    """
+    cluster, job, pins = request.cluster, request.job, request.pins
+    tensor, pipeline = pins.tensor or 1, pins.pipeline or 1
+    context, expert = pins.context or 1, pins.expert or 1
+    used = cluster.devices - (idle or 0)
+    if used < 1:
+        raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
+    data = pins.data or max(1, used // (tensor * context * pipeline))
+    micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
+    zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
+    shard = (pins.data_shard or data) if zero else 1
+    beside = context if (request.stack.space or EVERYTHING).shards_context else 1
+    if job.global_batch % (data * micro_batch):
+        raise DocumentError(
+            "layout",
+            f"dp={data} x micro_batch={micro_batch} does not divide the global batch of "
+            f"{job.global_batch}",
+        )
+    if zero and data * beside == 1:
+        raise DocumentError("layout", f"zero={zero} needs dp > 1 to shard over")
+    if data % shard or (zero and shard * beside == 1):
+        raise DocumentError("layout", f"shard={shard} must divide dp={data} and exceed 1")
+    if pins.data_shard and not zero and pins.data_shard > 1:
+        raise DocumentError("layout", f"shard={pins.data_shard} needs zero=1, 2 or 3")
+    if (shard * context * tensor) % expert:
+        raise DocumentError(
+            "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"
+        )
+    left = cluster.devices - tensor * context * pipeline * data
+    if left > 0 and left != idle:
+        raise DocumentError(
+            "layout",
+            f"tp={tensor} x cp={context} x pp={pipeline} x dp={data} leaves {left} of "
+            f"{cluster.devices} devices idle; add idle={left}, or name degrees whose product is "
+            f"{cluster.devices}",
+        )
+    return Layout(
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        pipeline=pipeline,
+        data_replicate=data // shard,
+        data_shard=shard,
+        zero=zero,
+        schedule=schedule,
+        virtual_stages=pins.virtual_stages or schedule_of(schedule).stages_per_rank[0],
+        **pins.axes() | {"scales": request.scales},
+        order=pins.order or INSIDE_OUT,
+        micro_batch=micro_batch,
+        micro_batches=job.global_batch // (data * micro_batch),
+    )

@@ -1,0 +1,1 @@
+"""What a stack executes: the runtime's own list, the rules of other frameworks."""

@@ -1,0 +1,174 @@
+"""Which fields of a Layout the runtime executes: for `meshwright launch`, and for a script.
+
+Every field of Layout has a claim of each.  A value other than the field's default that no claim
+covers is refused by name: by the search, by `launch` and by `meshwright.Engine` alike.  A field
+that is new has no claim, and is refused until somebody executes it.
+
+What goes with what stands in planner.stacks.native and in the data of its space; nothing here
+depends on a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import NamedTuple
+
+from planner.documents.plan import Layout, Mesh
+
+
+class Claim(NamedTuple):
+    """What of a field is executed."""
+
+    executes: Callable[[Layout], bool]
+    """Whether a layout's value is; the default always is."""
+    otherwise: str = ""
+    """What is said of the others, behind the value: why not, and the way out."""
+
+
+def _any(_: Layout) -> bool:
+    return True
+
+
+def _none(_: Layout) -> bool:
+    return False
+
+
+def _not_by_engine(way_out: str, executes: Callable[[Layout], bool] = _none) -> Claim:
+    return Claim(executes, f"which meshwright.Engine does not execute; {way_out}")
+
+
+def _gathers_units(layout: Layout) -> bool:
+    return layout.zero == 3 and layout.pipeline == 1
+
+
+UNCLAIMED = Claim(_none, "which nothing here executes; leave it out")
+_EXPERT_TENSOR = Claim(_none, "and ranks hold whole experts; use 1")
+
+LAUNCH: Mapping[str, Claim] = {
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "data_replicate",
+            "data_shard",
+            "context",
+            "expert",
+            "tensor",
+            "zero",
+            "schedule",
+            "micro_batch",
+            "micro_batches",
+            "order",
+            "virtual_stages",
+            "offload",
+            "gradient_wire",
+            "prefetch",
+            "reshard",
+            "scales",
+            "weight_wire",
+            "dispatch",
+            "loss",
+            "compile",
+            "tensor_overlap",
+        ),
+        Claim(_any),
+    ),
+    "expert_tensor": _EXPERT_TENSOR,
+    "sequence_parallel": Claim(
+        lambda layout: layout.tensor == 1,
+        "and tensor parallelism divides the residual stream here; use true",
+    ),
+}
+"""By field: what runtime.parallelize does with language models and chains of layers."""
+
+SCRIPT: Mapping[str, Claim] = {
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "data_replicate",
+            "data_shard",
+            "tensor",
+            "zero",
+            "micro_batch",
+            "micro_batches",
+            "order",
+            "virtual_stages",
+        ),
+        Claim(_any),
+    ),
+    "context": _not_by_engine(
+        "attention of your own module sees the positions that it is given: divide samples or "
+        "layers, or recompute; `meshwright launch` divides positions of language models"
+    ),
+    "expert": _not_by_engine(
+        "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides experts "
+        "of language models"
+    ),
+    "schedule": _not_by_engine(
+        "use 1f1b, or zb-h1 for a smaller bubble", lambda layout: not layout.executed.stale
+    ),
+    "offload": _not_by_engine(
+        "use ZeRO 3, or offload: optimizer", lambda layout: layout.offload == "optimizer"
+    ),
+    "gradient_wire": _not_by_engine("use full"),
+    "prefetch": _not_by_engine(
+        "it goes with zero 3 without a pipeline: elsewhere nothing is gathered for each pass",
+        _gathers_units,
+    ),
+    "reshard": _not_by_engine(
+        "it goes with zero 3 without a pipeline, and divides the ranks of data_shard",
+        lambda layout: (
+            _gathers_units(layout)
+            and layout.reshard is not None
+            and layout.data_shard % layout.reshard == 0
+            and layout.reshard < layout.data_shard
+        ),
+    ),
+    "scales": _not_by_engine("use bf16, and convert modules in build() with the scales wanted"),
+    "weight_wire": _not_by_engine("use full"),
+    "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
+    "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
+    "compile": _not_by_engine(
+        "it goes with tensor 1: what divides your modules calls collectives that no graph has",
+        lambda layout: layout.tensor == 1,
+    ),
+    "tensor_overlap": _not_by_engine("use none"),
+    "expert_tensor": _EXPERT_TENSOR,
+    "sequence_parallel": _not_by_engine(
+        "leave it out: the styles of your modules say what lies between them",
+        lambda layout: layout.tensor == 1,
+    ),
+}
+"""By field: what runtime.script_stage does with a module of the user's own."""
+
+
+def unexecuted(claims: Mapping[str, Claim], layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield (place in a plan, text) of each field with a value that is not executed.
+
+    >>> list(unexecuted(LAUNCH, Layout(tensor=2, sequence_parallel=False)))[0][0]
+    'mesh.sequence_parallel'
+    """
+    for name, default in _DEFAULTS:
+        value = getattr(layout, name)
+        claim = claims.get(name, UNCLAIMED)
+        if value != default and not claim.executes(layout):
+            yield _place_of(name), f"is {_shown(value)}, {claim.otherwise}"
+
+
+_DEFAULTS = tuple((field.name, field.default) for field in fields(Layout))
+
+
+def _place_of(name: str) -> str:
+    return f"mesh.{name}" if name in Mesh.model_fields else name
+
+
+def _shown(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | int():
+            return str(value)
+        case tuple():
+            return "-".join(map(str, value))
+        case _:
+            return "set"

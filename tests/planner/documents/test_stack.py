@@ -1,0 +1,288 @@
+"""Stacks are data: complete, told where they come from, and one file each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner import catalog
+from planner.catalog import stack, stack_name, stacks
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
+from planner.documents.stack import (
+    OPTIONS,
+    Stack,
+    base_of,
+    figures,
+    merged,
+    resting_on,
+    stack_of,
+    usual_of_release,
+    with_figures,
+    with_options,
+    without_basis,
+    without_source,
+)
+from planner.errors import DocumentError
+from planner.requests.request import Request
+from planner.search.best_first import search
+
+PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
+
+
+@pytest.mark.parametrize("name", stacks())
+def test_every_figure_that_is_not_neutral_says_where_it_comes_from(name: str) -> None:
+    assert without_basis(stacks()[name]) == []
+
+
+def test_a_figure_without_provenance_is_found() -> None:
+    stack = Stack.of({**PLAIN, "host": {"step_s": 1.0}})
+
+    assert without_basis(stack) == ["host.step_s"]
+
+
+def test_every_figure_is_read_by_some_formula() -> None:
+    root = Path(__file__).parents[3] / "planner"
+    code = "\n".join(file.read_text() for file in root.rglob("*.py") if file.name != "stack.py")
+    by_name = {"norm", "gate", "rotary"}  # planner/layers/kernels.py
+
+    unread = [
+        path
+        for path, _ in figures(Stack.of(PLAIN))
+        if (name := path.rpartition(".")[2]) not in by_name and not re.search(rf"\.{name}\b", code)
+    ]
+
+    assert unread == []
+
+
+def test_a_stack_takes_what_it_does_not_give_from_the_one_it_extends() -> None:
+    base = {
+        **PLAIN,
+        "host": {"step_s": 1.0, "action_s": 2.0},
+        "basis": [
+            {"fields": ["host.step_s", "host.action_s"], "provenance": "assumed", "source": "x"}
+        ],
+    }
+    patch = {
+        **PLAIN,
+        "name": "other",
+        "extends": "plain",
+        "host": {"step_s": 3.0},
+        "basis": [{"fields": ["host.step_s"], "provenance": "derived", "source": "y"}],
+    }
+
+    stack = stack_of(patch, {"plain": base})
+
+    assert (stack.host.step_s, stack.host.action_s) == (3.0, 2.0)
+    assert without_basis(stack) == []
+    assert [entry.source for entry in stack.basis] == ["y", "x"]
+
+
+def test_a_figure_that_is_changed_loses_the_basis_of_the_old_one() -> None:
+    base = {
+        **PLAIN,
+        "host": {"step_s": 1.0},
+        "basis": [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}],
+    }
+
+    stack = Stack.of(merged(base, {"name": "other", "host": {"step_s": 3.0}}))
+
+    assert without_basis(stack) == ["host.step_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"host": {"step_s": -1.0}}, "host.step_s"),
+        ({"host": {"stepp_s": 1.0}}, "did you mean 'step_s'"),
+        ({"kernels": {"attention": "fa9"}}, "kernels.attention"),
+        (
+            {"basis": [{"fields": ["host.none"], "provenance": "assumed", "source": "x"}]},
+            "no figure of a stack",
+        ),
+        (
+            {"basis": [{"fields": ["host.step_s"], "provenance": "fitted", "source": "x"}]},
+            "does not say to how many runs",
+        ),
+        (
+            {"basis": 2 * [{"fields": ["host.step_s"], "provenance": "assumed", "source": "x"}]},
+            "has two bases for host.step_s",
+        ),
+    ],
+)
+def test_a_wrong_stack_is_one_message(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(DocumentError, match=said):
+        Stack.of({**PLAIN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("base", "said"), [("nothing", "known: a"), ("b", "extends another"), (7, "is 7")]
+)
+def test_a_stack_extends_a_known_one_that_extends_none(base: object, said: str) -> None:
+    known = {"a": PLAIN, "b": {**PLAIN, "extends": "a"}}
+
+    with pytest.raises(DocumentError, match=said):
+        stack_of({**PLAIN, "extends": base}, known)
+
+
+def test_names_and_aliases_are_of_one_stack_each() -> None:
+    names = [name for stack in stacks().values() for name in (stack.name, *stack.aliases)]
+
+    assert len(names) == len(set(names))
+    assert all(stack_name(name) in stacks() for name in names)
+    assert [stack_name(text) for text in ("Megatron LM", "NeMo", "FSDP2")] == [
+        "megatron",
+        "megatron",
+        "fsdp",
+    ]
+
+
+def test_figures_are_changed_by_their_paths() -> None:
+    stack = with_figures(Stack.of(PLAIN), {"host.step_s": 2.0, "memory.reserved": 1.5})
+
+    assert (stack.host.step_s, stack.memory.reserved) == (2.0, 1.5)
+    assert stack.host.action_s == 0.0
+
+
+def test_a_stack_is_added_by_adding_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Path(catalog.__file__).parent / "stacks"
+    for file in known.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "mine.yaml").write_text(
+        "{format: 1, name: mine, extends: fsdp, summary: mine, memory: {context_bytes: 3.0e9}, "
+        "space: {zero: [3], recompute: [none, full], pipeline: 1, tensor: 1, context: 1}, "
+        "accuracy: {spread: 0.1}, basis: [{fields: [memory.context_bytes, space, "
+        "accuracy.spread], provenance: assumed, source: made up}]}"
+    )
+    found = catalog.read_stacks(tmp_path)
+    monkeypatch.setattr(catalog, "stacks", lambda: found)
+    model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
+    asked = Request.of(model, cluster, seq_len=2048, global_batch=64, stack="fsdp")
+
+    mine = search(replace(asked, stack=found["mine"]))
+
+    assert without_basis(found["mine"]) == []
+    assert mine.certificate.optimal
+    assert (mine.plan.backend, mine.plan.zero) == ("mine", 3)
+    again = predict(mine.plan, model, cluster)
+    assert again == mine.prediction
+    assert again.stages[0].memory_parts["context"] >= 3.0e9
+
+
+def test_a_name_with_options_is_that_stack_with_other_kernels() -> None:
+    plain, written = stack("fsdp"), stack("FSDP2+eager-attention+compiled")
+
+    assert written.name == "fsdp+eager-attention+compiled"
+    assert base_of(written.name) == "fsdp"
+    assert not written.kernels.flash_attention
+    assert (written.kernels.norm, plain.kernels.flash_attention) == ("fused", True)
+    assert stack("fsdp+flash") == plain
+    assert written.model_copy(update={"name": "fsdp", "kernels": plain.kernels}) == plain
+    for name, said in (("megatron+flush", "did you mean"), ("native+compiled", "of its own")):
+        with pytest.raises(DocumentError, match=said):
+            stack(name)
+
+
+def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() -> None:
+    tuned = stack("megatron+deepep+expert-overlap+cheap-recompute")
+
+    assert (tuned.experts.sends, stack("megatron").experts.sends) == ("once", "each")
+    assert tuned.experts.links_rate > 1 and tuned.experts.overlap == 0.8
+    assert tuned.recompute.selective == "cheap"
+
+
+def test_megatron_gathers_weights_in_8_bits_where_it_is_told_to() -> None:
+    # --fp8-param-gather, which Megatron-Bridge's recipes give and the export writes.
+    assert stack("megatron").eight_bit.gathered == ("activations", "parameters")
+    assert stack("megatron+16-bit-gathers").eight_bit.gathered == ("activations",)
+
+
+def test_megatron_hides_collectives_of_tensor_parallelism_where_it_is_told_to() -> None:
+    # megatron/training/arguments.py: --tp-comm-overlap is a flag, off where it is not given.
+    assert stack("megatron").tensor.overlap == 0.0 < stack("megatron+tp-overlap").tensor.overlap
+
+
+SOURCES = frozenset(
+    {
+        "bigscience_a100",
+        "dgxc",
+        "hagemann2023",
+        "megatron_bridge",
+        "megatron_sc21",
+        "mlperf",
+        "nanotron_usp",
+        "simumax_b200",
+        "vtrain_multi",
+        "vtrain_single",
+    }
+)
+
+
+def left_out(name: str, source: str) -> Stack:
+    return without_source(stacks()[name], source, SOURCES, stacks()["unknown"])
+
+
+def test_what_rests_on_one_source_is_left_out_and_what_code_says_stays() -> None:
+    found, unknown = stacks()["nanotron"], stacks()["unknown"]
+
+    without = left_out("nanotron", "nanotron_usp")
+
+    assert without.host.tensor_s == unknown.host.tensor_s != found.host.tensor_s
+    assert without.loss.peak_bytes == found.loss.peak_bytes
+    assert without.accuracy.seen is None
+    assert left_out("nanotron", "mlperf") == found
+
+
+def test_a_figure_stands_without_a_source_if_two_other_studies_support_it() -> None:
+    megatron, deepspeed = stacks()["megatron"], stacks()["megatron-deepspeed"]
+
+    # Five sources are behind megatron's host; of the others two are tables of one paper.
+    assert left_out("megatron", "mlperf") == megatron
+    assert resting_on(deepspeed, "vtrain_multi", SOURCES) >= {"host.layer_s"}
+    assert resting_on(deepspeed, "bigscience_a100", SOURCES) >= {"host.layer_s"}
+    assert not resting_on(deepspeed, "mlperf", SOURCES)
+
+
+def test_what_only_the_runs_of_a_source_are_known_to_have_had_goes_with_it() -> None:
+    options = {
+        option
+        for one in left_out("nanotron", "nanotron_usp").accuracy.runs_with
+        for option in one.options
+    }
+
+    # The launch script tells of the checks; of polled transfers only the runs' own times do.
+    assert options == {"checked-collectives"}
+
+
+@pytest.mark.parametrize(
+    ("release", "peak_bytes"),
+    [
+        ("transformers-4.45.2", 12.0),
+        ("torch-2.4.1/transformers-4.48.1", 14.0),
+        ("transformers-4.57", 12.0),
+        ("torch-2.4.1", 12.0),
+        ("", 12.0),
+        ("no version at all", 12.0),
+    ],
+)
+def test_a_release_has_the_loss_of_its_code(release: str, peak_bytes: float) -> None:
+    stack = stacks()["transformers"]
+
+    assert with_options(stack, usual_of_release(stack, release)).loss.peak_bytes == peak_bytes
+
+
+def test_every_release_names_options_that_there_are() -> None:
+    for one in stacks().values():
+        for release in one.releases:
+            assert OPTIONS.keys() >= set(release.options)
+
+
+def test_what_native_and_common_stacks_have_rests_on_no_single_source() -> None:
+    for name in ("native", "unknown", "megatron"):
+        for source in SOURCES:
+            assert not resting_on(stacks()[name], source, SOURCES)

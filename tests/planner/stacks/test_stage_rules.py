@@ -1,0 +1,83 @@
+"""Rules of stages, against hand counts and the definition of each."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+
+from planner.catalog.expressions import resolve_model
+from planner.documents.stack_space import StageRule
+from planner.stacks.stage_rules import by_products, ends_of, rows
+
+SMALL = resolve_model("llama-3.2-1b")
+BLOCKS = 16
+
+
+def splits(ranks: int) -> set[tuple[int, ...]]:
+    """Return every way to cut embedding, 16 blocks and a head, none empty."""
+    return {
+        sizes for sizes in product(range(1, BLOCKS + 3), repeat=ranks) if sum(sizes) == BLOCKS + 2
+    }
+
+
+def allowed(rule: StageRule, ranks: int) -> set[tuple[int, ...]]:
+    found = rows(rule, SMALL, ranks=ranks, virtual_stages=1)
+    assert found is not None
+    return {
+        sizes
+        for sizes in splits(ranks)
+        if any(
+            all(least <= size <= most for size, (least, most) in zip(sizes, row, strict=True))
+            for row in found
+        )
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_stages_but_the_ends_have_as_many_blocks(ranks: int) -> None:
+    def keeps(sizes: tuple[int, ...]) -> bool:
+        blocks = [sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1]
+        return min(blocks) > 0 and all(a == b for a, b in pairwise(blocks[1:-1]))
+
+    assert allowed("even_but_ends", ranks) == {s for s in splits(ranks) if keeps(s)}
+
+
+def test_even_stages_have_equal_blocks_beside_the_ends() -> None:
+    assert allowed("even", 4) == {(5, 4, 4, 5)}
+    assert rows("even", SMALL, ranks=3, virtual_stages=1) is None
+    assert rows("even", SMALL, ranks=1, virtual_stages=1) == ()
+    assert rows("any", SMALL, ranks=3, virtual_stages=1) == ()
+
+
+def test_ranks_of_several_stages_have_equal_ones() -> None:
+    assert rows("even_but_ends", SMALL, ranks=2, virtual_stages=4) == (((9, 9), (9, 9)),)
+    assert rows("even", SMALL, ranks=2, virtual_stages=3) is None
+    # 18 with the embedding and the head, 9 on each rank, 3 on each stage but its first and last.
+    assert rows("even_but_ends", SMALL, ranks=2, virtual_stages=3) == (((9, 9), (9, 9)),)
+    unlike = resolve_model("deepseek-v3")
+    assert ends_of(unlike) == (1, 61, 1)
+    assert rows("even_but_ends", unlike, ranks=61, virtual_stages=1) is not None
+    assert rows("even", unlike, ranks=61, virtual_stages=1) is not None
+
+
+def test_the_embedding_and_the_head_may_count_as_a_block_each() -> None:
+    """As Llama 3 405B was trained: 126 blocks on 128 stages of 16 ranks."""
+    llama = resolve_model("llama-3.1-405b")
+
+    assert rows("even_but_ends", llama, ranks=16, virtual_stages=8) == (((8, 8),) * 16,)
+    assert rows("even", llama, ranks=16, virtual_stages=8) is None
+    # 126 are 14 ranks of 9 blocks, which 3 stages share; no block less divides so.
+    assert rows("even_but_ends", llama, ranks=14, virtual_stages=3) == (
+        ((10, 10), *[(9, 9)] * 12, (10, 10)),
+    )
+
+
+def test_products_fill_stages_until_their_share_is_passed() -> None:
+    a = resolve_model("llama-3.1-8b").architecture
+    assert a is not None
+    # A block has 4 x 4096 x 4096 + 3 x 14336 x 4096 = 243e6 products, the head 525e6: 2.16 blocks.
+    # Half of 34.16 blocks are passed with the 18th, a quarter (8.54) with the 9th.
+    assert by_products(a, 2) == [18, 14]
+    assert by_products(a, 4)[0] == 9
+    assert sum(by_products(a, 8)) == 32
