@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.whole_trainings import causal, model_flops
 from planner.catalog.expressions import resolve_model
 from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import evaluate
+from planner.whatif.outcome import Outcome
 from planner.whatif.study import Study
 
 

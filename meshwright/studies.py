@@ -97,7 +97,7 @@ def whatif(
     offers = document.read(Rents, prices).rents if prices else None
     result = run(question, processes=processes, progress=progress, offers=offers)
     if html:
-        from planner.report.whatif_html import study_page  # noqa: PLC0415 - loads plotly
+        from planner.report.whatif_html import study_page  # noqa: PLC0415 - loads jinja2
 
         document.write_text(study_page(result), html)
     if table:

@@ -1,22 +1,23 @@
-// Opens reports in headless Chromium with the network off, light and wide, dark and narrow:
+// Opens reports in headless Chromium with the network off, light and dark, 390 to 1,920 pixels:
 //
 //     apt-get install chromium; npm install; node check.js REPORT.html ...
 //
-// Fails on console errors, on serious faults of accessibility (axe), on pages wider than the
-// window, on figures of the wide table that are cut off at 1,280 pixels, and on files above 6 MB,
-// or 1.5 MB where a page has no script.  SHOTS=FOLDER also keeps pictures of every view.
+// Fails on console errors, on any fault of accessibility (axe), on pages wider than the window, on a
+// page that the keyboard does not reach, and on files of 400 kB or more.  Of a study's page each
+// control is moved: the page must follow within 50 ms, the address must keep the state, a reset must
+// restore every figure, and a printed page must be one.  SHOTS=FOLDER also keeps pictures.
 const { chromium } = require("playwright-core");
 const fs = require("fs");
 const path = require("path");
 
 const ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run",
   "--disable-background-networking", "--disable-component-update", "--disable-sync"];
-const VIEWS = [["light", 1280], ["dark", 1280], ["light", 390], ["dark", 390]];
-const MOST_BYTES = 6e6, MOST_WITHOUT_SCRIPT = 1.5e6;
+const VIEWS = [["light", 1280], ["dark", 1280], ["light", 390], ["dark", 390], ["light", 1920]];
+const MOST_BYTES = 400e3, MOST_MS = 50;
 
 async function faults(browser, file, colorScheme, width) {
   const context = await browser.newContext({
-    offline: true, colorScheme, viewport: { width, height: 800 },
+    offline: true, colorScheme, viewport: { width, height: 900 },
   });
   const page = await context.newPage();
   const found = [];
@@ -25,31 +26,69 @@ async function faults(browser, file, colorScheme, width) {
   });
   page.on("pageerror", (error) => found.push(`script: ${error}`));
   await page.goto(`file://${path.resolve(file)}`);
-  await page.waitForTimeout(1000);
-  await page.addScriptTag({ path: require.resolve("axe-core/axe.min.js") });
-  const { violations } = await page.evaluate(() => axe.run(document));
-  for (const { id, impact, nodes } of violations) {
-    if (impact === "serious" || impact === "critical") {
-      found.push(`${impact}: ${id}, ${nodes.length} times, ${nodes[0].html.slice(0, 100)}`);
-    }
-  }
-  const over = await page.evaluate(
-    () => document.documentElement.scrollWidth - document.documentElement.clientWidth);
-  if (over > 0) found.push(`${over} pixels wider than the window of ${width}`);
-  if (width === 1280) {
-    const cut = await page.evaluate(() => [...document.querySelectorAll("table.wide")].filter(
-      (table) => table.scrollWidth > table.parentElement.clientWidth + 1).length);
-    if (cut) found.push(`${cut} wide tables are cut off`);
-  }
+  await page.waitForTimeout(500);
   if (process.env.SHOTS) {
     const name = `${path.basename(file, ".html")}-${colorScheme}-${width}.png`;
     await page.screenshot({ path: path.join(process.env.SHOTS, name), fullPage: true });
   }
+  const axe = fs.readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
+  await page.evaluate(axe);
+  const { violations } = await page.evaluate(() => globalThis.axe.run(document));
+  for (const { id, impact, nodes } of violations) {
+    found.push(`${impact}: ${id}, ${nodes.length} times, ${nodes[0].html.slice(0, 100)}`);
+  }
+  const over = await page.evaluate(
+    () => document.documentElement.scrollWidth - document.documentElement.clientWidth);
+  if (over > 0) found.push(`${over} pixels wider than the window of ${width}`);
   await page.keyboard.press("Tab");
   const reached = await page.evaluate(() => document.activeElement !== document.body);
   if (!reached) found.push("the keyboard reaches nothing");
+  const study = await page.evaluate(() => Boolean(document.getElementById("verdict")));
+  if (study && width === 1280 && colorScheme === "light") found.push(...await moved(page, file));
   await context.close();
-  return found.map((text) => `${file}, ${colorScheme}, ${width} pixels: ${text}`);
+  return [...new Set(found)].map((text) => `${file}, ${colorScheme}, ${width} pixels: ${text}`);
+}
+
+/** Move every control of a study's page. */
+async function moved(page, file) {
+  const found = [], ids = await page.evaluate(
+    () => [...document.querySelectorAll("aside input[type=number]")].map(({ id }) => id));
+  const figures = () => page.evaluate(() => globalThis.meshwright.csv());
+  const before = await figures(), times = [];
+  for (const id of ids) {
+    const value = await page.inputValue(`[id="${id}"]`);
+    const limit = ["set-utilisation", "set-residual"].includes(id) ? 0.77 * Number(value) : 1.3 * Number(value);
+    await page.fill(`[id="${id}"]`, String(limit || 90));
+    await page.waitForTimeout(150);
+    times.push(await page.evaluate(() => Number(document.documentElement.dataset.ms)));
+    const address = await page.evaluate(() => decodeURIComponent(location.hash));
+    if (!address.includes(id.slice("set-".length))) found.push(`${id}: the address does not keep it`);
+  }
+  const changed = await figures();
+  if (changed === before) found.push("no figure follows the controls");
+  const address = await page.evaluate(() => location.href);
+  await page.goto("about:blank");
+  await page.goto(address);
+  if (await figures() !== changed) found.push("the address does not restore the state");
+  await page.click("#reset");
+  await page.waitForTimeout(150);
+  if (await figures() !== before) found.push("a reset leaves something changed");
+  times.sort((a, b) => a - b);
+  const worst = times[Math.floor(0.9 * (times.length - 1))];
+  console.log(`${path.basename(file)}: ${ids.length} controls, redrawn in ${times[0]} to ${times.at(-1)} ms`);
+  if (worst > MOST_MS) found.push(`redrawn in ${worst} ms`);
+  await page.focus(".dot");
+  await page.keyboard.press("Enter");
+  const rows = await page.evaluate(() => document.querySelectorAll("#rows tr").length);
+  if (rows !== 1) found.push(`a candidate chosen by the keyboard leaves ${rows} rows`);
+  await page.click("#all");
+  const pdf = await page.pdf({ format: "A4", preferCSSPageSize: true });
+  const pages = pdf.toString("latin1").match(/\/Type\s*\/Page[^s]/g).length;
+  if (pages !== 1) found.push(`prints ${pages} pages`);
+  if (process.env.SHOTS) {
+    fs.writeFileSync(path.join(process.env.SHOTS, `${path.basename(file, ".html")}.pdf`), pdf);
+  }
+  return found;
 }
 
 (async () => {
@@ -59,8 +98,7 @@ async function faults(browser, file, colorScheme, width) {
   const all = [];
   for (const file of process.argv.slice(2)) {
     const size = fs.statSync(file).size;
-    const most = /<script/.test(fs.readFileSync(file, "utf8")) ? MOST_BYTES : MOST_WITHOUT_SCRIPT;
-    if (size > most) all.push(`${file}: ${size} bytes are more than ${most}`);
+    if (size >= MOST_BYTES) all.push(`${file}: ${size} bytes are not below ${MOST_BYTES}`);
     for (const [scheme, width] of VIEWS) all.push(...await faults(browser, file, scheme, width));
   }
   await browser.close();

@@ -1,223 +1,152 @@
-"""What a study found, as one page that needs no network and no script: the answer, then tables,
-pictures, assumptions."""
+"""What a study found, as one page that needs no network: verdict, charts, controls, tables.
+
+The page computes all figures itself, with the modules of `planner/whatif/*.mjs` that are twins of
+the planner's arithmetic; what needed a search is written into it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Iterator
+from functools import cache
 from importlib import resources
+from typing import Any
 
 import jinja2
 
 from planner.catalog import Quantity
-from planner.documents.units import GIB, bytes_text, count_text, seconds_text
-from planner.report import svg
-from planner.report.whatif_text import SHOWN_SHARES, limits, provenance_text
-from planner.whatif.answers import answers, slack_days
-from planner.whatif.evaluate import Outcome
+from planner.documents.units import bytes_text, seconds_text
+from planner.report.whatif_text import provenance_text
+from planner.whatif.answers import answers
+from planner.whatif.outcome import Outcome
+from planner.whatif.page_data import page_data
 from planner.whatif.ranking import figure as compared
 from planner.whatif.ranking import measured_first, ordered_by
-from planner.whatif.run import Changed, Result
+from planner.whatif.run import Result
 from planner.whatif.span import exact
 from planner.whatif.study import Assumptions
 from planner.whatif.verdicts import verdicts
-from planner.whatif.words import days_text, range_text, usd_text
+from planner.whatif.words import days_text, usd_text
 
-MOST_BARS = 24
-"""Candidates in a bar chart; the table has all of them."""
-MINUTE_S = 60.0
+ARITHMETIC = (
+    "span",
+    "economics",
+    "goodput",
+    "chances",
+    "draws",
+    "terms",
+    "evaluate",
+    "ranking",
+    "break_even",
+    "sensitivity",
+)
+"""Modules of the page in planner/whatif, each after those that it imports."""
+VIEW = ("state", "inputs", "documents", "charts", "words", "view")
+"""Modules in planner/report/page."""
 
 
 def study_page(result: Result) -> str:
     """Return the report of a study."""
-    template = resources.files("planner.report").joinpath("whatif.html").read_text("utf-8")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(_report_file),
     )
-    return environment.from_string(template).render(
-        result=result,
+    data = page_data(result)
+    return environment.get_template("whatif.html").render(
         study=result.study,
         verdicts=verdicts(result),
-        answers=answers(result),
-        slack=partial(slack_days, result),
-        limits=limits,
-        provenance=provenance_text(result).splitlines(),
-        figures=[(name, figure) for name, figure in _figures(result) if figure],
-        points=[
-            f"{place}. {point.label}" for place, point in enumerate(_points(result)[:MOST_BARS], 1)
-        ],
-        assumptions=assumption_rows(result.study.assumptions),
-        measure=measured_first(result.study, result.best) if result.best else [],
-        failed=[outcome for outcome in result.outcomes if not outcome.fits],
-        shares=SHOWN_SHARES,
-        seconds=seconds_text,
-        size=bytes_text,
-        count=count_text,
-        span=range_text,
-        days=days_text,
-        percent=lambda share: f"{100 * (share - 1):+.1f} %",
-        cells=_cells(result),
+        solved=any(offer.solve is not None for offer in result.study.offers),
+        static=list(_static(result, environment)),
+        css=_report_file("page/page.css"),
+        data=script_json(data),
+        script=script_text(),
+        made=data["made"],
     )
 
 
-def _figures(result: Result) -> Iterator[tuple[str, str]]:
-    first = [rank.outcome for ranks in result.ranks.values() for rank in ranks][:MOST_BARS]
-    yield (
-        "Cost against time",
-        svg.scatter("Cost against time", _points(result)[:MOST_BARS], "days", "USD"),
+def _report_file(name: str) -> str:
+    return resources.files("planner.report").joinpath(name).read_text("utf-8")
+
+
+def script_json(data: Any) -> str:
+    """Return plain data as JSON that no HTML inside of it can end.
+
+    >>> script_json({"name": "</script>"})
+    '{"name":"\\\\u003c/script>"}'
+    """
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+@cache
+def script_text() -> str:
+    """Return the page's modules as one script, in their order; each keeps a scope of its own."""
+    arithmetic = resources.files("planner.whatif")
+    parts = {name: arithmetic.joinpath(f"{name}.mjs").read_text("utf-8") for name in ARITHMETIC}
+    parts |= {name: _report_file(f"page/{name}.mjs") for name in VIEW}
+    return "\n".join(_scoped(name, text) for name, text in parts.items())
+
+
+def _scoped(name: str, text: str) -> str:
+    """Return a module as a function that returns what it exports, called at once.
+
+    >>> print(_scoped("b", 'import { x } from "./a.mjs";\\nexport const y = 2 * x;\\n'))
+    const $b = (() => {
+    const { x } = $a;
+    const y = 2 * x;
+    return { y };
+    })();
+    """
+    names = ", ".join(_EXPORT.findall(text))
+    body = _IMPORT.sub(r"const \1 = $\2;", text)
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    return f"const ${name} = (() => {{\n{body}return {{ {names} }};\n}})();"
+
+
+_EXPORT = re.compile(r"^export (?:const|function) (\w+)", re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "[./\w]*?(\w+)\.mjs";', re.MULTILINE)
+
+
+def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[str, str]]:
+    """Yield (title, HTML) of what no control changes: plans, reasons, assumptions."""
+    template = environment.get_template("whatif_static.html")
+    matrix = _cells(result)
+    failed = [outcome for outcome in result.outcomes if not outcome.fits]
+    module: Any = template.make_module(
+        {
+            "result": result,
+            "failed": failed,
+            "matrix": matrix,
+            "assumptions": assumption_rows(result.study.assumptions),
+            "provenance": provenance_text(result).splitlines(),
+            "seconds": seconds_text,
+            "size": bytes_text,
+            "percent": lambda share: f"{100 * (share - 1):+.1f} %",
+        }
     )
-    yield "Cost with its range", svg.bars("Cost with its range", _bars(first, "usd"), "USD")
-    yield (
-        "Time with its range",
-        svg.bars("Time with its range", _bars(first, "result_hours", 1 / 24), "days"),
-    )
-    yield "Tokens that the budget pays for", frontier(result)
-    parts, unit = step_parts(first)
-    yield "Step time by cause", svg.stacked("Step time by cause", parts, unit)
-    yield (
-        "Memory of the fullest stage",
-        svg.stacked("Memory of the fullest stage", _memory(first), "GiB"),
-    )
-    yield (
-        "What one change is worth",
-        svg.bars("What one change is worth", _tornado(result.marginal), "% of time"),
-    )
+    yield "Plans and prices of the candidates", module.plans()
+    if matrix:
+        yield "Models and candidates, as the study has it", module.cells()
+    said = answers(result)
+    if said:
+        yield "What follows, as the study has it", module.listed(said)
+    if failed:
+        yield "What does not fit", module.misfits()
+    if result.best is not None:
+        measure = measured_first(result.study, result.best)
+        yield "What to measure first", module.listed(measure)
+    if result.marginal and result.base is not None:
+        title = f"One thing changed on {result.base.candidate}, planned again"
+        yield title, module.changes(result.marginal, title)
     for curve in result.curves:
-        name = f"Step time against {curve[0].words.split(' x ')[0]}"
-        points = tuple(
-            (change.factor, change.outcome.step_s.value)
-            for change in curve
-            if change.outcome.fits and change.outcome.step_s is not None
-        )
-        yield name, svg.lines(name, [svg.Line(name=name, points=points)], "factor", "s", log=False)
-    yield (
-        "Price of a useful device hour",
-        svg.lines(
-            "Price of a useful device hour",
-            [
-                svg.Line(
-                    name=curve.name,
-                    points=tuple(
-                        (100 * share, usd)
-                        for share, usd in zip(
-                            curve.utilisation, curve.usd_per_device_hour, strict=True
-                        )
-                    ),
-                )
-                for curve in result.break_even
-            ],
-            "% of hours used",
-            "USD",
-            log=False,
-        ),
-    )
-
-
-def _points(result: Result) -> list[svg.Point]:
-    """Return days and dollars of each candidate; the area of a dot is its energy."""
-    energies = [o.energy_kwh.value for o in result.outcomes if o.energy_kwh is not None]
-    most = max(energies, default=1.0)
-    points = []
-    for series, ranks in enumerate(result.ranks.values()):
-        for rank in ranks:
-            outcome = rank.outcome
-            hours = outcome.result_hours
-            if hours is None or outcome.usd is None:
-                continue
-            energy = outcome.energy_kwh.value / most if outcome.energy_kwh else 0.0
-            points.append(
-                svg.Point(
-                    x=hours.value / 24,
-                    y=max(outcome.usd.value, 1e-6),
-                    label=f"{_name(result, outcome)}: {days_text(exact(hours.value))}, "
-                    f"{usd_text(exact(outcome.usd.value))}",
-                    series=series,
-                    size=4 + 8 * energy**0.5,
-                    marked=rank.pareto,
-                )
-            )
-    return points
-
-
-def _bars(outcomes: Sequence[Outcome], field: str, scale: float = 1.0) -> list[svg.Bar]:
-    found = []
-    several = len({outcome.model for outcome in outcomes}) > 1
-    for outcome in outcomes:
-        span = getattr(outcome, field)
-        if span is not None:
-            found.append(
-                svg.Bar(
-                    name=f"{outcome.candidate} {outcome.model}" if several else outcome.candidate,
-                    value=span.value * scale,
-                    low=span.low * scale,
-                    high=span.high * scale,
-                    note=svg.number(span.value * scale),
-                )
-            )
-    return found
-
-
-def step_parts(outcomes: Sequence[Outcome]) -> tuple[list[tuple[str, dict[str, float]]], str]:
-    """Return what each step is made of, in the unit that people use for steps so long."""
-    longest = max((sum(o.step_parts.values()) for o in outcomes), default=0.0)
-    scale, unit = 1e3, "ms"
-    if longest >= 1.0:
-        scale, unit = (1 / 60, "minutes") if longest >= 2 * MINUTE_S else (1.0, "s")
-    several = len({outcome.model for outcome in outcomes}) > 1
-    rows = [
-        (
-            f"{o.candidate} {o.model}" if several else o.candidate,
-            {name: size * scale for name, size in o.step_parts.items()},
-        )
-        for o in outcomes
-    ]
-    return rows, unit
-
-
-def _memory(outcomes: Sequence[Outcome]) -> list[tuple[str, dict[str, float]]]:
-    rows = []
-    for outcome in outcomes:
-        fullest = max(outcome.memory_parts, key=lambda parts: sum(parts.values()))
-        sizes = {name: size / GIB for name, size in fullest.items()}
-        sizes["free"] = max(0.0, outcome.headroom_bytes) / GIB
-        rows.append((f"{outcome.candidate} {outcome.model}", sizes))
-    return rows
-
-
-def _tornado(changes: Sequence[Changed]) -> list[svg.Bar]:
-    known = sorted((c for c in changes if c.outcome.fits), key=lambda c: -abs(c.time - 1))
-    return [
-        svg.Bar(
-            name=change.words,
-            value=100 * (change.time - 1),
-            low=100 * (change.time - 1),
-            high=100 * (change.time - 1),
-            note=f"{100 * (change.time - 1):+.1f} %"
-            + (", another plan" if change.plan_changed else ""),
-        )
-        for change in known
-    ]
-
-
-def frontier(result: Result) -> str:
-    """Return tokens that a budget pays for over the size of the model, and the tokens wanted."""
-    goals = sorted(
-        {(float(o.parameters), o.tokens) for o in result.outcomes if o.fits and o.tokens}
-    )
-    if len(result.study.models) == 1 or result.study.goal.budget_usd is None or not goals:
-        return ""
-    found = []
-    for name in result.candidates:
-        rows = sorted(
-            (float(o.parameters), o.tokens_in_budget)
-            for o in result.outcomes
-            if o.candidate == name and o.tokens_in_budget
-        )
-        if rows:
-            found.append(svg.Line(name=name, points=tuple(rows)))
-    found.append(svg.Line(name="wanted", points=tuple(goals), dashed=True))
-    return svg.lines("Tokens that the budget pays for", found, "parameters", "tokens", log=True)
+        title = f"{curve[0].words.split(' x ')[0].capitalize()}, step by step, planned again"
+        yield title, module.changes(curve, title)
+    yield "Assumptions and sources", module.assumed()
 
 
 def _cells(result: Result) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -255,11 +184,6 @@ def _cell(outcome: Outcome | None) -> str:
     if outcome.misses:
         parts.append("misses " + outcome.misses[0].split(":")[0])
     return ", ".join(parts)
-
-
-def _name(result: Result, outcome: Outcome) -> str:
-    several = len(result.study.models) > 1
-    return f"{outcome.candidate}, {outcome.model}" if several else outcome.candidate
 
 
 def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import BreakEven
-from planner.whatif.evaluate import Outcome
+from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
 from planner.whatif.study import Order
@@ -236,18 +236,19 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
 def cash_table(curves: Sequence[BreakEven]) -> Table:
     """Return what all devices of each candidate cost on the first day and in each year."""
     years = max(len(curve.cash_usd) for curve in curves) - 1
-    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "in all")
+    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "in all", "NPV")
     table = plain_table(
         "candidate",
         *names,
         right=range(1, 1 + len(names)),
-        title="USD paid, before tax and interest",
+        title="USD paid, before tax",
     )
     for curve in curves:
         paid = [f"{usd:,.0f}" for usd in curve.cash_usd]
         blank = [""] * (years + 1 - len(paid))
-        table.add_row(curve.name, *paid, *blank, f"{sum(curve.cash_usd):,.0f}")
-    table.caption = "the last year has the resale of what was bought"
+        present = range_text(curve.present_value_usd)
+        table.add_row(curve.name, *paid, *blank, f"{sum(curve.cash_usd):,.0f}", present)
+    table.caption = "the last year has the resale of what was bought; NPV at the study's interest"
     table.caption_justify = "left"
     return table
 

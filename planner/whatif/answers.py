@@ -14,7 +14,8 @@ from planner.catalog import facility
 from planner.whatif.break_even import Against
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
-from planner.whatif.evaluate import SECONDS_PER_DAY, Outcome
+from planner.whatif.economics import SECONDS_PER_DAY
+from planner.whatif.outcome import Outcome
 from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 

@@ -36,6 +36,8 @@ class BreakEven:
     usd_per_device_hour: tuple[float, ...]
     cash_usd: tuple[float, ...]
     """Of all its devices: on the first day, then in each year."""
+    present_value_usd: Span
+    """Of what all its devices cost over the years, at the study's interest, before tax."""
     against: tuple[Against, ...] = ()
     """For each candidate of the same devices that binds to less."""
 
@@ -106,6 +108,17 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
     return tuple(usd * candidate.devices for usd in each)
 
 
+def present_value_usd(candidate: Candidate) -> Span:
+    """Return the present value of what all devices of a candidate cost over the years.
+
+    The levelised price of a useful hour, times the useful hours at their present value.
+    """
+    assumed = candidate.assumed
+    horizon = Horizon(years=assumed.years, interest=assumed.interest)
+    useful = horizon.hours * assumed.utilisation * candidate.devices
+    return over_years(candidate).at(assumed.utilisation).times(useful)
+
+
 def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
     hourly = over_years(candidate)
     return BreakEven(
@@ -113,6 +126,7 @@ def _curve(candidate: Candidate, others: Sequence[Candidate]) -> BreakEven:
         utilisation=SHARES,
         usd_per_device_hour=tuple(hourly.at(share).value for share in SHARES),
         cash_usd=cash_usd(candidate),
+        present_value_usd=present_value_usd(candidate),
         against=tuple(_against(candidate, hourly, other) for other in others),
     )
 

@@ -68,6 +68,12 @@ class Priced:
     minimum_hours: float = 0.0
     """Of a run, paid at least."""
     owned: bool = False
+    quote: Span | None = None
+    """As it was asked: the rent of a device and hour, or the price of a device."""
+    network: Span | None = None
+    """Of what is bought: its network, a device."""
+    owned_groups: tuple[bool, ...] = ()
+    """Of each group of a cluster that is owned in part, whether it is owned."""
     how: str = "no price known"
     """Commitment, date and source, in words."""
 
@@ -108,6 +114,10 @@ class Candidate:
     """How its cluster differs from the one that its offer names."""
     plain: str = ""
     """The cluster that its offer names."""
+    place: int = 0
+    """Of its offer among the study's."""
+    provider: str = ""
+    """Of an offer that is made of each provider's."""
 
     @property
     def devices(self) -> int:
@@ -158,7 +168,7 @@ def candidates_of(study: Study, offers: Sequence[Rent] | None = None) -> list[Ca
                 raise DocumentError(
                     f"offers[{place}]", f"'{candidate.name}' is there twice; give it a name"
                 )
-            found[candidate.name] = candidate
+            found[candidate.name] = replace(candidate, place=place)
     return list(found.values())
 
 
@@ -300,6 +310,7 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
         allow=offer.allow,
         changes=tuple(offer.change.items()),
         plain=text,
+        provider=(offer.rent.provider or "") if offer.rent is not None else "",
         quoted=_has_price(offer),
     )
 
@@ -336,6 +347,7 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
         return Priced(
+            quote=exact(price.usd_per_device_hour),
             hourly=_used_alone(exact(price.usd_per_device_hour)),
             how=f"{price.commitment}, {price.date}, {price.source}",
         )
@@ -396,6 +408,8 @@ def _owned_in_part(
     rented = sum(group.devices for group in others)
     share = rented / cluster.devices
     return Priced(
+        quote=rent.quote,
+        owned_groups=tuple(group.accelerator.name in owned for group in cluster.groups),
         hourly=Hourly(
             fixed=total([rent.hourly.fixed.times(share), kept.fixed.times(1 - share)]),
             used=total([rent.hourly.used.times(share), kept.used.times(1 - share)]),
@@ -427,16 +441,29 @@ def _rented(
         term = term or found.term_months
         prepaid = found.prepaid if rental.prepaid is None else prepaid
     if rental.commitment != "reserved":
-        return Priced(hourly=_used_alone(price), minimum_hours=rental.minimum_hours, how=how)
+        hourly = _used_alone(price)
+        return Priced(quote=price, hourly=hourly, minimum_hours=rental.minimum_hours, how=how)
     assert term is not None  # of every reservation
     years = term / MONTHS_PER_YEAR
     level = price.times(prepaid_factor(prepaid, years, assumed.interest))
+    reservation = Reservation(years=years, prepaid=prepaid, usd_per_device_hour=price)
     return Priced(
+        quote=price,
         hourly=Hourly(fixed=level, used=exact(0.0)),
-        reservation=Reservation(years=years, prepaid=prepaid, usd_per_device_hour=price),
-        how=f"{how}, {term:g} months"
-        + (f", {100 * prepaid:.0f} % paid at once" if prepaid else ""),
+        reservation=reservation,
+        how=f"{how}, {term_words(reservation)}",
     )
+
+
+def term_words(reservation: Reservation) -> str:
+    """Return a contract's term and what of it is paid at once.
+
+    >>> term_words(Reservation(years=1.0, prepaid=0.5, usd_per_device_hour=exact(2.0)))
+    '12 months, 50 % paid at once'
+    """
+    prepaid = 100 * reservation.prepaid
+    months = f"{reservation.years * MONTHS_PER_YEAR:g} months"
+    return f"{months}, {prepaid:.0f} % paid at once" if prepaid else months
 
 
 def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> None:
@@ -466,17 +493,17 @@ def _bought(
         known = purchases().get(name)
         if known is None:
             return Priced(how=f"no price known, purchase of {name}")
-        price = _listed(known)
+        price = listed_price(known)
         node = "with its node" if known.with_node else "without its node"
         how = f"bought {node}, {known.date}, {known.source}"
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
-    return Priced(hourly=purchase.hourly, purchase=purchase, how=how)
+    return Priced(quote=price, network=network, hourly=purchase.hourly, purchase=purchase, how=how)
 
 
-def _listed(known: PurchasePrice) -> Span:
+def listed_price(known: PurchasePrice) -> Span:
     """Return the catalogue's price of a device with its range."""
     low, high = known.ends
     return Span(value=known.usd_per_device, low=low, high=high)
@@ -492,7 +519,7 @@ def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) 
         known = purchases().get(group.accelerator.name)
         purchase = purchase_of(
             assumed,
-            exact(0.0) if known is None else _listed(known),
+            exact(0.0) if known is None else listed_price(known),
             span_of(network_purchase()),
             cluster.model_copy(update={"groups": (group,)}),
             power_limit,

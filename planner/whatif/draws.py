@@ -8,17 +8,15 @@ often as in the futures that can happen.  `DRAWS` futures, always the same ones.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import NOTHING
-from planner.whatif.chances import DRAWS, outcomes_of
-from planner.whatif.evaluate import Outcome
+from planner.whatif.chances import DRAWS, normals, outcomes_of
+from planner.whatif.outcome import Outcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order
 
@@ -87,7 +85,7 @@ def _step(outcome: Outcome) -> Draws:
     if outcome.step_s is None:
         return np.ones(DRAWS)
     link = outcome.link_share
-    kernels, links = (_normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
+    kernels, links = (normals(f"{cause} {outcome.accelerator}") for cause in ("kernels", "links"))
     together = ((1 - link) * kernels + link * links) / np.hypot(1 - link, link)
     return outcomes_of(outcome.step_s, together) / outcome.step_s.value
 
@@ -99,10 +97,4 @@ def _goodput(outcome: Outcome) -> Draws | float:
 
 
 def _of(figure: Span, cause: str) -> Draws:
-    return outcomes_of(figure, _normals(cause))
-
-
-@lru_cache(maxsize=64)
-def _normals(cause: str) -> Draws:
-    """Return a cause's futures in standard deviations; the same ones whoever asks."""
-    return np.random.default_rng(zlib.crc32(cause.encode())).standard_normal(DRAWS)
+    return outcomes_of(figure, normals(cause))

@@ -33,6 +33,7 @@ from planner.whatif.span import Span, exact, product, total
 
 HOURS_PER_YEAR = 8760.0
 SECONDS_PER_HOUR = 3600.0
+SECONDS_PER_DAY = 86_400.0
 
 
 def hours(tokens: float, tokens_per_s: Span, goodput: Span) -> Span:

@@ -3,136 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.catalog import facility
 from planner.costs.figure_store import FigureStore
-from planner.costs.uncertainty import link_seconds
-from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction, compaction
-from planner.documents.tolerances import ROUNDING
 from planner.documents.units import bytes_text
 from planner.errors import DocumentError
 from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
-from planner.whatif.chances import sum_within
+from planner.whatif.goals import chances_of, misses
 from planner.whatif.goodput import goodput_of
+from planner.whatif.outcome import Outcome
 from planner.whatif.planning import Planned, planned
-from planner.whatif.span import Span, exact, product, span_of, total
+from planner.whatif.span import Span, exact, product, span_of
 from planner.whatif.study import Goal, Study
 
-SECONDS_PER_DAY = 86_400.0
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
 NOTABLE = 0.12
 """Share of a step above which communication or the pipeline is named."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of one model on one candidate; fields of time and cost are None if none fits."""
-
-    candidate: str
-    model: str
-    devices: int
-    accelerator: str
-    fits: bool
-    binding: str
-    """What limits it, in words; the reason why nothing fits if nothing does."""
-    layout: str = ""
-    stack: str = ""
-    """Who trains."""
-    native_step_s: float | None = None
-    """Of our own runtime's best plan there, where it was planned too."""
-    step_s: Span | None = None
-    tokens_per_s: Span | None = None
-    mfu: float = 0.0
-    step_parts: dict[str, float] = field(default_factory=dict)
-    memory_parts: tuple[dict[str, float], ...] = ()
-    peak_bytes: float = 0.0
-    capacity_bytes: float = 0.0
-    host_bytes: float = 0.0
-    """Of a node's memory, at most."""
-    parameters: int = 0
-    tokens: float | None = None
-    """To train in all."""
-    tokens_in_budget: float | None = None
-    """That budget and deadline leave room for."""
-    goodput: Span | None = None
-    """Share of the wall clock that trains."""
-    hours: Span | None = None
-    """Of the run."""
-    lead_days: Span | None = None
-    """Until bought devices are there and a run can begin."""
-    usd: Span | None = None
-    usd_per_device_hour: Span | None = None
-    price: str = ""
-    """Commitment, date and source of the price, in words."""
-    capital_usd: float | None = None
-    """What signing binds to: a purchase, or a contract's whole term."""
-    outlay_usd: Span | None = None
-    """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
-    the rent of the run."""
-    watts: Span | None = None
-    energy_kwh: Span | None = None
-    carbon_kg: Span | None = None
-    grams_per_kwh: float | None = None
-    """Of CO2, of the grid that it is planned on."""
-    misses: tuple[str, ...] = ()
-    """Goals that it does not meet."""
-    chances: dict[str, float] = field(default_factory=dict)
-    """By goal, the probability that it is kept."""
-    hypothetical: bool = False
-    """No such product is sold."""
-    idle: int = 0
-    """Devices that the plan leaves out, since it is faster without them."""
-    provenance: dict[str, int] = field(default_factory=dict)
-    """How many figures behind the prediction are measured, fitted, quoted, assumed."""
-    optimal: bool = False
-    plan: Plan | None = None
-
-    @property
-    def chance(self) -> float:
-        """The least probability of keeping a goal; 1 where there is none."""
-        return min(self.chances.values(), default=1.0)
-
-    @property
-    def result_hours(self) -> Span | None:
-        """Hours from signing to the result: delivery and the run."""
-        if self.hours is None or self.lead_days is None:
-            return self.hours
-        return total([self.lead_days.times(24), self.hours])
-
-    @property
-    def utilisation(self) -> Span:
-        """MFU with the range of the step."""
-        if self.step_s is None:
-            return exact(0.0)
-        return self.step_s.inverse.times(self.mfu * self.step_s.value)
-
-    @property
-    def link_share(self) -> float:
-        """Share of a step that waits for links between devices."""
-        step_s = sum(self.step_parts.values())
-        return link_seconds(self.step_parts) / step_s if step_s else 0.0
-
-    @property
-    def headroom_bytes(self) -> float:
-        """Memory left on the fullest device; none where its allocator must compact."""
-        return max(0.0, self.capacity_bytes - self.peak_bytes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, the plan as its document."""
-        result: dict[str, Any] = {}
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, Span):
-                value = value.as_dict()
-            elif isinstance(value, Plan):
-                value = value.model_dump(mode="json", exclude_none=True)
-            result[name] = value
-        return {**result, "headroom_bytes": self.headroom_bytes}
 
 
 def evaluate(
@@ -178,6 +69,7 @@ def evaluate(
         idle=idle,
         step_s=step,
         tokens_per_s=product([tokens, step.inverse]),
+        tokens_per_step=tokens.value,
         mfu=prediction.mfu * (1 - idle / candidate.devices),
         step_parts=dict(prediction.step_parts),
         memory_parts=tuple(dict(stage.memory_parts) for stage in prediction.stages),
@@ -250,7 +142,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
     return replace(
         outcome,
         tokens_in_budget=tokens_in_budget(goal, candidate, outcome),
-        misses=tuple(_misses(goal, outcome)),
+        misses=tuple(misses(goal, outcome)),
         chances=chances_of(goal, outcome),
     )
 
@@ -341,52 +233,6 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
     if least < candidate.priced.minimum_hours:
         return 0.0 if hours[0] < candidate.priced.minimum_hours else None
     return rate.value * share.value * least * economics.SECONDS_PER_HOUR
-
-
-def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, list[Span], float | None, str]]:
-    """Return each goal by name with the terms of the outcome's figure, the limit and their unit.
-
-    There are no terms where the figure is not known.
-    """
-    days = [] if outcome.hours is None else [outcome.hours.times(1 / 24)]
-    if days and outcome.lead_days is not None:
-        days.append(outcome.lead_days)
-
-    def alone(figure: Span | None) -> list[Span]:
-        return [] if figure is None else [figure]
-
-    return [
-        ("deadline", days, goal.deadline_days, "days"),
-        ("budget", alone(outcome.outlay_usd), goal.budget_usd, "USD"),
-        ("power cap", alone(outcome.watts), goal.power_cap_w, "W"),
-        ("emission cap", alone(outcome.carbon_kg), goal.emission_cap_kg, "kg"),
-    ]
-
-
-def _misses(goal: Goal, outcome: Outcome) -> list[str]:
-    missed = []
-    for name, terms, limit, words in _limits(goal, outcome):
-        if limit is None:
-            continue
-        value = sum(term.value for term in terms)
-        if not terms:
-            missed.append(f"{name}: not known")
-        elif value > limit * (1 + ROUNDING):
-            missed.append(f"{name}: {_number(value)} of {_number(limit)} {words}")
-    return missed
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
-    """Return the probability that each goal is kept, by the range of its figure."""
-    return {
-        name: sum_within(terms, limit * (1 + ROUNDING))
-        for name, terms, limit, _ in _limits(goal, outcome)
-        if terms and limit is not None
-    }
 
 
 def _provenance(prediction: Prediction) -> dict[str, int]:

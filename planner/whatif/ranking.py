@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from planner.whatif.draws import chances_to_be_first
-from planner.whatif.evaluate import Outcome
+from planner.whatif.outcome import Outcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order, Study
 

@@ -14,7 +14,8 @@ from planner.errors.shown import html_table
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import evaluate
+from planner.whatif.outcome import Outcome
 from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
 from planner.whatif.sizing import size_of, unsolved, with_sizes
@@ -421,6 +422,7 @@ def result_json(result: Result) -> dict[str, Any]:
                 "utilisation": list(curve.utilisation),
                 "usd_per_device_hour": list(curve.usd_per_device_hour),
                 "cash_usd": list(curve.cash_usd),
+                "present_value_usd": curve.present_value_usd.as_dict(),
                 "against": {
                     against.name: {
                         "share": against.share,

@@ -17,7 +17,8 @@ from planner.documents.units import MOST_DEVICES
 from planner.errors import DocumentError
 from planner.whatif.candidates import Candidate, candidates_of, powered
 from planner.whatif.chances import quantile, within
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import evaluate
+from planner.whatif.outcome import Outcome
 from planner.whatif.study import Offer, Study
 from planner.whatif.words import range_text, usd_text
 

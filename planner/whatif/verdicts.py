@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from planner.documents.units import seconds_text
-from planner.whatif.evaluate import Outcome
+from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
 from planner.whatif.words import days_text, listed, usd_text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.whatif.draws import chances_to_be_first
-from planner.whatif.evaluate import Outcome
+from planner.whatif.outcome import Outcome
 from planner.whatif.span import Span, exact
 
 FUTURES = 20_000

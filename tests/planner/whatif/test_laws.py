@@ -16,7 +16,8 @@ from planner.search.best_first import search
 from planner.whatif.candidates import candidates_of
 from planner.whatif.changes import changed
 from planner.whatif.economics import carbon_kg, energy_kwh, hours
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import evaluate
+from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import ranked, tie
 from planner.whatif.span import Span, exact
 from planner.whatif.study import ChangeName, Offer, Study

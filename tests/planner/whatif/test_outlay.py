@@ -12,8 +12,10 @@ import pytest
 from planner.errors import DocumentError
 from planner.whatif import sizing
 from planner.whatif.answers import slack_days
+from planner.whatif.break_even import present_value_usd
 from planner.whatif.candidates import candidates_of
-from planner.whatif.evaluate import Outcome, evaluate
+from planner.whatif.evaluate import evaluate
+from planner.whatif.outcome import Outcome
 from planner.whatif.run import run
 from planner.whatif.sizing import size_of
 from planner.whatif.span import Span
@@ -72,6 +74,15 @@ def drawn(value: float, low: float, high: float, rng: random.Random) -> float:
     normal = rng.gauss(0, 1)
     end = high if normal > 0 else low
     return value * math.exp(abs(math.log(end / value)) * normal / 1.2815516)
+
+
+def test_the_present_value_of_a_purchase_by_hand() -> None:
+    """Paid at once, in the middle of each year, and sold for 0.67 squared of it after two."""
+    [candidate] = candidates_of(bought({"tokens": 1e9}))
+
+    yearly = 1_000 + 197.1 / 2
+    value = 10_000 + yearly * (1.08**-0.5 + 1.08**-1.5) - 10_000 * 0.67**2 * 1.08**-2
+    assert present_value_usd(candidate).value == pytest.approx(4 * value, rel=1e-9)
 
 
 @pytest.mark.parametrize("budget", [42_000.0, 46_000.0, 50_000.0, 58_000.0])

@@ -9,7 +9,8 @@ import pytest
 
 from planner.whatif.break_even import break_evens
 from planner.whatif.candidates import Candidate, candidates_of, powered, watts_of
-from planner.whatif.evaluate import Outcome, tokens_in_budget
+from planner.whatif.evaluate import tokens_in_budget
+from planner.whatif.outcome import Outcome
 from planner.whatif.span import exact
 from planner.whatif.study import Study
 from tests.planner.whatif.test_study import PRICE, study

@@ -10,7 +10,7 @@ import pytest
 
 from planner.whatif.answers import answers
 from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.evaluate import Outcome
+from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result
 from planner.whatif.span import Span, exact

@@ -1,0 +1,372 @@
+/** The page of a study: everything below the controls is drawn again when one moves. */
+import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/break_even.mjs";
+import { hourlyAt } from "../../whatif/economics.mjs";
+import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
+import { tornado } from "../../whatif/sensitivity.mjs";
+import { times } from "../../whatif/span.mjs";
+import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
+import { csvText, yamlText } from "./documents.mjs";
+import { inputsOf, midpointGoal } from "./inputs.mjs";
+import {
+  changedDocument, clearable, controlsOf, fragmentOf, goalOf, outcomesOf, priceId, valuesFrom,
+} from "./state.mjs";
+import {
+  duration, flipText, grouped, percent, price, provenance, ranged, verdict,
+} from "./words.mjs";
+
+const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 20;
+const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
+const UNITS = { cost: "USD", time: "hours", energy: "kWh" };
+
+const at = (id) => document.getElementById(id);
+const data = JSON.parse(at("data").textContent);
+const controls = controlsOf(data);
+const page = {
+  model: data.models[0], values: valuesFrom(location.hash.slice(1), controls), chosen: new Set(),
+  sort: { column: 0, down: false },
+};
+
+const COLUMNS = [
+  ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
+  ["candidate", (r) => r.outcome.candidate.name, (r) => r.outcome.candidate.name],
+  ["time to result", (r) => r.outcome.resultHours?.value,
+    (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
+  ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
+  ["P(cheapest)", (r) => r.first.cost, (r) => r.first.cost?.toFixed(2)],
+  ["P(fastest)", (r) => r.first.time, (r) => r.first.time?.toFixed(2)],
+  ["goals", (r) => r.outcome.chance, goalsText],
+  ["USD per useful device-hour", (r) => r.outcome.usdPerDeviceHour?.value,
+    (r) => r.outcome.usdPerDeviceHour && ranged(r.outcome.usdPerDeviceHour)],
+  ["ties with the first at", (r) => r.tiesAtUsd, (r) => r.tiesAtUsd && price(r.tiesAtUsd)],
+  ["budget outlay, USD", (r) => r.outcome.outlayUsd?.value,
+    (r) => r.outcome.outlayUsd && ranged(r.outcome.outlayUsd)],
+  ["tokens in budget", (r) => r.outcome.tokensInBudget,
+    (r) => r.outcome.tokensInBudget && r.outcome.tokensInBudget.toExponential(2)],
+  ["energy, kWh", (r) => r.outcome.energyKwh?.value,
+    (r) => r.outcome.energyKwh && grouped(r.outcome.energyKwh.value)],
+  ["CO2, kg", (r) => r.outcome.carbonKg?.value,
+    (r) => r.outcome.carbonKg && grouped(r.outcome.carbonKg.value)],
+];
+
+function goalsText({ outcome }) {
+  const missed = outcome.misses.map(({ name }) => `misses ${name}`);
+  const kept = Object.entries(outcome.chances).filter(([name]) =>
+    !outcome.misses.some((miss) => miss.name === name));
+  const sold = outcome.candidate.hypothetical ? ["not sold"] : [];
+  return [...sold, ...missed, ...kept.map(([name, chance]) => `${name} ${percent(chance)}`)].join("; ");
+}
+
+/** Draw everything as the values stand. */
+function update() {
+  const began = performance.now();
+  fit(innerWidth);
+  const goal = goalOf(data, page.values);
+  const outcomes = outcomesOf(data, page.model, page.values);
+  const ranks = ranked(goal, outcomes, data.assumed.tie);
+  page.ranks = ranks;
+  const by = ranks.length ? orderedBy(goal, outcomes) : "cost";
+  at("verdict").textContent = verdict(goal, ranks);
+  const found = ranks.length ? provenance(ranks[0].outcome, new Date()) : { text: "", warning: "" };
+  at("price").textContent = found.text;
+  at("warning").textContent = found.warning;
+  drawChoice(ranks);
+  drawTornado(ranks, by);
+  drawCash(ranks);
+  drawUse(ranks);
+  drawSizes(ranks);
+  drawTable(ranks);
+  const changed = Object.keys(page.values).length;
+  at("changed").textContent = changed ? `${changed} figure${changed > 1 ? "s" : ""} changed from the study`
+    : "As the study has it";
+  document.documentElement.dataset.ms = (performance.now() - began).toFixed(1);
+}
+
+function drawChoice(ranks) {
+  const shown = ranks.filter(({ outcome }) => outcome.resultHours && outcome.usd).slice(0, MOST_DOTS);
+  at("choice").hidden = !shown.length;
+  if (!shown.length) return;
+  const kinds = [...new Set(shown.map((r) => r.outcome.candidate.accelerator))];
+  const points = shown.map((rank) => {
+    const { outcome } = rank, { name, accelerator } = outcome.candidate;
+    return {
+      name, x: times(outcome.resultHours, 1 / 24), y: outcome.usd, place: rank.place,
+      front: rank.pareto, chosen: page.chosen.has(name),
+      colour: COLOURS[kinds.indexOf(accelerator) % COLOURS.length],
+      label: `${rank.place} ${name}: ${duration(outcome.resultHours)}, ${ranged(outcome.usd)} USD`,
+    };
+  });
+  const focused = document.activeElement?.dataset?.name;
+  at("scatter").innerHTML = scatter("Cost against time to result", points, "days to the result", "USD")
+    + key(kinds);
+  for (const dot of at("scatter").querySelectorAll(".dot")) {
+    if (dot.dataset.name === focused) dot.focus();
+  }
+}
+
+function drawTornado(ranks, by) {
+  const { values, model } = page, near = ranks.slice(0, MOST_COMPARED);
+  const sure = near.filter(({ outcome }) => !outcome.misses.length
+    && outcome.chance >= goalOf(data, values).confidence);
+  const compared = new Set((sure.includes(near[0]) ? sure : near).map((r) => r.outcome.candidate.name));
+  const goal = midpointGoal(data, values);
+  const light = (moved, touches) => outcomesOf(data, model, moved, {
+    drawn: false, only: (c) => compared.has(c.name) && touches(c),
+  });
+  const base = light(values, () => true);
+  const known = base.length && figureOf(ranks[0].outcome, by) < Infinity;
+  const found = known ? tornado(inputsOf(data, model, values, base), goal, by, base,
+    (input, value) => light({ ...values, [input.id]: value }, input.touches)) : [];
+  at("flips").textContent = found.length ? flipText(found, by) : "";
+  at("decision").hidden = !found.length;
+  if (!found.length) return;
+  const first = base.find((o) => o.candidate.name === ranks[0].outcome.candidate.name);
+  const now = figureOf(first, by), rows = found.slice(0, MOST_BARS);
+  const ends = [now, ...rows.flatMap(({ low, high }) => [low, high])].filter(Number.isFinite);
+  const [least, most] = [Math.min(...ends), Math.max(...ends)];
+  at("tornado-head").textContent = `${first.candidate.name}: ${short(least)} to ${short(most)} ${UNITS[by]}, `
+    + `now ${short(now)}`;
+  at("tornado").innerHTML = rows.map((row) => {
+    const { input, low, high, flips } = row;
+    const said = flips.map(({ at: value, to }) =>
+      `${to} ${value > input.now ? "above" : "below"} ${price(value)}`).join("; ");
+    return `<tr><th scope="row">${safe(input.label)}</th><td>${bar(low, high, now, least, most)}</td>`
+      + `<td>${safe(`${price(input.now)} (${price(input.low)}–${price(input.high)}) ${input.unit}`)}</td>`
+      + `<td>${safe(said)}</td></tr>`;
+  }).join("");
+}
+
+/** Those that are shown over years: the chosen ones, or the first few. */
+function overYearsShown(ranks, most) {
+  const known = ranks.map((r) => r.outcome).filter(comparable);
+  const chosen = known.filter((o) => page.chosen.has(o.candidate.name));
+  return (chosen.length ? chosen : known).slice(0, most);
+}
+
+function drawCash(ranks) {
+  const shown = overYearsShown(ranks, MOST_CASH);
+  at("years").hidden = !ranks.some(({ outcome }) => bond(outcome));
+  if (at("years").hidden) return;
+  const rows = shown.map((o) => ({ o, cash: cashUsd(o), present: presentValueUsd(o) }));
+  const most = Math.max(...rows.map(({ cash }) => cash.length));
+  const head = ["candidate", "first day", ...Array.from({ length: most - 1 }, (_, k) => `year ${k + 1}`),
+    "in all", "NPV"];
+  const body = rows.map(({ o, cash, present }) => [
+    o.candidate.name, ...Array.from({ length: most }, (_, k) => (k in cash ? grouped(cash[k]) : "")),
+    grouped(cash.reduce((a, b) => a + b, 0)), ranged(present)]);
+  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax; the last year "
+    + "has the resale; NPV at the interest set, before tax", head, body);
+}
+
+function drawUse(ranks) {
+  const shown = overYearsShown(ranks, MOST_LINES);
+  if (at("years").hidden || !shown.length) return;
+  const shares = Array.from({ length: 19 }, (_, k) => (10 + 5 * k) / 100);
+  const series = shown.map((o) => ({
+    name: o.candidate.name,
+    points: shares.map((share) => [100 * share, hourlyAt(overYears(o), share).value]),
+  }));
+  at("use").innerHTML = lines("Price of a useful device-hour over utilisation", series, "% of hours used",
+    "USD per useful device-hour", 100 * shown[0].assumed.utilisation);
+  const pairs = shown.flatMap((one) => shown.filter((other) => bond(other) < bond(one)
+    && other.candidate.accelerator === one.candidate.accelerator).map((other) => [one, other]));
+  at("pairs").replaceChildren(...pairs.slice(0, MOST_PAIRS).map(([one, other]) => {
+    const item = document.createElement("li");
+    item.textContent = pairText(one, other);
+    return item;
+  }));
+}
+
+function pairText(one, other) {
+  const { share, low, high } = breakEven(one, other), word = (s) => (s === null ? "never" : percent(s));
+  const names = `${one.candidate.name} is cheaper than ${other.candidate.name}`;
+  if (share === null) return `${one.candidate.name} is never cheaper than ${other.candidate.name}.`;
+  return share === 0 ? `${names} at any utilisation.`
+    : `${names} above ${percent(share)} utilisation (${word(low)} to ${word(high)} over its cost range).`;
+}
+
+function drawSizes(ranks) {
+  const offers = new Map();
+  for (const { outcome: o } of ranks) {
+    const id = priceId(data, o.candidate);
+    if (o.usd) offers.set(id, [...(offers.get(id) ?? []), o]);
+  }
+  const several = [...offers.values()].filter((of) => new Set(of.map((o) => o.devices)).size > 1);
+  at("sizes").hidden = !several.length;
+  if (!several.length) return;
+  const series = (figure) => several.slice(0, MOST_LINES).map((of) => ({
+    name: of[0].candidate.cluster, dots: true, dashed: true,
+    points: of.map((o) => [o.devices, figure(o)]).sort(([a], [b]) => a - b),
+  }));
+  at("by-size").innerHTML = lines("Cost by size", series((o) => o.usd.value), "devices", "USD")
+    + lines("Time to result by size", series((o) => o.resultHours.value / 24), "devices", "days");
+}
+
+const tableHtml = (caption, head, body) => `<table><caption>${safe(caption)}</caption><thead><tr>`
+  + head.map((h, k) => `<th scope="col"${k ? ' class="n"' : ""}>${safe(h)}</th>`).join("") + "</tr></thead><tbody>"
+  + body.map((row) => `<tr>${row.map((c, k) => (k ? `<td class="n">${safe(c)}</td>`
+    : `<th scope="row">${safe(c)}</th>`)).join("")}</tr>`).join("") + "</tbody></table>";
+
+function drawTable(ranks) {
+  const { column, down } = page.sort, [, value] = COLUMNS[column];
+  const shown = page.chosen.size ? ranks.filter((r) => page.chosen.has(r.outcome.candidate.name)) : [...ranks];
+  shown.sort((a, b) => {
+    const [x, y] = [value(a), value(b)].map((v) => v ?? Infinity);
+    return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+  });
+  at("all").hidden = !page.chosen.size;
+  at("rows").innerHTML = shown.map((rank) => `<tr>${COLUMNS.map(([name, , words], k) => {
+    const said = safe(words(rank) ?? "");
+    if (k === 1) return `<th scope="row">${said}</th>`;
+    return `<td class="${name === "goals" ? "" : "n"}">${said}</td>`;
+  }).join("")}</tr>`).join("");
+  [...at("head").children].forEach((th, k) => {
+    if (k === column) th.setAttribute("aria-sort", down ? "descending" : "ascending");
+    else th.removeAttribute("aria-sort");
+  });
+}
+
+function buildTable() {
+  at("head").replaceChildren(...COLUMNS.map(([name], k) => {
+    const th = document.createElement("th"), button = document.createElement("button");
+    button.textContent = name;
+    button.type = "button";
+    button.addEventListener("click", () => {
+      page.sort = { column: k, down: page.sort.column === k && !page.sort.down };
+      drawTable(page.ranks);
+    });
+    th.scope = "col";
+    th.append(button);
+    return th;
+  }));
+}
+
+/** Controls: a number and, where the study has a figure, a slider around it. */
+function buildControls() {
+  for (const control of controls) {
+    const row = document.createElement("div"), label = document.createElement("label");
+    const number = document.createElement("input"), slider = document.createElement("input");
+    row.className = "control";
+    number.type = "number";
+    number.id = `set-${control.id}`;
+    Object.assign(number, { min: control.least, max: control.most, step: "any" });
+    label.htmlFor = number.id;
+    label.textContent = `${control.label}, ${control.unit}`;
+    slider.type = "range";
+    Object.assign(slider, { min: -SLIDER, max: SLIDER });
+    slider.setAttribute("aria-label", `${control.label}, slider`);
+    number.addEventListener("input", () => set(control, number.value, number));
+    slider.addEventListener("input", () => set(control, String(slid(control, slider.value)), slider));
+    row.append(label, number, ...(control.now ? [slider] : []));
+    at(control.id.startsWith("price.") ? "prices" : "assumptions").append(row);
+    control.show = (source) => {
+      const value = control.id in page.values ? page.values[control.id] : control.now;
+      if (source !== number) number.value = value === null ? "" : Number(value.toPrecision(6));
+      if (source !== slider && control.now && value) slider.value = SLIDER * Math.log(value / control.now) / Math.log(REACH);
+      row.classList.toggle("set", control.id in page.values);
+    };
+  }
+}
+
+const slid = ({ now, least, most }, steps) => Number(
+  Math.min(most, Math.max(least, now * REACH ** (steps / SLIDER))).toPrecision(4));
+
+function set(control, text, source) {
+  const value = text === "" ? null : Number(text);
+  if (value === null && !clearable(control.id)) return;
+  if (value !== null && !(value >= control.least && value <= control.most)) return;
+  if (value === control.now) delete page.values[control.id];
+  else page.values[control.id] = value;
+  control.show(source);
+  changed();
+}
+
+let waiting = false;
+
+/** Draw once a frame, and keep the state in the address. */
+function changed() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    history.replaceState(null, "", `#${fragmentOf(page.values)}`);
+    update();
+  });
+}
+
+function choose(name) {
+  if (page.chosen.has(name)) page.chosen.delete(name);
+  else page.chosen.add(name);
+  update();
+}
+
+function save(name, type, text) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function csv() {
+  const ends = (span) => (span ? [span.value, span.low, span.high] : [null, null, null]);
+  const triple = (name) => [name, `${name}_low`, `${name}_high`];
+  return csvText([
+    ["place", "model", "candidate", "devices", ...triple("hours_to_result"), ...triple("usd"),
+      ...triple("usd_per_device_hour"), ...triple("outlay_usd"), "tokens_in_budget",
+      "probability_cheapest", "probability_fastest", "probability_goals", "energy_kwh", "carbon_kg", "price"],
+    ...page.ranks.map((r) => [r.place, page.model, r.outcome.candidate.name, r.outcome.devices,
+      ...ends(r.outcome.resultHours), ...ends(r.outcome.usd), ...ends(r.outcome.usdPerDeviceHour),
+      ...ends(r.outcome.outlayUsd), r.outcome.tokensInBudget, r.first.cost, r.first.time,
+      r.outcome.chance, r.outcome.energyKwh?.value, r.outcome.carbonKg?.value, r.outcome.candidate.how]),
+  ]);
+}
+
+function bind() {
+  const scatterOf = at("scatter");
+  scatterOf.addEventListener("click", ({ target }) => {
+    const dot = target.closest(".dot");
+    if (dot) choose(dot.dataset.name);
+  });
+  scatterOf.addEventListener("keydown", (event) => {
+    const dot = event.target.closest(".dot");
+    if (!dot || ![" ", "Enter"].includes(event.key)) return;
+    event.preventDefault();
+    choose(dot.dataset.name);
+  });
+  at("all").addEventListener("click", () => { page.chosen.clear(); update(); });
+  at("reset").addEventListener("click", () => {
+    page.values = {};
+    for (const control of controls) control.show();
+    at("by").value = data.goal.by;
+    changed();
+  });
+  at("yaml").addEventListener("click", () => save("study.yaml", "application/yaml",
+    `${yamlText(changedDocument(data, page.values))}\n`));
+  at("csv").addEventListener("click", () => save("study.csv", "text/csv", csv()));
+  at("model").addEventListener("change", ({ target }) => {
+    page.model = target.value;
+    page.chosen.clear();
+    update();
+  });
+  at("by").addEventListener("change", ({ target }) => {
+    if (target.value === data.goal.by) delete page.values.by;
+    else page.values.by = target.value;
+    changed();
+  });
+  addEventListener("resize", () => requestAnimationFrame(update));
+  addEventListener("hashchange", () => {
+    page.values = valuesFrom(location.hash.slice(1), controls);
+    for (const control of controls) control.show();
+    update();
+  });
+}
+
+buildTable();
+buildControls();
+for (const control of controls) control.show();
+at("by").value = page.values.by ?? data.goal.by;
+bind();
+update();
+globalThis.meshwright = { // what a test reads
+  csv, yaml: () => yamlText(changedDocument(data, page.values)),
+};

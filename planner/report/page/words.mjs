@@ -1,0 +1,101 @@
+/** Figures and verdicts of a study in words. */
+import { eligible, orderedBy } from "../../whatif/ranking.mjs";
+import { times } from "../../whatif/span.mjs";
+
+const OLD_MONTHS = 6;
+
+/** A number with a separator of thousands. */
+export const grouped = (value, digits = 0) => value.toLocaleString("en-US",
+  { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+/** A figure with its range. */
+export function ranged(span, factor = 1) {
+  const { value, low, high } = times(span, factor), digits = value >= 100 ? 0 : value >= 1 ? 1 : 3;
+  const [v, l, h] = [value, low, high].map((each) => grouped(each, digits));
+  return low === high ? v : `${v} (${l}–${h})`;
+}
+
+/** A duration: hours below two days. */
+export const duration = (hours) => (hours.value < 48 ? `${ranged(hours)} h`
+  : `${ranged(hours, 1 / 24)} days`);
+
+/** A probability in per cent. */
+export const percent = (share) => `${(100 * share).toFixed(0)} %`;
+
+/** A price, with as many digits as one signs. */
+export const price = (usd) => (usd >= 1000 ? grouped(usd) : usd.toFixed(2));
+
+const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy" };
+
+/** The verdict in one sentence, and what stands beside it. */
+export function verdict(goal, ranks) {
+  const [first] = ranks, by = ranks.length ? orderedBy(goal, ranks.map((r) => r.outcome)) : "cost";
+  if (!first) return "No candidate that is planned fits; the reasons are below.";
+  const { outcome } = first, name = outcome.candidate.name;
+  if (!eligible(outcome)) {
+    const missed = outcome.misses.map(({ name: goalName, figure, limit, unit }) => `${goalName}: `
+      + `${figure === null ? "not known" : `${grouped(figure)} of ${grouped(limit)} ${unit}`}`);
+    return `No candidate reaches the goal; ${name} comes closest and misses ${missed.join("; ")}.`;
+  }
+  const said = [verb(outcome) + name];
+  if (outcome.hours) {
+    said.push(outcome.leadDays ? `result after ${duration(outcome.resultHours)} with delivery`
+      : duration(outcome.hours));
+  }
+  if (outcome.usd) said.push(`${ranged(outcome.usd)} USD`);
+  const rivals = ranks.filter((rank) => by in rank.first);
+  let sentence = said.join(", ");
+  if (by in first.first && rivals.length > 1) {
+    const rival = rivals.filter((r) => r !== first)
+      .reduce((a, b) => (a.first[by] >= b.first[by] ? a : b));
+    sentence += `: ${WORDS[by]} of ${rivals.length} with probability ${first.first[by].toFixed(2)}`
+      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)})`;
+  }
+  const unsure = outcome.chance < goal.confidence;
+  const kept = Object.entries(outcome.chances).map(([goalName, chance]) =>
+    `${goalName} kept with probability ${chance.toFixed(2)}`);
+  return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}${unsure
+    ? `, less than the ${goal.confidence} asked for` : ""}.` : ""}`.trim();
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+/** What signing means on a candidate's terms. */
+function verb({ candidate: { terms } }) {
+  if (terms.kind === "bought") return "Buy: ";
+  if (terms.kind === "owned") return "Use: ";
+  return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
+}
+
+/** Months between a price's date and today. */
+export function monthsSince(month, today) {
+  const [year, number] = month.split("-").map(Number);
+  return Math.max(0, 12 * (today.getFullYear() - year) + today.getMonth() + 1 - number);
+}
+
+/** What the first one's price rests on, and whether it is old. @returns {{text, warning}} */
+export function provenance(outcome, today) {
+  const { how, dates, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
+  const unit = terms.bought ? "USD per device" : "USD per device-hour";
+  const asked = terms.quote ? `${price(terms.quote.value)} (${price(terms.quote.low)}–`
+    + `${price(terms.quote.high)}) ${unit}. ` : "";
+  const useful = hourly && (terms.bought || terms.commitment === "reserved")
+    ? `${price(hourly.value)} USD per useful device-hour. ` : "";
+  const ages = dates.map((month) => monthsSince(month, today));
+  const oldest = Math.max(...ages);
+  const warning = !dates.length && terms.quote ? "The price has no date: ask for a quote."
+    : oldest > OLD_MONTHS ? `The oldest of these prices is ${oldest} months old: ask for a new quote.` : "";
+  return { text: `Price: ${asked}${useful}${capital(how)}.`, warning };
+}
+
+/** The nearest flips in a sentence. */
+export function flipText(bars, by) {
+  const flips = bars.filter((bar) => bar.flips.length).slice(0, 3).map(({ input, flips: [first, ...rest] }) => {
+    const near = rest.reduce((a, b) => (Math.abs(Math.log(b.at / input.now))
+      < Math.abs(Math.log(a.at / input.now)) ? b : a), first);
+    return `${near.to} comes first if "${input.label}" ${near.at > input.now
+      ? "rises above" : "falls below"} ${price(near.at)} (now ${price(input.now)})`;
+  });
+  return flips.length ? `What would change it: ${flips.join("; ")}.`
+    : `No single input changes the ${WORDS[by]} within twice its range, all others staying.`;
+}

@@ -1,0 +1,89 @@
+/**
+ * All candidates drawn together: how often each is the first.  The twin of draws.py.
+ *
+ * What candidates share is drawn once: an accelerator's kernels and links, lost hours, a quote,
+ * power, delivery.
+ */
+import { DRAWS, deviated, multipliers, normals } from "./chances.mjs";
+import { spreads } from "./span.mjs";
+
+const NOTHING = 1e-9;
+
+/**
+ * Futures of time, cost and energy (hours, USD, Wh; of a token if no goal is set); null: unknown.
+ * Plain loops: they run for every candidate whenever a control moves.
+ */
+export function drawnFigures(outcome) {
+  const duration = durations(outcome);
+  return {
+    time: times(outcome, duration), cost: costs(outcome, duration), energy: energies(outcome, duration),
+  };
+}
+
+/** Hours of the run, or seconds of a token. */
+function durations(outcome) {
+  const step = stepMultipliers(outcome), found = new Float64Array(DRAWS);
+  if (outcome.hours === null) {
+    for (let k = 0; k < DRAWS; k++) found[k] = step[k] / outcome.tokensPerS.value;
+    return found;
+  }
+  const goodput = multipliers(outcome.goodput, "goodput"), hours = outcome.hours.value;
+  for (let k = 0; k < DRAWS; k++) found[k] = hours * step[k] / goodput[k];
+  return found;
+}
+
+function times({ hours, leadDays }, duration) {
+  if (hours === null || leadDays === null) return duration;
+  const lead = multipliers(leadDays, "delivery"), found = new Float64Array(DRAWS);
+  for (let k = 0; k < DRAWS; k++) found[k] = duration[k] + 24 * (leadDays.value * lead[k]);
+  return found;
+}
+
+function energies({ watts }, duration) {
+  if (watts === null) return null;
+  const power = multipliers(watts, "power"), found = new Float64Array(DRAWS);
+  for (let k = 0; k < DRAWS; k++) found[k] = watts.value * power[k] * duration[k];
+  return found;
+}
+
+function costs({ usdPerDeviceHour: hourly, devices, hours, usd, candidate }, duration) {
+  if (hourly === null) return null;
+  const price = multipliers(hourly, `price ${candidate.how}`), found = new Float64Array(DRAWS);
+  const paid = usd === null ? 0 : usd.value / (hourly.value * devices);
+  // More hours than the run takes are paid where the contract has a minimum.
+  const least = hours !== null && paid > hours.value * (1 + NOTHING) ? paid : 0;
+  for (let k = 0; k < DRAWS; k++) {
+    found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
+  }
+  return found;
+}
+
+const steps = new Map();
+
+/** The step's seconds over its value, from the uncertainty of kernels and of links. */
+function stepMultipliers({ plan, candidate }) {
+  const [down, up] = spreads(plan.step_s), link = plan.link_share;
+  const key = `${candidate.accelerator}|${down}|${up}|${link}`;
+  if (!steps.has(key)) {
+    const [kernels, links] = ["kernels", "links"].map((c) => normals(`${c} ${candidate.accelerator}`));
+    const whole = Math.hypot(1 - link, link);
+    const together = kernels.map((each, k) => ((1 - link) * each + link * links[k]) / whole);
+    steps.set(key, deviated(down, up, together));
+  }
+  return steps.get(key);
+}
+
+/** Probability of each that its futures' figure is the least of those that are known. */
+export function chancesToBeFirst(figures) {
+  const known = figures.filter((figure) => figure !== null);
+  const wins = known.map(() => 0);
+  for (let k = 0; known.length && k < DRAWS; k++) {
+    let least = Infinity, tied = 0;
+    for (const figure of known) if (figure[k] < least) least = figure[k];
+    const most = least * (1 + NOTHING);
+    for (const figure of known) if (figure[k] <= most) tied++;
+    for (let at = 0; at < known.length; at++) if (known[at][k] <= most) wins[at] += 1 / tied;
+  }
+  let next = 0;
+  return figures.map((figure) => (figure === null ? null : wins[next++] / DRAWS));
+}

@@ -1,0 +1,137 @@
+/**
+ * A planned candidate priced: hours, cost, energy, goals.  The twin of evaluate.py and goals.py.
+ *
+ * @typedef {import("./span.mjs").Span} Span
+ */
+import { within } from "./chances.mjs";
+import { drawnFigures } from "./draws.mjs";
+import {
+  carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, rentUsd, SECONDS_PER_HOUR,
+} from "./economics.mjs";
+import { goodputOf } from "./goodput.mjs";
+import { exact, inverse, product, times, total } from "./span.mjs";
+import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
+
+const ROUNDING = 1e-12;
+
+/** Tokens to train a model of so many parameters on; null if left open. */
+export function tokensOf(goal, parameters) {
+  if (goal.epochs && goal.dataset_tokens) return goal.epochs * goal.dataset_tokens;
+  if (goal.tokens_per_parameter) return goal.tokens_per_parameter * parameters;
+  return goal.tokens ?? null;
+}
+
+/**
+ * The outcome of a plan on a candidate's terms.
+ * @param {object} candidate  as the page's data has it, with its plan
+ * @param {object} assumed    the study's assumptions, with the offer's own in their place
+ * @param {object} goal       days, USD, W, kg
+ * @param {boolean} drawn     whether futures are drawn; without, no probability is known
+ */
+export function evaluate(candidate, assumed, goal, drawn = true) {
+  const { plan, devices } = candidate;
+  const priced = pricedOf(candidate, assumed);
+  const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
+  const outcome = {
+    candidate, assumed, priced, plan, devices, watts,
+    tokensPerS: product([exact(plan.tokens_per_step), inverse(plan.step_s)]),
+    goodput: assumed.goodput ?? goodputOf(assumed.failures, {
+      parameters: plan.parameters,
+      devices: devices - plan.idle,
+      nodes: Math.round(candidate.nodes * (1 - plan.idle / devices)),
+      spot: candidate.spot,
+    }),
+    leadDays: priced.purchase ? assumed.lead_days : null,
+    usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
+    capitalUsd: null, outlayUsd: null, hours: null, usd: null, energyKwh: null, carbonKg: null,
+    resultHours: null,
+    tokens: tokensOf(goal, plan.parameters),
+  };
+  const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
+  if (bound !== null) outcome.capitalUsd = bound * devices;
+  if (outlay !== null) outcome.outlayUsd = times(outlay, devices);
+  if (outcome.tokens !== null) withRun(outcome);
+  outcome.tokensInBudget = tokensInBudget(goal, outcome);
+  const limits = limitsOf(goal, outcome);
+  outcome.misses = limits.filter(({ figure, limit }) =>
+    figure === null || figure > limit * (1 + ROUNDING));
+  if (!drawn) return { ...outcome, chance: 1 };
+  outcome.drawn = drawnFigures(outcome);
+  outcome.chances = Object.fromEntries(limits.filter(({ figure }) => figure !== null)
+    .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));
+  outcome.chance = Math.min(1, ...Object.values(outcome.chances));
+  return outcome;
+}
+
+function withRun(outcome) {
+  const { devices, watts, priced, assumed } = outcome;
+  outcome.hours = hours(outcome.tokens, outcome.tokensPerS, outcome.goodput);
+  outcome.resultHours = outcome.leadDays === null ? outcome.hours
+    : total([times(outcome.leadDays, 24), outcome.hours]);
+  if (outcome.usdPerDeviceHour !== null) {
+    const paid = atLeast(outcome.hours, priced.minimumHours);
+    outcome.usd = rentUsd(devices, paid, outcome.usdPerDeviceHour);
+    outcome.outlayUsd ??= outcome.usd;
+  }
+  if (watts !== null) {
+    outcome.energyKwh = energyKwh(watts, outcome.hours);
+    outcome.carbonKg = carbonKg(outcome.energyKwh, assumed.grams_per_kwh);
+  }
+}
+
+const atLeast = (span, least) => ({
+  value: Math.max(span.value, least), low: Math.max(span.low, least),
+  high: Math.max(span.high, least),
+});
+
+/** Goals that are set: name, figure (null: not known) and limit in one unit. */
+function limitsOf(goal, outcome) {
+  const value = (span, factor = 1) => (span === null ? null : span.value * factor);
+  return [
+    { name: "deadline", figure: value(outcome.resultHours, 1 / 24), limit: goal.deadline_days,
+      unit: "days" },
+    { name: "budget", figure: value(outcome.outlayUsd), limit: goal.budget_usd, unit: "USD" },
+    { name: "power cap", figure: value(outcome.watts), limit: goal.power_cap_w, unit: "W" },
+    { name: "emission cap", figure: value(outcome.carbonKg), limit: goal.emission_cap_kg,
+      unit: "kg" },
+  ].filter(({ limit }) => limit !== null && limit !== undefined);
+}
+
+/** Share of futures in which a figure is no greater than a limit. */
+function share(drawn, most) {
+  let kept = 0;
+  for (let k = 0; k < drawn.length; k++) if (drawn[k] <= most) kept++;
+  return kept / drawn.length;
+}
+
+function chanceOf(name, outcome, limit) {
+  if (name === "deadline") return share(outcome.drawn.time, 24 * limit);
+  if (name === "emission cap") {
+    return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
+  }
+  if (name === "budget" && outcome.capitalUsd === null) return share(outcome.drawn.cost, limit);
+  return within(name === "budget" ? outcome.outlayUsd : outcome.watts, limit);
+}
+
+/** Tokens for which budget and deadline both suffice; null without a budget or a price. */
+function tokensInBudget(goal, outcome) {
+  const { priced, assumed } = outcome;
+  if (!goal.budget_usd || outcome.usdPerDeviceHour === null) return null;
+  let left = goal.budget_usd, anHour = outcome.usdPerDeviceHour.value;
+  const used = assumed.utilisation;
+  if (outcome.capitalUsd !== null) {
+    left -= outcome.capitalUsd;
+    anHour = priced.hourly.used.value;
+  }
+  if (priced.purchase) anHour = owningUsdPerHour(priced.purchase, used).value / used;
+  if (left < 0) return 0;
+  const most = [anHour === 0 ? Infinity : left / (anHour * outcome.devices)];
+  if (goal.deadline_days) {
+    most.push(24 * Math.max(0, goal.deadline_days - (outcome.leadDays?.value ?? 0)));
+  }
+  if (priced.purchase) most.push(HOURS_PER_YEAR * assumed.years * used);
+  if (priced.reservation) most.push(HOURS_PER_YEAR * priced.reservation.years);
+  const least = Math.min(...most);
+  if (least < priced.minimumHours) return most[0] < priced.minimumHours ? 0 : null;
+  return outcome.tokensPerS.value * outcome.goodput.value * least * SECONDS_PER_HOUR;
+}

@@ -1,0 +1,117 @@
+"""Outcome: what became of one model on one candidate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.costs.uncertainty import link_seconds
+from planner.documents.plan import Plan
+from planner.whatif.span import Span, exact, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one model on one candidate; fields of time and cost are None if none fits."""
+
+    candidate: str
+    model: str
+    devices: int
+    accelerator: str
+    fits: bool
+    binding: str
+    """What limits it, in words; the reason why nothing fits if nothing does."""
+    layout: str = ""
+    stack: str = ""
+    """Who trains."""
+    native_step_s: float | None = None
+    """Of our own runtime's best plan there, where it was planned too."""
+    step_s: Span | None = None
+    tokens_per_s: Span | None = None
+    tokens_per_step: float = 0.0
+    mfu: float = 0.0
+    step_parts: dict[str, float] = field(default_factory=dict)
+    memory_parts: tuple[dict[str, float], ...] = ()
+    peak_bytes: float = 0.0
+    capacity_bytes: float = 0.0
+    host_bytes: float = 0.0
+    """Of a node's memory, at most."""
+    parameters: int = 0
+    tokens: float | None = None
+    """To train in all."""
+    tokens_in_budget: float | None = None
+    """That budget and deadline leave room for."""
+    goodput: Span | None = None
+    """Share of the wall clock that trains."""
+    hours: Span | None = None
+    """Of the run."""
+    lead_days: Span | None = None
+    """Until bought devices are there and a run can begin."""
+    usd: Span | None = None
+    usd_per_device_hour: Span | None = None
+    price: str = ""
+    """Commitment, date and source of the price, in words."""
+    capital_usd: float | None = None
+    """What signing binds to: a purchase, or a contract's whole term."""
+    outlay_usd: Span | None = None
+    """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
+    the rent of the run."""
+    watts: Span | None = None
+    energy_kwh: Span | None = None
+    carbon_kg: Span | None = None
+    grams_per_kwh: float | None = None
+    """Of CO2, of the grid that it is planned on."""
+    misses: tuple[str, ...] = ()
+    """Goals that it does not meet."""
+    chances: dict[str, float] = field(default_factory=dict)
+    """By goal, the probability that it is kept."""
+    hypothetical: bool = False
+    """No such product is sold."""
+    idle: int = 0
+    """Devices that the plan leaves out, since it is faster without them."""
+    provenance: dict[str, int] = field(default_factory=dict)
+    """How many figures behind the prediction are measured, fitted, quoted, assumed."""
+    optimal: bool = False
+    plan: Plan | None = None
+
+    @property
+    def chance(self) -> float:
+        """The least probability of keeping a goal; 1 where there is none."""
+        return min(self.chances.values(), default=1.0)
+
+    @property
+    def result_hours(self) -> Span | None:
+        """Hours from signing to the result: delivery and the run."""
+        if self.hours is None or self.lead_days is None:
+            return self.hours
+        return total([self.lead_days.times(24), self.hours])
+
+    @property
+    def utilisation(self) -> Span:
+        """MFU with the range of the step."""
+        if self.step_s is None:
+            return exact(0.0)
+        return self.step_s.inverse.times(self.mfu * self.step_s.value)
+
+    @property
+    def link_share(self) -> float:
+        """Share of a step that waits for links between devices."""
+        step_s = sum(self.step_parts.values())
+        return link_seconds(self.step_parts) / step_s if step_s else 0.0
+
+    @property
+    def headroom_bytes(self) -> float:
+        """Memory left on the fullest device; none where its allocator must compact."""
+        return max(0.0, self.capacity_bytes - self.peak_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, the plan as its document."""
+        result: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Span):
+                value = value.as_dict()
+            elif isinstance(value, Plan):
+                value = value.model_dump(mode="json", exclude_none=True)
+            result[name] = value
+        return {**result, "headroom_bytes": self.headroom_bytes}

@@ -1,0 +1,196 @@
+"""What a page computes a study's figures from, as plain data: plans, terms, assumptions, goals.
+
+The page's modules (`*.mjs` beside this one) are twins of the arithmetic here.  Plans are given:
+what needs another search (a model, a batch, devices, links) cannot be changed on the page.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner.catalog import Facility, Quantity, network_purchase, purchases
+from planner.whatif.candidates import Candidate, listed_price, term_words
+from planner.whatif.evaluate import carbon_of
+from planner.whatif.outcome import Outcome
+from planner.whatif.run import Result
+from planner.whatif.span import Span, span_of
+from planner.whatif.study import Assumptions, Failures, Offer, Owning, Rental, Study
+
+PER_SPAN = ("value", "low", "high")
+
+
+def page_data(result: Result) -> dict[str, Any]:
+    """Return the data of a study's page: models, candidates with their plans, what was assumed."""
+    study = result.study
+    return {
+        "document": document_of(study),
+        "models": list(study.models),
+        "question": study.question or study.name,
+        "goal": study.goal.model_dump(mode="json"),
+        "assumed": assumed_data(study.assumptions),
+        "made": datetime.date.today().isoformat(),
+        "candidates": [
+            _candidate(study, result.candidates[outcome.candidate], outcome)
+            for outcome in result.outcomes
+            if outcome.fits
+        ],
+    }
+
+
+def document_of(study: Study) -> dict[str, Any]:
+    """Return the study as it was asked: sizes that were solved for are asked for again."""
+    data = study.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for offer in data["offers"]:
+        if "solve" in offer:
+            offer.pop("n", None)
+    return {"format": study.format, **data}
+
+
+def assumed_data(assumed: Assumptions) -> dict[str, Any]:
+    """Return assumptions as the page's arithmetic reads them: no default left open."""
+    grams = assumed.carbon_g_per_kwh
+    known = assumed.facility
+    return {
+        **_part(assumed, ("utilisation", "years", "interest", "rent_change_a_year", "tie")),
+        "lead_days": _span(span_of(assumed.lead_days)),
+        "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
+        "failures": _part(assumed.failures, tuple(Failures.model_fields)),
+        "owning": _part(assumed.owning, tuple(Owning.model_fields)),
+        **_part(known, _FACILITY),
+        "network_usd_per_device": _span(span_of(network_purchase())),
+        "grams_per_kwh": carbon_of(assumed.country) if grams is None else grams,
+    }
+
+
+_FACILITY = (
+    "electricity_usd_per_kwh",
+    "power_usage_effectiveness",
+    "node_power_over_tdp",
+    "network_w_per_device",
+)
+
+
+def _part(
+    part: Assumptions | Failures | Owning | Facility, names: tuple[str, ...]
+) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        value = getattr(part, name)
+        found[name] = _span(span_of(value)) if isinstance(value, Quantity) else value
+    return found
+
+
+def _span(span: Span) -> dict[str, float]:
+    return span.as_dict()
+
+
+def _candidate(study: Study, candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+    offer = study.offers[candidate.place]
+    prices = purchases()
+    groups = []
+    for group in candidate.cluster.groups:
+        known = prices.get(group.accelerator.name)
+        groups.append(
+            {
+                "devices": group.devices,
+                "tdp_w": group.accelerator.tdp_w,
+                "listed": None if known is None else _span(listed_price(known)),
+            }
+        )
+    own = offer.assumptions
+    return {
+        "name": candidate.name,
+        "model": outcome.model,
+        "place": candidate.place,
+        "provider": candidate.provider,
+        "cluster": offer.cluster if offer.n else candidate.plain,
+        "accelerator": outcome.accelerator,
+        "devices": candidate.devices,
+        "nodes": sum(group.nodes for group in candidate.cluster.groups),
+        "spot": candidate.spot,
+        "power_limit": candidate.power_limit,
+        "hypothetical": candidate.hypothetical,
+        "groups": groups,
+        "terms": _terms(offer, candidate),
+        "how": candidate.priced.how,
+        "dates": price_dates(candidate.priced.how),
+        "assumed": None if own is None else assumed_data(candidate.assumed),
+        "own": [] if own is None else _named(own.model_dump(exclude_unset=True)),
+        "plan": _plan(outcome),
+    }
+
+
+def _named(said: Mapping[str, Any]) -> list[str]:
+    """Return the fields that an offer assumes for itself, those of parts by part and name."""
+    names = []
+    for name, value in said.items():
+        if name in ("owning", "failures"):
+            names += [f"{name}.{inner}" for inner in value]
+        else:
+            names.append(name)
+    return names
+
+
+def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
+    """Return how a candidate is had, and what it would be called at another price."""
+    priced, rental = candidate.priced, offer.rent or Rental()
+    bought = offer.buy is not None
+    terms: dict[str, Any] = {
+        "kind": _kind(candidate),
+        "bought": bought,
+        "commitment": "bought" if bought else rental.commitment,
+        "quote": None if priced.quote is None else _span(priced.quote),
+        "minimum_hours": priced.minimum_hours,
+    }
+    if bought:
+        terms["network"] = _span(priced.network or span_of(network_purchase()))
+    if priced.reservation is not None:
+        terms["years"] = priced.reservation.years
+        terms["prepaid"] = priced.reservation.prepaid
+        terms["term_words"] = term_words(priced.reservation)
+    if priced.owned_groups:
+        terms["owned_groups"] = list(priced.owned_groups)
+    return terms
+
+
+def _kind(candidate: Candidate) -> str:
+    priced = candidate.priced
+    if priced.hourly is None:
+        return "none"
+    if priced.owned:
+        return "owned"
+    if priced.owned_groups:
+        return "part"
+    return "rented" if priced.purchase is None else "bought"
+
+
+def _plan(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.step_s is not None and outcome.tokens_per_s is not None  # it fits
+    return {
+        "step_s": _triple(outcome.step_s),
+        "tokens_per_step": outcome.tokens_per_step,
+        "parameters": outcome.parameters,
+        "idle": outcome.idle,
+        "link_share": outcome.link_share,
+        "mfu": outcome.mfu,
+        "stack": outcome.stack,
+        "layout": outcome.layout,
+        "binding": outcome.binding,
+        "native_step_s": outcome.native_step_s,
+    }
+
+
+def _triple(span: Span) -> list[float]:
+    return [getattr(span, end) for end in PER_SPAN]
+
+
+def price_dates(how: str) -> list[str]:
+    """Return the months that a price names, the oldest first.
+
+    >>> price_dates("median of 2 on-demand rents, about 2026-10 to after 2025-09-10")
+    ['2025-09', '2026-10']
+    """
+    return sorted(f"{year}-{month}" for year, month in re.findall(r"\b(20\d\d)-(\d\d)\b", how))

@@ -1,0 +1,132 @@
+/**
+ * A candidate's price by its terms: rented, reserved, bought, owned.  The twin of what candidates.py
+ * computes; which offers make a cluster and what they ask is in the page's data.
+ *
+ * @typedef {import("./span.mjs").Span} Span
+ * @typedef {{devices: number, tdp_w: ?number, listed: ?Span}} Group  listed: USD of a device
+ * @typedef {{kind: string, commitment: string, quote: ?Span, network: ?Span, years: number,
+ *   prepaid: number, minimum_hours: number, owned_groups: boolean[]}} Terms
+ */
+import {
+  deviceWatts, hourlyAt, HOURS_PER_YEAR, outlayUsd, powerUsdPerHour, prepaidFactor, purchaseHourly,
+  residualShare,
+} from "./economics.mjs";
+import { exact, product, times, total } from "./span.mjs";
+
+const MONTHS_PER_YEAR = 12;
+
+/** Devices of several groups. @param {Group[]} groups */
+export const devicesOf = (groups) => groups.reduce((sum, group) => sum + group.devices, 0);
+
+/** Watts of groups at the meter; null if a device's power is not known. @returns {?Span} */
+export function wattsOf(groups, assumed, powerLimit) {
+  if (groups.some((group) => group.tdp_w === null)) return null;
+  const power = {
+    nodeOverTdp: assumed.node_power_over_tdp,
+    networkW: assumed.network_w_per_device,
+    usageEffectiveness: assumed.power_usage_effectiveness,
+  };
+  return total(groups.map((g) => deviceWatts(power, g.devices, g.tdp_w * powerLimit)));
+}
+
+/** All that is known of the price of a device on a candidate's terms; {} if nothing is. */
+export function pricedOf(candidate, assumed) {
+  const { terms, groups, power_limit: limit } = candidate;
+  switch (terms.kind) {
+    case "owned":
+      return { hourly: keptHourly(groups, assumed, limit), minimumHours: 0 };
+    case "part":
+      return { hourly: inPart(candidate, assumed), minimumHours: 0 };
+    case "bought": {
+      const purchase = purchaseOf(assumed, terms.quote, terms.network, groups, limit);
+      return { hourly: purchaseHourly(purchase), purchase, minimumHours: 0 };
+    }
+    case "rented":
+      return { minimumHours: terms.minimum_hours, ...rented(terms, assumed) };
+    default:
+      return {};
+  }
+}
+
+function rented(terms, assumed) {
+  if (terms.commitment !== "reserved") return { hourly: { fixed: exact(0), used: terms.quote } };
+  const { years, prepaid, quote } = terms;
+  return {
+    hourly: { fixed: times(quote, prepaidFactor(prepaid, years, assumed.interest)), used: exact(0) },
+    reservation: { years, prepaid, price: quote },
+    minimumHours: 0,
+  };
+}
+
+function inPart({ terms, groups, power_limit: limit }, assumed) {
+  const rent = rented(terms, assumed).hourly;
+  const others = groups.filter((_, at) => !terms.owned_groups[at]);
+  const kept = keptHourly(groups.filter((_, at) => terms.owned_groups[at]), assumed, limit);
+  const share = devicesOf(others) / devicesOf(groups);
+  return {
+    fixed: total([times(rent.fixed, share), times(kept.fixed, 1 - share)]),
+    used: total([times(rent.used, share), times(kept.used, 1 - share)]),
+  };
+}
+
+/** What owned devices cost: as if bought, but for the hardware. */
+function keptHourly(groups, assumed, limit) {
+  const parts = groups.map((group) => {
+    const purchase = purchaseOf(
+      assumed, group.listed ?? exact(0), assumed.network_usd_per_device, [group], limit);
+    const hourly = purchaseHourly({ ...purchase, hardware: exact(0) });
+    return [group.devices / devicesOf(groups), hourly];
+  });
+  return {
+    fixed: total(parts.map(([share, hourly]) => times(hourly.fixed, share))),
+    used: total(parts.map(([share, hourly]) => times(hourly.used, share))),
+  };
+}
+
+/** A device's purchase with all that owning it costs. */
+function purchaseOf(assumed, price, network, groups, limit) {
+  const own = assumed.owning;
+  const bare = total([price, network, own.storage_usd_per_device]);
+  const withSpares = total([exact(1), own.spares]);
+  const watts = wattsOf(groups, assumed, limit), devices = devicesOf(groups);
+  const kilowatts = watts === null ? exact(0)
+    : times(watts, 1e-3 / devices / assumed.power_usage_effectiveness.value);
+  return {
+    hardware: times(product([bare, withSpares]), 1 + own.sales_tax),
+    yearly: total([
+      product([bare, own.support_a_year]),
+      product([bare, own.insurance_a_year]),
+      own.staff_usd_per_device_year,
+      product([kilowatts, times(own.hosting_usd_per_kw_month, MONTHS_PER_YEAR)]),
+    ]),
+    horizon: { years: assumed.years, interest: assumed.interest },
+    residual: residualOf(assumed),
+    idlePower: own.idle_power,
+    running: watts === null ? exact(0)
+      : powerUsdPerHour(times(watts, 1 / devices), assumed.electricity_usd_per_kwh),
+    taxRate: own.income_tax,
+    depreciationYears: own.depreciation_years,
+  };
+}
+
+/** Share of the hardware's price that it sells for at the end of the years. @returns {Span} */
+export function residualOf({ owning, years }) {
+  if (owning.residual_by_age.length) return exact(residualShare(years, 1, owning.residual_by_age));
+  const at = (end) => residualShare(years, owning.retained_a_year[end], []);
+  return { value: at("value"), low: at("low"), high: at("high") };
+}
+
+/** USD of a useful device hour. @returns {Span} */
+export const usefulHour = (priced, assumed) => hourlyAt(priced.hourly, assumed.utilisation);
+
+/** USD that signing binds to for each device; null on terms that bind to nothing. */
+export function boundUsd({ purchase, reservation }) {
+  if (purchase) return purchase.hardware.value;
+  return reservation ? reservation.price.value * (reservation.years * HOURS_PER_YEAR) : null;
+}
+
+/** USD that binding terms take out of a budget for each device; null on others. @returns {?Span} */
+export function outlayOf({ purchase, reservation }, utilisation) {
+  if (purchase) return outlayUsd(purchase, utilisation);
+  return reservation ? times(reservation.price, reservation.years * HOURS_PER_YEAR) : null;
+}

@@ -1,0 +1,332 @@
+"""The page's modules and the planner compute the same figures: one arithmetic, written twice.
+
+Thousands of calls and whole studies with random controls, in node against Python, within 1e-12.
+A formula that is edited on one side fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.documents.tolerances import ROUNDING
+from planner.whatif import chances, economics, goodput, span
+from planner.whatif.break_even import cash_usd, present_value_usd
+from planner.whatif.candidates import Candidate, candidates_of
+from planner.whatif.evaluate import evaluate
+from planner.whatif.page_data import page_data
+from planner.whatif.planning import Planned, planned
+from planner.whatif.ranking import ranked
+from planner.whatif.run import Result
+from planner.whatif.span import Span
+from planner.whatif.study import Failures, Study
+from tests.planner.whatif.test_study import study
+
+ROOT = Path(__file__).parents[3]
+NODE = shutil.which("node")
+QUOTE = {"date": "2026-11", "source": "a quote"}
+ROUNDS = 150
+without_node = pytest.mark.skipif(
+    NODE is None, reason="there is no node here: the page's arithmetic is compared where it is"
+)
+
+
+def node(calls: list[dict[str, Any]], studies: list[dict[str, Any]], root: Path = ROOT) -> Any:
+    done = subprocess.run(
+        [str(NODE), str(Path(__file__).with_name("compare.mjs")), str(root)],
+        input=json.dumps({"calls": calls, "studies": studies}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
+    """Yield where two values differ by more than 1e-12 of the larger."""
+    if isinstance(expected, Span):
+        expected = expected.as_dict()
+    if isinstance(expected, dict):
+        assert set(found) == set(expected), where
+        for name in expected:
+            yield from differences(found[name], expected[name], f"{where}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for at, pair in enumerate(zip(found, expected, strict=True)):
+            yield from differences(*pair, f"{where}[{at}]")
+    elif isinstance(expected, float) and isinstance(found, int | float):
+        if not math.isclose(found, expected, rel_tol=ROUNDING, abs_tol=1e-15):
+            yield f"{where}: {found} is not {expected}"
+    elif found != expected:
+        yield f"{where}: {found} is not {expected}"
+
+
+def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
+    """Yield (module, function, arguments, result) of one round of random arguments."""
+    rng = random.Random(seed)
+
+    def figure(least: float = 0.01, most: float = 1e4) -> Span:
+        value = math.exp(rng.uniform(math.log(least), math.log(most)))
+        low, high = (value * math.exp(sign * rng.choice([0, rng.random()])) for sign in (-1, 1))
+        return Span(value=value, low=low, high=min(high, max(value, most)))
+
+    def share() -> Span:
+        return figure(0.01, 1.0)
+
+    one, two = figure(), figure()
+    yield "span", "product", [[one, two]], span.product([one, two])
+    yield "span", "total", [[one, two]], span.total([one, two])
+    yield "span", "inverse", [one], one.inverse
+    trains = share()
+    yield "economics", "hours", [1e9, one, trains], economics.hours(1e9, one, trains)
+    horizon = economics.Horizon(years=rng.uniform(0.2, 6), interest=rng.choice([0.0, rng.random()]))
+    plain = {"years": horizon.years, "interest": horizon.interest}
+    change, term = rng.uniform(-0.5, 0.5), rng.choice([0.0, 1.0, rng.uniform(0.5, 3)])
+    level = horizon.rent(2.5, change, term)
+    yield "economics", "levelRent", [plain, 2.5, change, term], level
+    prepaid = rng.choice([0.0, rng.random()])
+    factor = economics.prepaid_factor(prepaid, 1.5, horizon.interest)
+    yield "economics", "prepaidFactor", [prepaid, 1.5, horizon.interest], factor
+    used, contract = rng.uniform(0.05, 1), term or None
+    terms = {"utilisation": used, "changeAYear": change, "termYears": contract, "prepaid": prepaid}
+    paid = economics.rent_cash_usd(
+        1.7, horizon, utilisation=used, change_a_year=change, term_years=contract, prepaid=prepaid
+    )
+    yield "economics", "rentCash", [1.7, plain, terms], list(paid)
+    tax = economics.Tax(rate=rng.choice([0.0, rng.random() / 2]), depreciation_years=5.0)
+    bought = economics.Purchase(
+        hardware_usd=figure(1e3, 1e5),
+        yearly_usd=figure(10, 1e4),
+        horizon=horizon,
+        residual=share(),
+        idle_power=share(),
+        running_usd_per_hour=figure(0.01, 1.0),
+        tax=tax,
+    )
+    its = {
+        "hardware": bought.hardware_usd,
+        "yearly": bought.yearly_usd,
+        "horizon": plain,
+        "residual": bought.residual,
+        "idlePower": bought.idle_power,
+        "running": bought.running_usd_per_hour,
+        "taxRate": tax.rate,
+        "depreciationYears": 5.0,
+    }
+    hourly = bought.hourly
+    yield "economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
+    yield "economics", "outlayUsd", [its, used], bought.outlay_usd(used)
+    yield "economics", "purchaseCash", [its, used], list(bought.cash_usd(used))
+    ages = tuple(sorted((rng.random() for _ in range(3)), reverse=True)) if seed % 2 else ()
+    rest = economics.residual_share(horizon.years, retained_a_year=0.67, by_age=ages)
+    yield "economics", "residualShare", [horizon.years, 0.67, list(ages)], rest
+    pairs = [[rng.random(), rng.random()] for _ in range(2)]
+    above = economics.cheaper_above((pairs[0][0], pairs[0][1]), (pairs[1][0], pairs[1][1]))
+    yield "economics", "cheaperAbove", pairs, above
+    power = economics.Power(node_over_tdp=one, network_w_per_device=two, usage_effectiveness=one)
+    draws = {"nodeOverTdp": one, "networkW": two, "usageEffectiveness": one}
+    yield "economics", "deviceWatts", [draws, 7, 400.0], power.watts(7, 400.0)
+    size = {"parameters": 10 ** rng.uniform(8, 12), "devices": 8 * rng.randint(1, 999)}
+    size |= {"nodes": size["devices"] // 8, "spot": rng.random() < 0.5}
+    failing = Failures()
+    plain_failures = {n: span.span_of(getattr(failing, n)) for n in Failures.model_fields}
+    expected: Any = goodput.goodput_of(failing, **size)
+    yield "goodput", "goodputOf", [plain_failures, size], expected
+    limit = one.value * math.exp(rng.uniform(-2, 2))
+    yield "chances", "within", [one, limit], chances.within(one, limit)
+    probability = rng.random() or 0.5
+    yield "chances", "inverseNormal", [probability], chances.NORMAL.inv_cdf(probability)
+    cause = f"price é {seed}"
+    yield "chances", "crc32", [cause], zlib.crc32(cause.encode())
+
+
+def compared(root: Path = ROOT, rounds: int = ROUNDS) -> tuple[int, list[str]]:
+    """Return how many calls were compared, and what differs."""
+    known = [vector for seed in range(rounds) for vector in vectors(seed)]
+    order = chances.order_of("kernels h100").tolist()
+    known.append(("chances", "orderOf", ["kernels h100"], order))
+    calls = json.loads(
+        json.dumps(
+            [{"module": m, "name": f, "arguments": given} for m, f, given, _ in known],
+            default=Span.as_dict,
+        )
+    )
+    results = node(calls, [], root)["results"]
+    wrong = [
+        text
+        for found, (module, name, _, expected) in zip(results, known, strict=True)
+        for text in differences(found, expected, f"{module}.{name}")
+    ]
+    return len(known), wrong
+
+
+@without_node
+def test_every_function_of_the_page_computes_what_the_planner_computes() -> None:
+    count, wrong = compared()
+
+    assert count > 2_000
+    assert not wrong, wrong[:5]
+
+
+EDITS = {
+    "span.mjs": ("below += down * down", "below += down"),
+    "economics.mjs": ("start + length / 2", "start + length"),
+    "goodput.mjs": ("everyS / 2", "everyS / 3"),
+    "chances.mjs": ("key >>> 15", "key >>> 14"),
+}
+
+
+@without_node
+@pytest.mark.parametrize("name", EDITS)
+def test_a_formula_that_is_edited_on_one_side_is_found(name: str, tmp_path: Path) -> None:
+    for folder in ("planner/whatif", "planner/report/page"):
+        (tmp_path / folder).mkdir(parents=True)
+        for file in (ROOT / folder).glob("*.mjs"):
+            shutil.copy(file, tmp_path / folder)
+    edited = tmp_path / "planner/whatif" / name
+    text = edited.read_text(encoding="utf-8")
+    assert EDITS[name][0] in text
+    edited.write_text(text.replace(*EDITS[name]), encoding="utf-8")
+
+    _, wrong = compared(tmp_path, rounds=4)
+
+    assert wrong
+
+
+OFFERS: list[dict[str, Any]] = [
+    {"cluster": "{n}xa10g", "n": [4, 8], "rent": {"usd_per_device_hour": 2.0, "low": 1.5, **QUOTE}},
+    {
+        "name": "contract",
+        "cluster": "8xa10g",
+        "rent": {
+            "usd_per_device_hour": 1.2,
+            "high": 1.6,
+            "commitment": "reserved",
+            "term_months": 18.0,
+            "prepaid": 0.4,
+            **QUOTE,
+        },
+    },
+    {"name": "ours", "cluster": "8xa10g", "owned": True},
+    {
+        "name": "bought",
+        "cluster": "8xa10g",
+        "buy": {"usd_per_device": 9000.0, "low": 7000.0, "high": 12000.0, **QUOTE},
+    },
+    {
+        "name": "elsewhere",
+        "cluster": "8xa10g",
+        "buy": {"usd_per_device": 9500.0, "network_usd_per_device": 0.0, **QUOTE},
+        "assumptions": {"electricity_usd_per_kwh": 0.04, "utilisation": 0.9},
+    },
+    {
+        "name": "spot",
+        "cluster": "4xa10g",
+        "rent": {"usd_per_device_hour": 0.9, "commitment": "spot", "minimum_hours": 30.0, **QUOTE},
+    },
+    {
+        "name": "nobody's",
+        "cluster": "4xl4",
+        "change": {"memory": 2.0},
+        "rent": {"provider": "none"},
+    },
+]
+SET: list[dict[str, Any]] = [
+    {},
+    {"price.0": 1.1, "utilisation": 0.35, "tokens": 4e10},
+    {"price.3": 5200.0, "price.1": 0.7, "years": 4.5, "residual": 0.5, "interest": 0.02},
+    {"price.5": 3.3, "price.6": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
+    {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Planned]:
+    """Of each cluster of the offers, planned once: prices change no plan."""
+    asked = study(offers=OFFERS)
+    return {c.plain: planned(asked, "gpt2", c) for c in candidates_of(asked)}
+
+
+def worked_out(asked: Study, plans: dict[str, Planned]) -> Result:
+    candidates = {candidate.name: candidate for candidate in candidates_of(asked)}
+    outcomes = tuple(evaluate(asked, "gpt2", c, plans[c.plain]) for c in candidates.values())
+    ranks = {"gpt2": ranked(asked, outcomes)}
+    return Result(study=asked, outcomes=outcomes, ranks=ranks, candidates=candidates)
+
+
+def figures(asked: Study, candidate: Candidate, outcome: Any) -> dict[str, Any]:
+    comparable = candidate.priced.hourly is not None and not candidate.priced.owned
+    return {
+        "candidate": outcome.candidate,
+        "hours": outcome.hours,
+        "usd": outcome.usd,
+        "outlayUsd": outcome.outlay_usd,
+        "capitalUsd": outcome.capital_usd,
+        "watts": outcome.watts,
+        "energyKwh": outcome.energy_kwh,
+        "carbonKg": outcome.carbon_kg,
+        "usdPerDeviceHour": outcome.usd_per_device_hour,
+        "goodput": outcome.goodput,
+        "tokensInBudget": outcome.tokens_in_budget,
+        "chances": outcome.chances,
+        "misses": [miss.partition(":")[0] for miss in outcome.misses],
+        "cash": cash_usd(candidate) if comparable else None,
+        "presentValue": present_value_usd(candidate) if comparable else None,
+    }
+
+
+@without_node
+def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
+    plans: dict[str, Planned],
+) -> None:
+    goal = {"tokens": 2e10, "deadline_days": 60.0, "budget_usd": 90_000.0}
+    shown = page_data(worked_out(study(offers=OFFERS, goal=goal), plans))
+
+    found = node([], [{"data": shown, "model": "gpt2", "values": values} for values in SET])
+
+    for values, page in zip(SET, found["studies"], strict=True):
+        exported = Study.parse(page["document"])
+        result = worked_out(exported, plans)
+        expected = [
+            figures(exported, result.candidates[o.candidate], o) for o in result.outcomes if o.fits
+        ]
+        wrong = list(differences(page["figures"], expected, str(values)))
+        places = [
+            {
+                "candidate": rank.outcome.candidate,
+                "place": rank.place,
+                "tied": rank.tied,
+                "pareto": rank.pareto,
+                "tiesAtUsd": rank.ties_at_usd_per_device_hour,
+                "first": rank.first,
+            }
+            for rank in result.ranks["gpt2"]
+        ]
+        wrong += differences(page["ranks"], places, str(values))
+        assert not wrong, wrong[:5]
+
+
+@without_node
+def test_the_decision_flips_where_two_prices_meet(plans: dict[str, Planned]) -> None:
+    """By hand: of one plan at 2.00 and 2.20 an hour, the first loses above 2.20, or below 2.00."""
+    offers = [
+        {"name": "x", "cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.0, **QUOTE}},
+        {"name": "y", "cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.2, **QUOTE}},
+    ]
+    shown = page_data(worked_out(study(offers=offers), plans))
+
+    flips = node([], [{"data": shown, "model": "gpt2", "values": {}}])["studies"][0]["flips"]
+
+    assert flips["price.0"] == [{"at": pytest.approx(2.2, rel=2e-3), "to": "y"}]
+    assert flips["price.1"] == [{"at": pytest.approx(2.0, rel=2e-3), "to": "y"}]
+    assert flips["tokens"] == []
