@@ -143,7 +143,7 @@ def plan(
     if output is not None:
         document.write(answer.plan, output)
     if html is not None:
-        from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
+        from planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
 
         page = report_page(
             answer.plan,
@@ -656,7 +656,7 @@ def show(
     machine = machine_of(cluster or wanted.cluster, measured)
     prediction = _with_caveats(wanted, graph, machine, measured)
     if html is not None:
-        from planner.report.html import page as report_page  # noqa: PLC0415 - loads plotly
+        from planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
 
         page = report_page(
             wanted,
@@ -707,7 +707,7 @@ def validate(
     if rows is not None:
         document.write_text(rows_csv(result), rows)
     if html is not None:
-        from planner.report.validation import page as validation_page  # noqa: PLC0415 - loads plotly
+        from planner.report.validation import page as validation_page  # noqa: PLC0415 - loads jinja2
 
         document.write_text(validation_page(result), html)
     return result

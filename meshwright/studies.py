@@ -7,15 +7,35 @@ import datetime
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.catalog.imports import Rents, imported
 from planner.documents import document
 from planner.errors import DocumentError
 from planner.errors.shown import cell
 from planner.whatif.run import Progress, Result, run
+from planner.whatif.span import Span
 from planner.whatif.study import Order, Sizing, Study, Tuning
 
+if TYPE_CHECKING:
+    from meshwright.page_server import PageServer
+
+
+def _ends(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+RANGED = (
+    "hours",
+    "lead_days",
+    "usd",
+    "usd_per_device_hour",
+    "watts",
+    "energy_kwh",
+    "carbon_kg",
+    "outlay_usd",
+)
+"""Figures of an outcome whose ranges a table has."""
 COLUMNS = (
     "model",
     "candidate",
@@ -31,19 +51,18 @@ COLUMNS = (
     "tokens_per_s",
     "mfu",
     "goodput",
-    "hours",
-    "lead_days",
-    "usd",
-    "usd_low",
-    "usd_high",
-    "energy_kwh",
-    "carbon_kg",
+    *_ends("hours"),
+    *_ends("lead_days"),
+    *_ends("usd"),
+    *_ends("usd_per_device_hour"),
+    *_ends("watts"),
+    *_ends("energy_kwh"),
+    *_ends("carbon_kg"),
     "headroom_bytes",
     "host_bytes",
     "capital_usd",
-    "outlay_usd",
-    "outlay_usd_low",
-    "outlay_usd_high",
+    *_ends("outlay_usd"),
+    "tokens_in_budget",
     "misses",
     "probability",
     "probability_cheapest",
@@ -103,6 +122,18 @@ def whatif(
     if table:
         document.write_text(table_text(result), table)
     return result
+
+
+def serve(found: Result, *, prices: str | None = None, processes: int | None = None) -> PageServer:
+    """Return a server of a study's page that plans changed studies; it does not run yet."""
+    from meshwright.page_server import PageServer, Planning  # noqa: PLC0415 - loads jinja2
+
+    offers = document.read(Rents, prices).rents if prices else None
+
+    def again(study: Study, progress: Progress) -> Result:
+        return run(study, processes=processes, progress=progress, offers=offers)
+
+    return PageServer(Planning(result=found, run=again))
 
 
 def study_of(
@@ -224,7 +255,13 @@ def table_text(result: Result) -> str:
     writer.writeheader()
     ranks = {id(rank.outcome): rank for of_model in result.ranks.values() for rank in of_model}
     for outcome in result.outcomes:
-        step, usd = outcome.step_s, outcome.usd
+        step, tokens = outcome.step_s, outcome.tokens_in_budget
+        ranges: dict[str, float] = {}
+        for name in RANGED:
+            span: Span | None = getattr(outcome, name)
+            if span is not None:
+                ends = (span.value, span.low, span.high)
+                ranges |= dict(zip(_ends(name), ends, strict=True))
         first = ranks[id(outcome)].first if id(outcome) in ranks else {}
         writer.writerow(
             {
@@ -242,19 +279,11 @@ def table_text(result: Result) -> str:
                 "tokens_per_s": outcome.tokens_per_s.value if outcome.tokens_per_s else "",
                 "mfu": outcome.mfu if outcome.fits else "",
                 "goodput": outcome.goodput.value if outcome.goodput else "",
-                "hours": outcome.hours.value if outcome.hours else "",
-                "lead_days": outcome.lead_days.value if outcome.lead_days else "",
-                "usd": usd.value if usd else "",
-                "usd_low": usd.low if usd else "",
-                "usd_high": usd.high if usd else "",
-                "energy_kwh": outcome.energy_kwh.value if outcome.energy_kwh else "",
-                "carbon_kg": outcome.carbon_kg.value if outcome.carbon_kg else "",
                 "headroom_bytes": outcome.headroom_bytes if outcome.fits else "",
                 "host_bytes": outcome.host_bytes if outcome.fits else "",
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
-                "outlay_usd": outcome.outlay_usd.value if outcome.outlay_usd else "",
-                "outlay_usd_low": outcome.outlay_usd.low if outcome.outlay_usd else "",
-                "outlay_usd_high": outcome.outlay_usd.high if outcome.outlay_usd else "",
+                "tokens_in_budget": "" if tokens is None else tokens,
+                **ranges,
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
                 "probability_cheapest": first.get("cost", ""),

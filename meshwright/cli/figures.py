@@ -77,6 +77,7 @@ class WhatIfOrder(StrEnum):
     COST = "cost"
     TIME = "time"
     ENERGY = "energy"
+    CARBON = "carbon"
 
 
 class WhatIfSizing(StrEnum):
@@ -160,6 +161,9 @@ def whatif(
     write: Annotated[
         str | None, typer.Option("--write", help="Write the flags as a study to edit")
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page on 127.0.0.1, where it can plan again")
+    ] = False,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -226,6 +230,10 @@ def whatif(
     for path in (html, table, write):
         if path:
             out.print(f"written: {path}")
+    if serve:
+        with studies.serve(found, prices=prices, processes=processes) as server:
+            out.print(f"page: {server.address} (Ctrl+C ends it)")
+            server.serve_forever()
 
 
 def _parts(text: str | None) -> list[str]:

@@ -114,6 +114,11 @@ class ModelEntry(Part):
     config: dict[str, Any]
 
 
+Market = Literal["specialist", "hyperscaler"]
+HYPERSCALERS = frozenset({"aws", "azure", "gcp", "oci"})
+"""Providers of general clouds; others rent accelerators alone, or are marketplaces of such."""
+
+
 class Rent(Part):
     """What a provider asked for an instance on a date; never a quote for today."""
 
@@ -146,6 +151,11 @@ class Rent(Part):
     source: Text
     confidence: Literal["high", "medium", "low"]
     note: Text | None = None
+
+    @property
+    def market(self) -> Market:
+        """Which kind of provider asks it: their prices differ by a factor of two and more."""
+        return "hyperscaler" if self.provider in HYPERSCALERS else "specialist"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -43,17 +43,6 @@ def cell(value: object) -> object:
     return f"'{value}"
 
 
-def label(text: str) -> str:
-    """Return text for plotly, which takes some tags of HTML; only ends of lines stay tags.
-
-    >>> label("<b>a</b><br>b & c")
-    '&lt;b&gt;a&lt;/b&gt;<br>b &amp; c'
-    """
-    parts = [one_line(part) for part in text.split("<br>")]
-    escaped = [p.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for p in parts]
-    return "<br>".join(escaped)
-
-
 def html_table(
     title: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> str:

@@ -1,6 +1,6 @@
 """Packages that are loaded where they are used, so that everything else works without them.
 
-Solvers and plots are no part of a training image: launching needs neither.
+Solvers are no part of a training image: launching needs none.
 """
 
 from __future__ import annotations

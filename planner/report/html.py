@@ -1,14 +1,13 @@
 """One self-contained HTML page about a plan: time, memory, pipeline timeline, proof.
 
-The page opens without a network: plotly's script is inside.  Colours follow the reader's light or
-dark setting, and every figure of a picture stands in a table too.
+The page opens without a network, and its pictures without a script.  Colours follow the reader's
+light or dark setting, and every figure of a picture stands in a table too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -16,29 +15,16 @@ from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Plan
 from planner.documents.prediction import Certificate, Prediction, StagePrediction
 from planner.documents.units import GIB, bytes_text, seconds_text
-from planner.errors.shown import label
-from planner.process.on_use import OnUse
-from planner.report.mesh_picture import COLOURS, axes_of, mesh_picture
+from planner.report import svg
+from planner.report.mesh_picture import axes_of, mesh_picture
 from planner.report.text import layers_text, recompute_text, why_text
+from planner.report.timeline_picture import left_out, timeline_key, timeline_picture
 from planner.schedules.schedule import rank_of_stage
 from planner.schedules.simulate import Timeline
 from planner.search.answer import Alternative
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-else:
-    go = OnUse("plotly.graph_objects", "an HTML report")
-
-SHADES = {
-    "F": ("forward", 1.0),
-    "B": ("backward", 0.55),
-    "I": ("gradients of inputs", 0.55),
-    "W": ("gradients of weights", 0.3),
-}
-"""Names of kinds of actions, and how opaque they are."""
-GRID = "rgba(128, 128, 128, 0.25)"
-MOST_SPANS = 24_000
-"""Actions drawn; of a longer timeline each stage shows its first ones."""
+MOST_MOMENTS = 8_000
+"""Changes of memory drawn; of a longer step each rank shows its first ones."""
 
 
 def page(
@@ -57,12 +43,13 @@ def page(
     why it was chosen.
     """
     ranks = memory_of_ranks(plan, prediction)
-    figures = [("Memory by pipeline rank", figure_html(memory_figure(ranks), first=True))]
-    figures.append(("Step time by cause", figure_html(time_figure(prediction))))
+    figures = [
+        ("Memory by pipeline rank", memory_chart(ranks)),
+        ("Step time by cause", time_chart(prediction)),
+    ]
     if timeline is not None:
-        figures.append(("Pipeline timeline", figure_html(timeline_figure(timeline))))
-        memory = figure_html(resident_figure(timeline, ranks))
-        figures.append(("Memory over a step", memory))
+        figures.append(("Pipeline timeline", timeline_picture(timeline)))
+        figures.append(("Memory over a step", resident_chart(timeline, ranks)))
     template = resources.files("planner.report").joinpath("plan.html").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -78,6 +65,8 @@ def page(
         mesh=mesh_picture(plan.layout, cluster) if cluster and plan.groups is None else "",
         ranks=ranks,
         figures=figures,
+        shades=timeline_key(timeline) if timeline is not None else [],
+        hidden=left_out(timeline) if timeline is not None else 0,
         layers_text=layers_text,
         recompute_text=recompute_text,
         seconds=seconds_text,
@@ -100,128 +89,22 @@ def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, Stage
     return rows
 
 
-def memory_figure(rows: Sequence[tuple[str, StagePrediction]]) -> go.Figure:
-    """Stacked bars: GiB by cause on each pipeline rank, with the device's capacity as a line."""
-    names = dict.fromkeys(name for _, stage in rows for name in stage.memory_parts)
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=name,
-                x=[rank for rank, _ in rows],
-                y=[stage.memory_parts.get(name, 0.0) / GIB for _, stage in rows],
-            )
-            for name in names
-        ]
-    )
+def memory_chart(rows: Sequence[tuple[str, StagePrediction]]) -> str:
+    """Return stacked bars: GiB by cause on each pipeline rank, with the device's capacity."""
     capacity = max(stage.memory_capacity_bytes for _, stage in rows) / GIB
-    figure.add_hline(y=capacity, line_dash="dash", annotation_text="capacity")
-    figure.update_layout(barmode="stack", yaxis_title="GiB")
-    return figure
+    parts = [
+        (rank, {name: size / GIB for name, size in stage.memory_parts.items()})
+        for rank, stage in rows
+    ]
+    return svg.stacked("Memory by pipeline rank", parts, "GiB", limit=("capacity", capacity))
 
 
-def time_figure(prediction: Prediction) -> go.Figure:
-    """Waterfall: milliseconds of a step by cause, on the critical stage."""
-    parts = {name: size for name, size in prediction.step_parts.items() if size > 0}
-    figure = go.Figure(
-        go.Waterfall(
-            x=[*parts, "step"],
-            y=[*(1e3 * size for size in parts.values()), 0.0],
-            measure=[*("relative" for _ in parts), "total"],
-        )
-    )
-    figure.update_layout(yaxis_title="ms")
-    return figure
-
-
-def phases(timeline: Timeline) -> tuple[float, float]:
-    """Return until when the pipeline fills, and from when it drains.
-
-    It is full once every rank has begun, and drains once the first rank has done its last action.
-    """
-    working = [rank for rank in range(len(timeline.orders)) if timeline.orders[rank]]
-    filled_s = max(timeline.starts_s[rank][0] for rank in working)
-    drained_s = min(timeline.finish_s(rank) for rank in working)
-    return min(filled_s, drained_s), max(filled_s, drained_s)
-
-
-def timeline_figure(timeline: Timeline) -> go.Figure:
-    """Gantt chart of every action on every pipeline rank: a colour for each of a rank's stages.
-
-    Forwards are full, backwards lighter, gradients of weights lighter still; what fills and drains
-    the pipeline is shaded.  Dragging zooms, a double click shows all.
-    """
-    figure = go.Figure()
-    ranks = len(timeline.orders)
-    most = MOST_SPANS // ranks
-    turns = [_turns(timeline, rank) for rank in range(ranks)]
-    for turn in range(max(map(len, turns))):
-        for kind, (name, opacity) in SHADES.items():
-            spans = [
-                (rank, start_s, end_s, action)
-                for rank in range(ranks)
-                for start_s, end_s, action in timeline.actions(rank)[:most]
-                if action.kind == kind and turns[rank].get(action.stage) == turn
-            ]
-            if not spans:
-                continue
-            which = f", stage {turn + 1} of the rank" if max(map(len, turns)) > 1 else ""
-            figure.add_bar(
-                name=f"{name}{which}",
-                orientation="h",
-                y=[f"rank {rank}" for rank, *_ in spans],
-                base=[1e3 * start_s for _, start_s, _, _ in spans],
-                x=[1e3 * (end_s - start_s) for _, start_s, end_s, _ in spans],
-                text=[str(action.micro_batch) for *_, action in spans],
-                hovertext=[
-                    f"{name}, stage {action.stage}, micro-batch {action.micro_batch}: "
-                    f"{seconds_text(end_s - start_s)}"
-                    for _, start_s, end_s, action in spans
-                ],
-                hoverinfo="text",
-                textposition="inside",
-                marker={
-                    "color": _faded(COLOURS[turn % len(COLOURS)], opacity),
-                    "line": {"width": 0.5, "color": "#888"},
-                },
-            )
-    if ranks > 1:
-        filled_s, drained_s = phases(timeline)
-        for name, start_s, end_s, place in (
-            ("fills", 0.0, filled_s, "top left"),
-            ("steady", filled_s, drained_s, "top"),
-            ("drains", drained_s, timeline.makespan_s, "top right"),
-        ):
-            figure.add_vrect(
-                x0=1e3 * start_s,
-                x1=1e3 * end_s,
-                fillcolor="#888",
-                opacity=0.0 if name == "steady" else 0.15,
-                line_width=0,
-                layer="below",
-                annotation_text=name,
-                annotation_position=place,
-                annotation_yshift=18,
-            )
-    figure.update_layout(barmode="overlay", xaxis_title="ms", dragmode="zoom")
-    figure.update_layout(height=max(360, 120 + 26 * ranks), margin={"t": 40})
-    figure.update_yaxes(autorange="reversed", dtick=1)
-    return figure
-
-
-def _faded(colour: str, opacity: float) -> str:
-    """Return `#rrggbb` with an opacity, which a legend shows too.
-
-    >>> _faded("#4c78a8", 0.5)
-    'rgba(76, 120, 168, 0.5)'
-    """
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return f"rgba({red}, {green}, {blue}, {opacity})"
-
-
-def _turns(timeline: Timeline, rank: int) -> dict[int, int]:
-    """Return which of a rank's stages, from the model's first on, each of its stages is."""
-    stages = sorted({action.stage for action in timeline.orders[rank]})
-    return {stage: turn for turn, stage in enumerate(stages)}
+def time_chart(prediction: Prediction) -> str:
+    """Return the seconds of a step by cause, on the critical stage."""
+    longest_s = sum(prediction.step_parts.values())
+    scale, unit = (1.0, "s") if longest_s >= 1 else (1e3, "ms")
+    parts = {name: scale * size for name, size in prediction.step_parts.items() if size > 0}
+    return svg.stacked("Step time by cause", [("step", parts)], unit)
 
 
 def resident_gib(
@@ -252,50 +135,15 @@ def resident_gib(
     return found
 
 
-def resident_figure(timeline: Timeline, ranks: Sequence[tuple[str, StagePrediction]]) -> go.Figure:
-    """Lines: GiB that each pipeline rank holds while a step runs."""
-    figure = go.Figure()
-    for rank, moments in resident_gib(timeline, ranks).items():
-        figure.add_scatter(
-            name=ranks[rank][0],
-            x=[at for at, _ in moments],
-            y=[size for _, size in moments],
-            line={"shape": "hv", "width": 1.5},
-            mode="lines",
-        )
-    figure.update_layout(xaxis_title="ms", yaxis_title="GiB")
-    figure.update_yaxes(rangemode="tozero")
-    return figure
-
-
-def _labels(shown: Any) -> Any:
-    """Return text, or each text in lists, as plotly shows it without taking it for HTML."""
-    if isinstance(shown, str):
-        return label(shown)
-    if isinstance(shown, list | tuple):
-        return [_labels(one) for one in shown]
-    return shown
-
-
-def figure_html(figure: go.Figure, *, first: bool = False) -> str:
-    """Return a figure as an HTML fragment; the first carries plotly's script."""
-    for trace in figure.data:
-        for place in ("name", "text", "hovertext", "x", "y"):
-            if place in trace and trace[place] is not None:
-                trace[place] = _labels(trace[place])
-    if figure.layout.height is None:
-        figure.update_layout(height=360, margin={"l": 60, "r": 20, "t": 20, "b": 50})
-    figure.update_layout(
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": "#888"},
-        legend={"orientation": "h", "y": -0.25},
+def resident_chart(timeline: Timeline, ranks: Sequence[tuple[str, StagePrediction]]) -> str:
+    """Return lines: GiB that each pipeline rank holds while a step runs."""
+    most = MOST_MOMENTS // len(ranks)
+    return svg.steps(
+        "Memory over a step",
+        [
+            svg.Steps(name=ranks[rank][0], points=tuple(moments[:most]))
+            for rank, moments in resident_gib(timeline, ranks).items()
+        ],
+        "ms",
+        "GiB",
     )
-    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
-    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID)
-    html: Any = figure.to_html(
-        full_html=False,
-        include_plotlyjs=first,
-        config={"responsive": True, "displaylogo": False, "displayModeBar": False},
-    )
-    return str(html)

@@ -1,4 +1,4 @@
-"""Small charts as SVG: points, bars with ranges, stacked bars, lines.  No script, no network.
+"""Small charts as SVG: points, stacked bars, steps over time.  No script, no network.
 
 Colours of text and axes are the page's own (currentColor), so light and dark pages show them alike.
 Every chart carries its title for those who do not see it; its figures stand in tables of the page.
@@ -28,29 +28,14 @@ class Point:
     x: float
     y: float
     label: str
-    series: int = 0
-    size: float = 6.0
-    marked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of a chart."""
+class Steps:
+    """A figure that changes at once: where it changes, and to what."""
 
     name: str
     points: tuple[tuple[float, float], ...]
-    dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One bar with its range."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,101 +172,63 @@ def short(name: str) -> str:
 
 
 def scatter(title: str, points: Sequence[Point], x_title: str, y_title: str) -> str:
-    """Return labelled points on logarithmic axes, or none."""
+    """Return points on logarithmic axes of one range, with the line on which both are equal."""
     if not points:
         return ""
-    across = _axis([p.x for p in points], LEFT, WIDTH - RIGHT, log=True, zero=False)
-    up = _axis([p.y for p in points], HEIGHT - BOTTOM, TOP, log=True, zero=False)
+    ends = [size for point in points for size in (point.x, point.y)]
+    across = _axis(ends, LEFT, WIDTH - RIGHT, log=True, zero=False)
+    up = _axis(ends, HEIGHT - BOTTOM, TOP, log=True, zero=False)
     body = _frame(across, up, x_title, y_title)
-    taken: list[tuple[float, float]] = []
-    for place, point in enumerate(points):
-        x, y = across.at(point.x), up.at(point.y)
-        colour = COLOURS[point.series % len(COLOURS)]
-        body.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{point.size:.1f}" fill="{colour}" '
-            f'fill-opacity="0.75"{" stroke=currentColor" if point.marked else ""}>'
-            f"<title>{escape(point.label)}</title></circle>"
-        )
-        # A number where a name would hide others; the list under the chart says whose it is.
-        near = any(abs(x - a) < 16 and abs(y - b) < 14 for a, b in taken)
-        if not near:
-            body.append(_text(x + point.size + 2, y + 4, str(place + 1)))
-            taken.append((x, y))
+    low, high = min(ends), max(ends)
+    body.append(_stroke(across.at(low), up.at(low), across.at(high), up.at(high), "mark"))
+    body += [
+        f'<circle cx="{across.at(point.x):.1f}" cy="{up.at(point.y):.1f}" r="3" '
+        f'fill="{COLOURS[0]}" fill-opacity="0.6"><title>{escape(point.label)}</title></circle>'
+        for point in points
+    ]
     return _svg(title, body)
 
 
-def lines(title: str, found: Sequence[Line], x_title: str, y_title: str, *, log: bool) -> str:
-    """Return lines with a key, or none."""
-    points = [point for line in found for point in line.points]
+def steps(title: str, found: Sequence[Steps], x_title: str, y_title: str) -> str:
+    """Return lines that go across and then up or down, with a key, or none."""
+    points = [point for one in found for point in one.points]
     if not points:
         return ""
-    across = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT, log=log, zero=False)
-    up = _axis([y for _, y in points], HEIGHT - BOTTOM, TOP, log=log, zero=not log)
+    across = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT, log=False, zero=False)
+    up = _axis([y for _, y in points], HEIGHT - BOTTOM, TOP, log=False, zero=True)
     body = _frame(across, up, x_title, y_title)
-    for place, line in enumerate(found):
-        colour = COLOURS[place % len(COLOURS)]
-        path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in line.points)
-        dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-        body.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}>'
-            f"<title>{escape(line.name)}</title></polyline>"
+    for place, one in enumerate(found):
+        (x, y), *rest = one.points
+        path = f"M{across.at(x):.1f} {up.at(y):.1f}" + "".join(
+            f"H{across.at(x):.1f}V{up.at(y):.1f}" for x, y in rest
         )
-        body += [
-            f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3" fill="{colour}"/>'
-            for x, y in line.points
-        ]
-    key, height = _legend([line.name for line in found], HEIGHT + 4)
+        body.append(
+            f'<path d="{path}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" '
+            f'stroke-width="1.5"><title>{escape(one.name)}</title></path>'
+        )
+    key, height = _legend([one.name for one in found], HEIGHT + 4)
     return _svg(title, [*body, *key], HEIGHT + height + 4)
 
 
-def bars(title: str, found: Sequence[Bar], unit: str) -> str:
-    """Return a bar in a row for each, the range as a thin line over it, or none."""
-    if not found:
-        return ""
-    low = min(0.0, *(bar.low for bar in found))
-    across = _axis(
-        [low, *(bar.high for bar in found)], LABEL_WIDTH, WIDTH - 90, log=False, zero=True
-    )
-    bottom = TOP + ROW * len(found)
-    body = []
-    for tick in across.ticks():
-        body += [
-            _stroke(across.at(tick), TOP, across.at(tick), bottom, "grid"),
-            _text(across.at(tick), bottom + 16, number(tick), "middle"),
-        ]
-    for place, bar in enumerate(found):
-        y = TOP + ROW * place
-        start, end = sorted((across.at(0.0), across.at(bar.value)))
-        body.append(_text(LABEL_WIDTH - 8, y + 15, short(bar.name), "end"))
-        body.append(
-            _rect(
-                start,
-                y + 3,
-                end - start,
-                ROW - 7,
-                COLOURS[0],
-                f"{bar.name}: {bar.value:,.4g} {unit}",
-            )
-        )
-        if bar.high > bar.low:
-            body.append(
-                _stroke(across.at(bar.low), y + ROW / 2, across.at(bar.high), y + ROW / 2, "range")
-            )
-        note = bar.note or f"{bar.value:,.3g}"
-        body.append(_text(max(end, across.at(bar.high)) + 5, y + 15, note))
-    body.append(_text((across.start + across.end) / 2, bottom + 34, unit, "middle"))
-    return _svg(title, body, bottom + BOTTOM)
+def stacked(
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    unit: str,
+    *,
+    limit: tuple[str, float] | None = None,
+) -> str:
+    """Return a row of pieces for each name, with a key of the pieces, or none.
 
-
-def stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
-    """Return a row of pieces for each name, with a key of the pieces, or none."""
+    `limit` is a line across all rows, with what it is called.
+    """
     names = list(
         dict.fromkeys(name for _, parts in rows for name, size in parts.items() if size > 0)
     )
     if not rows or not names:
         return ""
     most = max(sum(parts.values()) for _, parts in rows)
-    across = _axis([0.0, most], LABEL_WIDTH, WIDTH - RIGHT, log=False, zero=True)
+    ends = [0.0, most] if limit is None else [0.0, most, limit[1]]
+    across = _axis(ends, LABEL_WIDTH, WIDTH - RIGHT, log=False, zero=True)
     bottom = TOP + ROW * len(rows)
     body = []
     for tick in across.ticks():
@@ -307,6 +254,9 @@ def stacked(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], unit: s
                     )
                 )
             begin += size
+    if limit is not None:
+        x = across.at(limit[1])
+        body += [_stroke(x, TOP - 4, x, bottom, "mark"), _text(x - 4, TOP - 3, limit[0], "end")]
     body.append(_text((across.start + across.end) / 2, bottom + 34, unit, "middle"))
     key, height = _legend(names, bottom + BOTTOM)
     return _svg(title, [*body, *key], bottom + BOTTOM + height)

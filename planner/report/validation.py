@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from importlib import resources
-from typing import TYPE_CHECKING
 
 import jinja2
 
 from planner.accuracy.scores.validate import ScoredRow, Validation, macro
-from planner.process.on_use import OnUse
-from planner.report.html import figure_html
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-else:
-    go = OnUse("plotly.graph_objects", "an HTML report")
+from planner.report import svg
 
 MOST_POINTS = 2000
 """Drawn for each source and picture."""
@@ -26,9 +19,8 @@ def page(validation: Validation) -> str:
     for name in dict.fromkeys(row.measured.source for row in validation.rows):
         rows = [row for row in validation.rows if row.measured.source == name]
         for quantity, unit in (("step time", "s"), ("peak memory", "GiB")):
-            figure = scatter(rows, quantity, unit)
-            if figure is not None:
-                html = figure_html(figure, first=not figures)
+            html = scatter(rows, quantity, unit)
+            if html:
                 figures.append((f"{name}: {quantity}", html))
     template = resources.files("planner.report").joinpath("validation.html").read_text("utf-8")
     environment = jinja2.Environment(
@@ -42,8 +34,8 @@ def page(validation: Validation) -> str:
     )
 
 
-def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> go.Figure | None:
-    """Return predicted against measured, both axes logarithmic; None without points."""
+def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> str:
+    """Return predicted against measured, both axes logarithmic; nothing without points."""
     timed = quantity == "step time"
     points = [
         (pair, row)
@@ -51,27 +43,14 @@ def scatter(rows: list[ScoredRow], quantity: str, unit: str) -> go.Figure | None
         if (pair := row.times if timed else row.memories)
         and (row.measured.judge_time if timed else row.measured.judge_memory)
     ][:MOST_POINTS]
-    if not points:
-        return None
-    predicted = [pair[0] for pair, _ in points]
-    measured = [pair[1] for pair, _ in points]
-    ends = [min(*predicted, *measured), max(*predicted, *measured)]
-    figure = go.Figure(
-        [
-            go.Scatter(x=ends, y=ends, mode="lines", name="equal", line={"dash": "dash"}),
-            go.Scatter(
-                x=measured,
-                y=predicted,
-                mode="markers",
-                name=quantity,
-                marker={"opacity": 0.6},
-                text=[
-                    f"{row.measured.id}<br>{row.setup.text if row.setup else ''}"
-                    for _, row in points
-                ],
-            ),
-        ]
+    drawn = [
+        svg.Point(
+            x=measured,
+            y=predicted,
+            label=f"{row.measured.id}: {row.setup.text if row.setup else ''}",
+        )
+        for (predicted, measured), row in points
+    ]
+    return svg.scatter(
+        f"{quantity}: predicted over measured", drawn, f"measured, {unit}", f"predicted, {unit}"
     )
-    figure.update_xaxes(type="log", title=f"measured, {unit}")
-    figure.update_yaxes(type="log", title=f"predicted, {unit}")
-    return figure

@@ -43,12 +43,12 @@ ARITHMETIC = (
     "sensitivity",
 )
 """Modules of the page in planner/whatif, each after those that it imports."""
-VIEW = ("state", "inputs", "documents", "charts", "words", "view")
+VIEW = ("state", "inputs", "documents", "charts", "words", "again", "view")
 """Modules in planner/report/page."""
 
 
-def study_page(result: Result) -> str:
-    """Return the report of a study."""
+def study_page(result: Result, *, served: bool = False) -> str:
+    """Return the report of a study; `served` by `meshwright.page_server`, it can plan again."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -60,6 +60,7 @@ def study_page(result: Result) -> str:
     return environment.get_template("whatif.html").render(
         study=result.study,
         verdicts=verdicts(result),
+        served=served,
         solved=any(offer.solve is not None for offer in result.study.offers),
         static=list(_static(result, environment)),
         css=_report_file("page/page.css"),
@@ -132,7 +133,7 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
     yield "Plans and prices of the candidates", module.plans()
     if matrix:
         yield "Models and candidates, as the study has it", module.cells()
-    said = answers(result)
+    said = [*verdicts(result), *answers(result)]
     if said:
         yield "What follows, as the study has it", module.listed(said)
     if failed:
@@ -196,6 +197,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("restart, s", failures.restart_s),
         ("checkpoint, bytes per parameter", failures.checkpoint_bytes_per_parameter),
         ("store, bytes/s per device", failures.store_bytes_per_s_per_device),
+        ("copy to the host, bytes/s per device", failures.copy_bytes_per_s_per_device),
         ("hours lost at any size", failures.other),
         ("value kept from year to year", owning.retained_a_year),
         ("storage, USD per device", owning.storage_usd_per_device),

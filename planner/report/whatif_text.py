@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -19,7 +18,7 @@ from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
 from planner.whatif.study import Order
 from planner.whatif.verdicts import verdicts
-from planner.whatif.words import days_text, listed, range_text
+from planner.whatif.words import days_text, listed, price_ages, range_text
 
 FEW = 3
 """Candidates of a model that are told in ten lines."""
@@ -58,8 +57,11 @@ def _brief(result: Result, model: str, rank: Rank) -> str:
     return ", ".join(parts)
 
 
-def result_text(result: Result) -> RenderableType:
-    """Return verdict, answers, candidates in order, marginal values, doubts."""
+def result_text(result: Result, *, whole: bool = True) -> RenderableType:
+    """Return verdict, answers, candidates in order, marginal values, uncertainty.
+
+    Not `whole`, it fits a page or two: no plan of each candidate, and no pair of terms.
+    """
     parts: list[RenderableType] = []
     if result.study.question:
         parts.append(Text(result.study.question, style="bold"))
@@ -68,12 +70,13 @@ def result_text(result: Result) -> RenderableType:
     for model, ranks in result.ranks.items():
         if ranks:
             parts += ["", ranks_table(model, ranks), ""]
-            for rank in ranks:
+            for rank in ranks if whole else ():
                 parts += [candidate_text(result, rank), ""]
+    misfits = [outcome for outcome in result.outcomes if not outcome.fits]
     parts += [
-        f"{outcome.candidate}, {outcome.model}: {outcome.binding}"
-        for outcome in result.outcomes
-        if not outcome.fits
+        f"{outcome.candidate}, {outcome.model}: "
+        + (outcome.binding if whole else outcome.binding.partition(". ")[0])
+        for outcome in misfits
     ]
     if result.marginal and result.base is not None:
         parts.append(changes_table(f"One thing changed: {result.base.candidate}", result.marginal))
@@ -173,7 +176,7 @@ def _money(outcome: Outcome) -> Iterator[str]:
     if outcome.usd is not None:
         yield f"{range_text(outcome.usd)} USD"
     if outcome.capital_usd is not None:
-        yield f"bound to {outcome.capital_usd:,.0f} USD"
+        yield f"capex or commitment {outcome.capital_usd:,.0f} USD"
 
 
 def _tie(rank: Rank) -> Iterator[str]:
@@ -264,14 +267,3 @@ def provenance_text(result: Result, today: datetime.date | None = None) -> str:
     ages = [age for price in prices for age in price_ages(price, today or datetime.date.today())]
     old = f"; the oldest dated one is {max(ages)} months old" if ages else ""
     return f"figures behind the predictions: {figures or 'none'}\nprices: {'; '.join(prices)}{old}"
-
-
-def price_ages(price: str, today: datetime.date) -> list[int]:
-    """Return the months since each date that a price names.
-
-    >>> price_ages("after 2025-09-10 to about 2026-10", datetime.date(2026, 11, 2))
-    [14, 1]
-    """
-    dates = re.findall(r"\b(20\d\d)-(\d\d)\b", price)
-    ages = [12 * (today.year - int(y)) + today.month - int(m) for y, m in dates]
-    return [max(0, age) for age in ages]  # a clock behind the price is wrong, and not the price

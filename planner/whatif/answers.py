@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.catalog import facility
-from planner.whatif.break_even import Against
+from planner.whatif.break_even import Against, over_years
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.economics import SECONDS_PER_DAY
 from planner.whatif.outcome import Outcome
+from planner.whatif.ranking import tie
 from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 
@@ -37,6 +38,8 @@ def answers(result: Result) -> list[str]:
         *_plan_changes(result),
         *_solved(result),
         *_fewest(result),
+        *_sizes(result),
+        *_price_basis(result),
         *_domain_and_chip(result),
         *_side_by_side(result),
         *_replacing(result),
@@ -148,11 +151,14 @@ def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
     if first.usd is not None and other.usd is not None:
         saved = 1 - first.usd.value / other.usd.value
         said.append(f"{100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} cost")
+    if said == ["no less time", "0 % less cost"]:
+        return f"{first.candidate} takes the time and the cost of {other.candidate}."
     text = f"{first.candidate} takes {' and '.join(said)} than {other.candidate}"
-    mine = first.usd_per_device_hour
-    if ties_at is not None and mine is not None and ties_at > 0:
+    its = other.usd_per_device_hour
+    if ties_at is not None and its is not None and ties_at > 0:
         text += (
-            f"; they cost the same at a price per device {mine.value / ties_at:.2f} times as high"
+            f"; they cost the same at {ties_at:.2f} USD per device-hour of {other.candidate}, now "
+            f"{its.value:.2f}"
         )
     return f"{text}."
 
@@ -348,16 +354,90 @@ def _replacing(result: Result) -> Iterator[str]:
 
 
 def _buying(result: Result) -> Iterator[str]:
-    """Say from which share of used hours binding terms are cheaper, and what waiting costs."""
-    for curve in result.break_even:
-        assumed = result.candidates[curve.name].assumed
-        for against in curve.against:
-            yield _against_text(curve.name, against, assumed.utilisation) + (
+    """Say from which utilisation binding terms are cheaper, the cheapest of each accelerator.
+
+    The tables have every pair.
+    """
+    for name, against in _cheapest_pairs(result):
+        assumed = result.candidates[name].assumed
+        text = _against_text(name, against, assumed.utilisation)
+        if against.payback_years is not None:
+            text += f" Payback after {against.payback_years:.1f} years."
+        if against.waiting_usd is not None:
+            text += (
                 f" Renting until it is delivered, {assumed.lead_days.value:g} days, costs "
                 f"{against.waiting_usd:,.0f} USD."
-                if against.waiting_usd is not None
-                else ""
             )
+        yield text
+
+
+def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:
+    """Return for each accelerator and kind of terms the cheapest candidate and rival."""
+
+    def useful(name: str) -> float:
+        candidate = result.candidates[name]
+        return over_years(candidate).at(candidate.assumed.utilisation).value
+
+    best: dict[tuple[object, ...], tuple[str, Against]] = {}
+    for curve in result.break_even:
+        for against in curve.against:
+            bound, free = result.candidates[curve.name], result.candidates[against.name]
+            kinds = frozenset(group.accelerator.name for group in bound.cluster.groups)
+            key = (kinds, bound.priced.purchase is None, free.priced.reservation is None)
+            price = useful(curve.name), useful(against.name)
+            if key not in best or price < (useful(best[key][0]), useful(best[key][1].name)):
+                best[key] = (curve.name, against)
+    return list(best.values())[:MOST_NAMES]
+
+
+def _price_basis(result: Result) -> Iterator[str]:
+    """Say where the basis of prices, and not the devices, decides between two sizes."""
+    for model in result.study.models:
+        best = result.best_of(model)
+        if best is None or best.usd_per_device_hour is None:
+            continue
+        for other in result.outcomes:
+            price = other.usd_per_device_hour
+            if other.model != model or price is None or other.accelerator != best.accelerator:
+                continue
+            bases = [result.candidates[o.candidate].priced for o in (best, other)]
+            if any(b.purchase or b.reservation or b.owned for b in bases):
+                continue
+            same = tie(price.value, best.usd_per_device_hour.value, result.study.assumptions.tie)
+            if other.devices != best.devices and not same:
+                yield (
+                    f"The price decides between {best.candidate} and {other.candidate}: "
+                    f"{best.usd_per_device_hour.value:.2f} USD per device-hour "
+                    f"({_begin(best.price)}), and {price.value:.2f} ({_begin(other.price)})."
+                )
+                break
+
+
+def _begin(how: str) -> str:
+    return how.partition("; ")[0]
+
+
+def _sizes(result: Result) -> Iterator[str]:
+    """Say which size of an offer is cheapest, and what the fastest one costs in addition."""
+    by_offer: dict[tuple[str, int], list[Outcome]] = {}
+    for o in result.outcomes:
+        candidate = result.candidates[o.candidate]
+        if o.usd is not None and o.hours is not None and not candidate.provider:
+            by_offer.setdefault((o.model, candidate.place), []).append(o)
+    for (model, place), outcomes in list(by_offer.items())[:MOST_NAMES]:
+        if len({o.devices for o in outcomes}) < 2:
+            continue
+        cheapest = min(outcomes, key=lambda o: o.usd.value if o.usd else 0.0)
+        fastest = min(outcomes, key=lambda o: o.hours.value if o.hours else 0.0)
+        of_model = f" for {model}" if len(result.study.models) > 1 else ""
+        text = f"Of the sizes of {result.study.offers[place].cluster}, {cheapest.candidate} costs "
+        text += f"least{of_model}"
+        if fastest is not cheapest and cheapest.hours and fastest.hours:
+            assert fastest.usd is not None and cheapest.usd is not None
+            days = (cheapest.hours.value - fastest.hours.value) / 24
+            extra = (fastest.usd.value - cheapest.usd.value) / days
+            text += f"; {fastest.candidate} saves {days:,.1f} days at {extra:,.0f} USD each"
+        yield f"{text}."
 
 
 def _against_text(name: str, against: Against, utilisation: float) -> str:
@@ -365,16 +445,16 @@ def _against_text(name: str, against: Against, utilisation: float) -> str:
     if share is None:
         text = f"{name} is never cheaper than {against.name}"
         if against.low is not None:
-            above = f"above {100 * against.low:.0f} % of hours used" if against.low else "always"
+            above = f"above {100 * against.low:.0f} % utilisation" if against.low else "always"
             text += f", at the low ends of its costs {above}"
         return f"{text}."
     if share == 0:
-        return f"{name} is cheaper than {against.name} at any share of hours used."
+        return f"{name} is cheaper than {against.name} at any utilisation."
     high = "never" if against.high is None else f"{100 * against.high:.0f} %"
     low = "never" if against.low is None else f"{100 * against.low:.0f} %"
     wins = "so it is" if utilisation > share else "so it is not"
     return (
-        f"{name} is cheaper than {against.name} above {100 * share:.0f} % of hours used ({low} to "
+        f"{name} is cheaper than {against.name} above {100 * share:.0f} % utilisation ({low} to "
         f"{high} as its costs vary); {100 * utilisation:.0f} % are assumed, {wins}."
     )
 
@@ -405,7 +485,15 @@ def _carbon(result: Result) -> Iterator[str]:
     goal, best = result.study.goal, result.best
     if best is None or best.energy_kwh is None:
         return
-    if goal.power_cap_w is None and goal.emission_cap_kg is None and goal.by != "energy":
+    if (
+        goal.power_cap_w is None
+        and goal.emission_cap_kg is None
+        and goal.by
+        not in (
+            "energy",
+            "carbon",
+        )
+    ):
         return
     grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
     tonnes = [

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.whatif.candidates import Candidate
-from planner.whatif.economics import Horizon, Hourly, cheaper_above, rent_cash_usd
+from planner.whatif.economics import (
+    HOURS_PER_YEAR,
+    Horizon,
+    Hourly,
+    cheaper_above,
+    rent_cash_usd,
+)
 from planner.whatif.span import Span
 
 SHARES = tuple(share / 100 for share in range(10, 101, 5))
@@ -25,6 +31,9 @@ class Against:
     """At the high ends."""
     waiting_usd: float | None = None
     """Rent of as many devices until bought ones can be used."""
+    payback_years: float | None = None
+    """Until what a purchase saves in rent, less what owning costs, has paid for the hardware; None
+    of other terms, or if it never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,4 +161,15 @@ def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
         low=low,
         high=high,
         waiting_usd=waiting,
+        payback_years=_payback_years(candidate, its),
     )
+
+
+def _payback_years(candidate: Candidate, rent: Hourly) -> float | None:
+    """Return hardware's price over what a year of use saves against a rent, without interest."""
+    purchase, used = candidate.priced.purchase, candidate.assumed.utilisation
+    if purchase is None:
+        return None
+    rent_usd = rent.at(used).value * used
+    saved = HOURS_PER_YEAR * (rent_usd - purchase.owning_usd_per_hour(used).value)
+    return purchase.hardware_usd.value / saved if saved > 0 else None

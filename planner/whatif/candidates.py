@@ -76,6 +76,8 @@ class Priced:
     """Of each group of a cluster that is owned in part, whether it is owned."""
     how: str = "no price known"
     """Commitment, date and source, in words."""
+    cause: str = ""
+    """The quotes that it rests on, where they are the catalogue's."""
 
     @property
     def at_once_usd_per_device(self) -> float | None:
@@ -409,6 +411,7 @@ def _owned_in_part(
     share = rented / cluster.devices
     return Priced(
         quote=rent.quote,
+        cause=rent.cause,
         owned_groups=tuple(group.accelerator.name in owned for group in cluster.groups),
         hourly=Hourly(
             fixed=total([rent.hourly.fixed.times(share), kept.fixed.times(1 - share)]),
@@ -423,7 +426,7 @@ def _rented(
     assumed: Assumptions, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
 ) -> Priced:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
-    term, prepaid = rental.term_months, rental.prepaid or 0.0
+    term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
     if rental.usd_per_device_hour is not None:
         price = _quoted(
             rental.usd_per_device_hour, rental.low, rental.high, rental.currency, assumed
@@ -437,12 +440,14 @@ def _rented(
         found = rent_of(rental, cluster, known)
         if found.usd_per_device_hour is None:
             return Priced(how=found.how)
-        price, how = found.usd_per_device_hour, found.how
+        price, how, cause = found.usd_per_device_hour, found.how, found.cause
         term = term or found.term_months
         prepaid = found.prepaid if rental.prepaid is None else prepaid
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
-        return Priced(quote=price, hourly=hourly, minimum_hours=rental.minimum_hours, how=how)
+        return Priced(
+            quote=price, hourly=hourly, minimum_hours=rental.minimum_hours, how=how, cause=cause
+        )
     assert term is not None  # of every reservation
     years = term / MONTHS_PER_YEAR
     level = price.times(prepaid_factor(prepaid, years, assumed.interest))
@@ -452,6 +457,7 @@ def _rented(
         hourly=Hourly(fixed=level, used=exact(0.0)),
         reservation=reservation,
         how=f"{how}, {term_words(reservation)}",
+        cause=cause,
     )
 
 

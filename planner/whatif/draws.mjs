@@ -14,9 +14,10 @@ const NOTHING = 1e-9;
  * Plain loops: they run for every candidate whenever a control moves.
  */
 export function drawnFigures(outcome) {
-  const duration = durations(outcome);
+  const duration = durations(outcome), energy = energies(outcome, duration);
   return {
-    time: times(outcome, duration), cost: costs(outcome, duration), energy: energies(outcome, duration),
+    time: times(outcome, duration), cost: costs(outcome, duration), energy,
+    carbon: energy === null ? null : energy.map((each) => each * outcome.assumed.grams_per_kwh),
   };
 }
 
@@ -48,7 +49,7 @@ function energies({ watts }, duration) {
 
 function costs({ usdPerDeviceHour: hourly, devices, hours, usd, candidate }, duration) {
   if (hourly === null) return null;
-  const price = multipliers(hourly, `price ${candidate.how}`), found = new Float64Array(DRAWS);
+  const price = multipliers(hourly, `price ${candidate.cause || candidate.how}`), found = new Float64Array(DRAWS);
   const paid = usd === null ? 0 : usd.value / (hourly.value * devices);
   // More hours than the run takes are paid where the contract has a minimum.
   const least = hours !== null && paid > hours.value * (1 + NOTHING) ? paid : 0;

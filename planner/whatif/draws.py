@@ -45,6 +45,9 @@ def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
             if duration is None or outcome.watts is None:
                 return None
             return _of(outcome.watts, "power") * duration
+        case "carbon":
+            energy, grams = drawn_figure(outcome, "energy"), outcome.grams_per_kwh
+            return None if energy is None or grams is None else energy * grams
         case "cost":
             return _cost(outcome)
         case _:
@@ -71,7 +74,7 @@ def _cost(outcome: Outcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
-    price = _of(hourly, f"price {outcome.price}") * outcome.devices
+    price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
     paid_hours = outcome.usd.value / (hourly.value * outcome.devices)

@@ -43,6 +43,7 @@ def evaluate(
         fits=False,
         binding=found.reason,
         price=candidate.priced.how,
+        price_cause=candidate.priced.cause,
         hypothetical=candidate.hypothetical,
     )
     prediction, plan = found.prediction, found.plan
@@ -112,9 +113,13 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
     """Add hours, cost, energy and carbon, and what of the goal is missed."""
     assumed, goal = candidate.assumed, study.goal
     watts = watts_of(candidate.cluster, assumed, candidate.power_limit)
+    grams = assumed.carbon_g_per_kwh
+    if grams is None:
+        grams = carbon_of(assumed.country)
     outcome = replace(
         outcome,
         watts=watts,
+        grams_per_kwh=None if watts is None else grams,
         goodput=goodput(candidate, outcome.parameters, idle=outcome.idle),
         lead_days=candidate.lead_days,
         **_prices(candidate),
@@ -130,14 +135,10 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
             outcome = replace(outcome, usd=usd, outlay_usd=outcome.outlay_usd or usd)
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
-            grams = assumed.carbon_g_per_kwh
-            if grams is None:
-                grams = carbon_of(assumed.country)
             outcome = replace(
                 outcome,
                 energy_kwh=energy,
                 carbon_kg=economics.carbon_kg(energy, grams),
-                grams_per_kwh=grams,
             )
     return replace(
         outcome,

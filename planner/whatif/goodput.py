@@ -1,12 +1,15 @@
 """Goodput: the share of the wall clock that trains, by how many devices a run has.
 
 A run stops when one of its devices fails.  Symbols: n devices, λ failures of a device an hour,
-M = 1 / (n λ) hours between failures, δ seconds to write a checkpoint, R seconds to restart,
-τ seconds between checkpoints, q the share lost at any size.
+M = 1 / (n λ) hours between failures, δ seconds that a checkpoint stops training (the copy to the
+host), w >= δ seconds until it is written, R seconds to restart, τ seconds between checkpoints, q
+the share lost at any size.
 
-    τ = sqrt(2 δ M)                                 the least is lost
-    lost = δ / τ + (τ / 2 + R) / M                  over the time that trains
+    τ = max(w, sqrt(2 δ M))                         the least is lost; one is written at a time
+    lost = δ / τ + (τ / 2 + (w - δ) + R) / M        over the time that trains
     goodput = (1 - q) / (1 + lost)
+
+A checkpoint counts once it is written, so training of w - δ seconds more is done again.
 
 Source: Young, Comm. ACM 17 (1974) 530; Daly, Future Generation Computer Systems 22 (2006) 303.
 Failures of a spot instance add its interruptions to its devices' own.
@@ -30,11 +33,24 @@ def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
     return math.sqrt(2 * checkpoint_s * between_failures_s)
 
 
-def save_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
-    """Seconds that training waits for a checkpoint to be written."""
+def written_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
+    """Seconds until a checkpoint is written."""
     store: float = devices * getattr(failures.store_bytes_per_s_per_device, _OPPOSITE[at])
     written: float = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
     return written / store
+
+
+def blocked_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
+    """Seconds that training waits for a checkpoint: until it is copied to the host."""
+    copied: float = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
+    link: float = devices * getattr(failures.copy_bytes_per_s_per_device, _OPPOSITE[at])
+    written = written_s(failures, parameters=parameters, devices=devices, at=at)
+    return min(copied / link, written)
+
+
+def every_s(*, blocked_s: float, written_s: float, between_failures_s: float) -> float:
+    """Seconds between checkpoints at which the least is lost; one is written at a time."""
+    return max(written_s, interval_s(blocked_s, between_failures_s))
 
 
 def steps_between_checkpoints(
@@ -42,16 +58,19 @@ def steps_between_checkpoints(
 ) -> int:
     """Steps between checkpoints at which the least is lost, at least 1.
 
-    405e9 parameters on 16,384 devices: a save takes 405e9 x 12 / (16,384 x 1.22e8) = 2.4 s, and
-    one of the devices fails every 3.1 hours; sqrt(2 x 2.4 x 11,154) = 233 s.
+    405e9 parameters on 16,384 devices: a copy takes 405e9 x 12 / (16,384 x 1e10) = 0.03 s, and one
+    of the devices fails every 3.1 hours: sqrt(2 x 0.03 x 11,154) = 26 s; it is written in 2.4 s.
 
     >>> from planner.whatif.study import Failures
     >>> steps_between_checkpoints(Failures(), parameters=405e9, devices=16_384, step_s=10.0)
-    23
+    3
     """
-    between_s = SECONDS_PER_HOUR / (devices * failures.per_device_hour.value)
-    every_s = interval_s(save_s(failures, parameters=parameters, devices=devices), between_s)
-    return max(1, round(every_s / step_s))
+    interval = every_s(
+        blocked_s=blocked_s(failures, parameters=parameters, devices=devices),
+        written_s=written_s(failures, parameters=parameters, devices=devices),
+        between_failures_s=SECONDS_PER_HOUR / (devices * failures.per_device_hour.value),
+    )
+    return max(1, round(interval / step_s))
 
 
 _OPPOSITE = {"value": "value", "low": "high", "high": "low"}
@@ -59,12 +78,12 @@ _OPPOSITE = {"value": "value", "low": "high", "high": "low"}
 
 
 def goodput_share(
-    *, failures_per_hour: float, checkpoint_s: float, restart_s: float, other: float
+    *, failures_per_hour: float, blocked_s: float, written_s: float, restart_s: float, other: float
 ) -> float:
     """Share of the wall clock that trains, between checkpoints at the best interval.
 
     >>> share = goodput_share(
-    ...     failures_per_hour=0.36, checkpoint_s=50.0, restart_s=500.0, other=0.0
+    ...     failures_per_hour=0.36, blocked_s=50.0, written_s=50.0, restart_s=500.0, other=0.0
     ... )
     >>> round(share, 4)
     0.8696
@@ -72,9 +91,10 @@ def goodput_share(
     if failures_per_hour == 0:
         return 1 - other
     between_s = SECONDS_PER_HOUR / failures_per_hour
-    every_s = interval_s(checkpoint_s, between_s)
-    writing = checkpoint_s / every_s if every_s else 0.0
-    return (1 - other) / (1 + writing + (every_s / 2 + restart_s) / between_s)
+    interval = every_s(blocked_s=blocked_s, written_s=written_s, between_failures_s=between_s)
+    waiting = blocked_s / interval if interval else 0.0
+    again_s = interval / 2 + written_s - blocked_s
+    return (1 - other) / (1 + waiting + (again_s + restart_s) / between_s)
 
 
 def goodput_of(
@@ -88,7 +108,8 @@ def goodput_of(
             rate += nodes * getattr(failures.spot_per_node_hour, at)
         return goodput_share(
             failures_per_hour=rate,
-            checkpoint_s=save_s(failures, parameters=parameters, devices=devices, at=at),
+            blocked_s=blocked_s(failures, parameters=parameters, devices=devices, at=at),
+            written_s=written_s(failures, parameters=parameters, devices=devices, at=at),
             restart_s=getattr(failures.restart_s, at),
             other=getattr(failures.other, at),
         )

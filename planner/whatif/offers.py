@@ -2,26 +2,36 @@
 
 A price for one card is no price for nodes with a network.  An offer makes a cluster if it has its
 accelerator, whole nodes with their host in the price, a network where there are several nodes, and
-enough devices.  Of few quotes the range is widened by what quotes usually differ.
+enough devices.  Specialists and hyperscalers are two markets: a price is the median of one of them.
+Of few quotes the range is widened by what quotes of a market usually differ, and of old ones by
+what prices move.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from planner.catalog import Rent, accelerators, rents
+from planner.catalog import Market, Rent, accelerators, rents
 from planner.documents.cluster import ClusterSpec, DeviceGroup
-from planner.whatif.span import Span, total
+from planner.whatif.span import Span, product, total
 from planner.whatif.study import Commitment, Rental
+from planner.whatif.words import price_ages
 
 MANY = 5
 """Prices of which the middle 80 % are known."""
 FEW = 3
 """Prices below which their own range says little."""
+NO_NETWORK = "an offer that names no network between nodes"
+MOST_LEFT_OUT = 2
+"""Offers named that are cheaper and cannot make a cluster."""
+FALL_A_YEAR, RISE_A_YEAR = 0.67, 1.25
+"""How far 80 of 100 prices move in a year, assumed: down with the value of used hardware, and up
+by a quarter, as rents of H100 did in 2026."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,42 +43,97 @@ class Quote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """An offer that cannot make a cluster, what it would cost and why it cannot."""
+
+    usd_per_device_hour: float
+    offer: Rent
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rented:
     """A cluster's rent from offers, or why there is none."""
 
     usd_per_device_hour: Span | None
     how: str
+    cause: str = ""
+    """The quotes that it rests on: prices of the same quotes move together."""
     term_months: float | None = None
     prepaid: float = 0.0
 
 
 def rent_of(rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]) -> Rented:
     """Return a device's rent from the offers that can make a cluster, and what they are."""
-    spans, words, terms = [], [], []
+    spans, words, terms, causes = [], [], [], set()
     for group in cluster.groups:
         name = group.accelerator.name
         several = cluster.devices > group.devices_per_node
         asked = [rent for rent in known if _asked(rent, name, rental)]
-        quotes, reasons = quotes_of(asked, rental.commitment, group, several=several)
+        quotes, left = quotes_of(asked, rental.commitment, group, several=several)
         kind = rental.commitment.replace("_", "-")
         if not quotes:
-            why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+            why = f": {'; '.join(dict.fromkeys(map(_left_words, left)))}" if left else ""
             return Rented(usd_per_device_hour=None, how=f"no price known, {kind} {name}{why}")
-        prices = sorted(quote.usd_per_device_hour for quote in quotes)
-        spans.append(range_of(prices).times(group.devices / cluster.devices))
-        terms.append(max(quotes, key=lambda quote: quote.offer.term_months or 0.0).offer)
-        words.append(_words(quotes, kind, name, rental, len(reasons)))
+        taken, others = _one_market(quotes)
+        price = aged(range_of(_prices(taken)), _age_years(taken))
+        spans.append(price.times(group.devices / cluster.devices))
+        causes |= {_quote_text(quote.offer, kind) for quote in taken}
+        terms.append(max(taken, key=lambda quote: quote.offer.term_months or 0.0).offer)
+        words.append(
+            _words(taken, kind, name, rental) + _others(others) + _left_out(left, price.value)
+        )
     return Rented(
         usd_per_device_hour=total(spans),
         how="; ".join(words),
+        cause="; ".join(sorted(causes)),
         term_months=max((offer.term_months or 0.0 for offer in terms), default=0.0) or None,
         prepaid=max(offer.prepaid for offer in terms),
     )
 
 
+def _quote_text(offer: Rent, kind: str) -> str:
+    return f"{kind} {offer.provider} {offer.instance} {offer.region} {offer.accelerator}"
+
+
+def _one_market(quotes: Sequence[Quote]) -> tuple[list[Quote], list[Quote]]:
+    """Return the quotes of the market whose median is lower, and those of the other."""
+    markets: dict[Market, list[Quote]] = {}
+    for quote in quotes:
+        markets.setdefault(quote.offer.market, []).append(quote)
+    taken = min(markets.values(), key=lambda of: statistics.median(_prices(of)))
+    return taken, [quote for quote in quotes if quote.offer.market != taken[0].offer.market]
+
+
+def _prices(quotes: Sequence[Quote]) -> list[float]:
+    return sorted(quote.usd_per_device_hour for quote in quotes)
+
+
+def _age_years(quotes: Sequence[Quote]) -> float:
+    """Return the mean age of quotes; without a date, that of the catalogue's oldest."""
+    today = datetime.date.today()
+    months = [max(price_ages(quote.offer.date, today), default=_oldest(today)) for quote in quotes]
+    return statistics.mean(months) / 12
+
+
+def _oldest(today: datetime.date) -> int:
+    return max((age for rent in rents() for age in price_ages(rent.date, today)), default=0)
+
+
+def aged(price: Span, years: float) -> Span:
+    """Return a price with the range that it has so many years after it was asked.
+
+    >>> aged(Span(value=2.0, low=2.0, high=2.0), 1.0)
+    Span(value=2.0, low=1.34, high=2.5)
+    """
+    moved = Span(value=1.0, low=FALL_A_YEAR**years, high=RISE_A_YEAR**years)
+    return product([price, moved])
+
+
 def _asked(rent: Rent, accelerator: str, rental: Rental) -> bool:
     return (
         rent.accelerator == accelerator
+        and rental.market in (None, rent.market)
         and rental.provider in (None, rent.provider)
         and rental.region in (None, rent.region)
     )
@@ -76,20 +141,21 @@ def _asked(rent: Rent, accelerator: str, rental: Rental) -> bool:
 
 def quotes_of(
     offers: Iterable[Rent], commitment: Commitment, group: DeviceGroup, *, several: bool
-) -> tuple[list[Quote], list[str]]:
-    """Return what offers that can make a group cost, and why others cannot."""
-    quotes, reasons = [], []
+) -> tuple[list[Quote], list[LeftOut]]:
+    """Return what offers that can make a group cost, and which others cannot and why."""
+    quotes, left = [], []
     for offer in offers:
         price = price_of(offer, commitment)
         if price is None:
             continue
+        host = 0.0 if offer.whole_node else (offer.host_usd_per_device_hour or 0.0)
+        usd = (price + host) * _paid(offer, group)
         reason = unfit(offer, group, several=several)
         if reason:
-            reasons.append(reason)
-            continue
-        host = 0.0 if offer.whole_node else (offer.host_usd_per_device_hour or 0.0)
-        quotes.append(Quote(usd_per_device_hour=(price + host) * _paid(offer, group), offer=offer))
-    return quotes, reasons
+            left.append(LeftOut(usd_per_device_hour=usd, offer=offer, reason=reason))
+        else:
+            quotes.append(Quote(usd_per_device_hour=usd, offer=offer))
+    return quotes, left
 
 
 def price_of(offer: Rent, commitment: Commitment) -> float | None:
@@ -117,7 +183,7 @@ def unfit(offer: Rent, group: DeviceGroup, *, several: bool) -> str | None:
     if offer.devices < _of_one_host(group):
         return f"an offer of {offer.devices} device{'s' * (offer.devices > 1)} is no node"
     if several and offer.fabric is None:
-        return "an offer that names no network between nodes"
+        return NO_NETWORK
     return None
 
 
@@ -136,15 +202,40 @@ def _paid(offer: Rent, group: DeviceGroup) -> float:
     return math.ceil(used / offer.devices) * offer.devices / used
 
 
-def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental, left: int) -> str:
+def _words(quotes: Sequence[Quote], kind: str, name: str, rental: Rental) -> str:
     dates = sorted({quote.offer.date for quote in quotes})
     text = "one" if len(quotes) == 1 else f"median of {len(quotes)}"
     text += f" {kind} rent{'s' * (len(quotes) > 1)} of {name}"
-    text += f" at {rental.provider}" if rental.provider else ""
-    text += f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
-    if left:
-        text += f" ({left} offer{'s' * (left > 1)} cannot make it)"
-    return text
+    of_market = (
+        f" from {'a ' * (len(quotes) == 1)}{quotes[0].offer.market}{'s' * (len(quotes) > 1)}"
+    )
+    text += f" at {rental.provider}" if rental.provider else of_market
+    return text + f", {dates[0]}" + (f" to {dates[-1]}" if dates[1:] else "")
+
+
+def _others(quotes: Sequence[Quote]) -> str:
+    """Say what the other market asks."""
+    if not quotes:
+        return ""
+    price = statistics.median(_prices(quotes))
+    return f"; {quotes[0].offer.market}s ask {price:.2f}"
+
+
+def _left_out(left: Sequence[LeftOut], price: float) -> str:
+    """Name offers below a price that cannot make the cluster, first those that lack a network."""
+    cheaper = sorted(
+        (one for one in left if one.usd_per_device_hour < price),
+        key=lambda one: (one.reason != NO_NETWORK, one.usd_per_device_hour),
+    )
+    if not cheaper:
+        return ""
+    more = len(cheaper) - MOST_LEFT_OUT
+    named = "; ".join(map(_left_words, cheaper[:MOST_LEFT_OUT]))
+    return f"; left out: {named}" + (f"; and {more} more" if more > 0 else "")
+
+
+def _left_words(left: LeftOut) -> str:
+    return f"{left.offer.provider} at {left.usd_per_device_hour:.2f}, {left.reason}"
 
 
 def range_of(prices: Sequence[float]) -> Span:
@@ -168,13 +259,13 @@ def range_of(prices: Sequence[float]) -> Span:
 def usual_spread() -> tuple[float, float]:
     """Return how far the ends of the catalogue's on-demand offers lie from their median.
 
-    Of accelerators with at least three offers of whole nodes, the geometric mean.
+    Of accelerators with at least three offers of whole nodes in a market, the geometric mean.
     """
-    by_name: dict[str, list[float]] = {}
+    by_name: dict[tuple[str, Market], list[float]] = {}
     for offer in rents():
         price = offer.on_demand_usd_per_device_hour
         if price is not None and offer.whole_node and offer.devices > 1:
-            by_name.setdefault(offer.accelerator, []).append(price)
+            by_name.setdefault((offer.accelerator, offer.market), []).append(price)
     ends = [
         (min(prices) / statistics.median(prices), max(prices) / statistics.median(prices))
         for prices in by_name.values()

@@ -51,6 +51,8 @@ class Outcome:
     usd_per_device_hour: Span | None = None
     price: str = ""
     """Commitment, date and source of the price, in words."""
+    price_cause: str = ""
+    """The quotes that it rests on, where they are the catalogue's."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
     outlay_usd: Span | None = None
@@ -114,4 +116,8 @@ class Outcome:
             elif isinstance(value, Plan):
                 value = value.model_dump(mode="json", exclude_none=True)
             result[name] = value
-        return {**result, "headroom_bytes": self.headroom_bytes}
+        return {
+            **result,
+            "headroom_bytes": self.headroom_bytes,
+            "link_share": self.link_share,
+        }

@@ -7,7 +7,6 @@ what needs another search (a model, a batch, devices, links) cannot be changed o
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from planner.whatif.outcome import Outcome
 from planner.whatif.run import Result
 from planner.whatif.span import Span, span_of
 from planner.whatif.study import Assumptions, Failures, Offer, Owning, Rental, Study
+from planner.whatif.words import price_dates
 
 PER_SPAN = ("value", "low", "high")
 
@@ -116,6 +116,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: Outcome) -> dict[str
         "groups": groups,
         "terms": _terms(offer, candidate),
         "how": candidate.priced.how,
+        "cause": candidate.priced.cause,
         "dates": price_dates(candidate.priced.how),
         "assumed": None if own is None else assumed_data(candidate.assumed),
         "own": [] if own is None else _named(own.model_dump(exclude_unset=True)),
@@ -185,12 +186,3 @@ def _plan(outcome: Outcome) -> dict[str, Any]:
 
 def _triple(span: Span) -> list[float]:
     return [getattr(span, end) for end in PER_SPAN]
-
-
-def price_dates(how: str) -> list[str]:
-    """Return the months that a price names, the oldest first.
-
-    >>> price_dates("median of 2 on-demand rents, about 2026-10 to after 2025-09-10")
-    ['2025-09', '2026-10']
-    """
-    return sorted(f"{year}-{month}" for year, month in re.findall(r"\b(20\d\d)-(\d\d)\b", how))

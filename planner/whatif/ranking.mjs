@@ -1,7 +1,8 @@
 /** Outcomes compared: order with ties, Pareto front, price of a tie.  The twin of ranking.py. */
 import { chancesToBeFirst } from "./draws.mjs";
 
-const ORDERS = ["cost", "time", "energy"];
+const ORDERS = ["cost", "time", "energy", "carbon"];
+const FRONT = ["time", "cost", "energy"];
 
 /** What outcomes are ranked by: the goal's figure, or time where none has it. */
 export function orderedBy(goal, outcomes) {
@@ -16,6 +17,10 @@ export function figureOf(outcome, by) {
   if (by === "energy") {
     if (outcome.energyKwh !== null) return outcome.energyKwh.value;
     return outcome.watts === null ? Infinity : outcome.watts.value / rate;
+  }
+  if (by === "carbon") {
+    return outcome.carbonKg === null ? figureOf(outcome, "energy") * outcome.assumed.grams_per_kwh
+      : outcome.carbonKg.value;
   }
   if (outcome.usd !== null) return outcome.usd.value;
   const hourly = outcome.usdPerDeviceHour;
@@ -69,7 +74,7 @@ const tiedFigures = (one, other, margin) => Math.max(one, other) < Infinity
   && Math.abs(one - other) <= margin * Math.max(one, other);
 
 function beats(other, mine) {
-  const pairs = ORDERS.map((by) => [figureOf(other, by), figureOf(mine, by)]);
+  const pairs = FRONT.map((by) => [figureOf(other, by), figureOf(mine, by)]);
   return pairs.every(([a, b]) => a <= b) && pairs.some(([a, b]) => a < b);
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import assert_never, get_args
 
 from planner.whatif.draws import chances_to_be_first
 from planner.whatif.outcome import Outcome
@@ -131,21 +131,29 @@ def figure(outcome: Outcome, by: Order) -> float:
 
 
 def _figure(outcome: Outcome, by: Order) -> float | None:
-    """Return cost, time or energy of the goal, or of a token if the goal names none."""
-    if by == "time":
-        span = outcome.result_hours
-        if span is None:
-            assert outcome.tokens_per_s is not None
-            return 1 / outcome.tokens_per_s.value
-        return span.value
-    if by == "energy":
-        if outcome.energy_kwh is not None:
-            return outcome.energy_kwh.value
-        return _per_token(outcome, outcome.watts)
-    if outcome.usd is not None:
-        return outcome.usd.value
-    price = outcome.usd_per_device_hour
-    return _per_token(outcome, None if price is None else price.times(outcome.devices))
+    """Return cost, time, energy or CO2 of the goal, or of a token if the goal names none."""
+    match by:
+        case "time":
+            assert outcome.tokens_per_s is not None  # it fits
+            span = outcome.result_hours
+            return 1 / outcome.tokens_per_s.value if span is None else span.value
+        case "energy":
+            return _value(outcome.energy_kwh, outcome, outcome.watts)
+        case "carbon":
+            watts, grams = outcome.watts, outcome.grams_per_kwh
+            rate = None if watts is None or grams is None else watts.times(grams)
+            return _value(outcome.carbon_kg, outcome, rate)
+        case "cost":
+            price = outcome.usd_per_device_hour
+            rate = None if price is None else price.times(outcome.devices)
+            return _value(outcome.usd, outcome, rate)
+        case _:
+            assert_never(by)
+
+
+def _value(span: Span | None, outcome: Outcome, rate: Span | None) -> float | None:
+    """Return a figure of the goal, or of a token at a rate."""
+    return _per_token(outcome, rate) if span is None else span.value
 
 
 def _per_token(outcome: Outcome, rate: Span | None) -> float | None:

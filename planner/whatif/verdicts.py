@@ -5,14 +5,17 @@ Products that nobody sells are never what to take; what they would be worth is a
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from planner.documents.units import seconds_text
+from planner.whatif.candidates import Candidate
 from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
-from planner.whatif.words import days_text, listed, usd_text
+from planner.whatif.study import Order
+from planner.whatif.words import days_text, listed, price_ages, usd_text
 
 
 def verdicts(result: Result) -> list[str]:
@@ -24,7 +27,13 @@ def verdicts(result: Result) -> list[str]:
     if len(result.ranks) > 1:
         said = [_brief(result, model, ranks) for model, ranks in result.ranks.items()]
         said += [*_largest(result), *_crossover(result)]
-    return said + list(_kept_at_the_midpoint(result)) + list(_mixed(result))
+    return [
+        *said,
+        *_kept_at_the_midpoint(result),
+        *_by_our_runtime(result),
+        *_old_prices(result, datetime.date.today()),
+        *_mixed(result),
+    ]
 
 
 def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -37,9 +46,74 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     if best.native_step_s is not None and best.stack != "native":
         said += f" (our own runtime: step {seconds_text(best.native_step_s)})"
     if best.capital_usd is not None:
-        said += f". Signing binds to {best.capital_usd:,.0f} USD"
+        said += f". {commitment_text(result.candidates[best.candidate], best.capital_usd)}"
     said += f". {_confidence(result, best, ranks)}Bound by {best.binding}."
     return said
+
+
+def commitment_text(candidate: Candidate, usd: float) -> str:
+    """Return what signing binds to."""
+    word = "Capex" if candidate.priced.purchase is not None else "Commitment"
+    return f"{word} {usd:,.0f} USD"
+
+
+def _by_our_runtime(result: Result) -> Iterator[str]:
+    """Name the candidate that our own runtime would rank first, where it is another."""
+    by = ordered_by(result.study, result.outcomes)
+    said: dict[tuple[str, str], list[str]] = {}
+    for model, ranks in result.ranks.items():
+        best = result.best_of(model)
+        meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
+        known = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
+        if best is None or best not in known or by in ("energy", "carbon"):
+            continue
+        first = min(known, key=lambda outcome: _native_figure(outcome, by))
+        if _native_figure(first, by) < _native_figure(best, by):
+            assert first.native_step_s is not None and best.native_step_s is not None
+            steps = f"{seconds_text(first.native_step_s)} and {seconds_text(best.native_step_s)}"
+            said.setdefault((first.candidate, best.candidate), []).append(f"{model} ({steps})")
+    for (first_name, best_name), models in said.items():
+        yield (
+            f"Ranked by the fastest public framework on each cluster; under our own runtime "
+            f"(--backend native) {first_name} ranks before {best_name} for {listed(models)} a step."
+        )
+
+
+def _native_figure(outcome: Outcome, by: Order) -> float:
+    """Return what an outcome is ranked by under our own runtime; delivery takes as long."""
+    assert outcome.native_step_s is not None and outcome.step_s is not None
+    ratio = outcome.native_step_s / outcome.step_s.value
+    waits = 24 * outcome.lead_days.value if outcome.lead_days is not None and by == "time" else 0.0
+    return waits + (figure(outcome, by) - waits) * ratio
+
+
+FIRST_IN: dict[Order, str] = {
+    "cost": "cheapest",
+    "time": "fastest",
+    "energy": "lowest in energy",
+    "carbon": "lowest in CO2",
+}
+OLD_MONTHS = 6
+"""Age above which a price is no basis for an order."""
+
+
+def _old_prices(result: Result, today: datetime.date) -> Iterator[str]:
+    """Warn of a first candidate whose price is old or has no date."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    for price in dict.fromkeys(first.price for first in firsts):
+        ages = price_ages(price, today)
+        if "undated" in price:
+            yield f"A price of the first has no date: ask for a quote ({_begin(price)})."
+        elif ages and ages[0] > OLD_MONTHS:
+            yield (
+                f"The oldest price of the first is {ages[0]} months old: ask for a new quote "
+                f"({_begin(price)})."
+            )
+
+
+def _begin(how: str) -> str:
+    """Return a price's words without what other offers ask."""
+    return how.partition("; ")[0]
 
 
 def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -96,7 +170,7 @@ def _confidence(result: Result, best: Outcome, ranks: Sequence[Rank]) -> str:
     by = ordered_by(result.study, [rank.outcome for rank in ranks])
     chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
     if len(chances) > 1 and best.candidate in chances:
-        word = {"cost": "cheapest", "time": "fastest", "energy": "lowest in energy"}[by]
+        word = FIRST_IN[by]
         text = f"{word} of {len(chances)} with probability {chances.pop(best.candidate):.2f}"
         rival = max(chances, key=lambda name: chances[name])
         said.append(f"{text}, {rival} with {chances[rival]:.2f}")
@@ -121,7 +195,7 @@ def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
             best = min(better, key=lambda outcome: figure(outcome, by))
             goal = min(best.chances, key=best.chances.__getitem__)
             yield (
-                f"{best.candidate} would come first for {best.model} at the midpoint of its range "
+                f"{best.candidate} ranks first for {best.model} at the midpoint of its range "
                 f"({_costs(best)}), "
                 f"and keeps the {goal} with probability {best.chances[goal]:.2f} alone."
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Iterable
 
 from planner.whatif.span import Span
@@ -47,3 +49,23 @@ def days_text(run_hours: Span) -> str:
 def usd_text(usd: Span) -> str:
     """Return dollars with their range."""
     return f"{range_text(usd)} USD"
+
+
+def price_dates(how: str) -> list[str]:
+    """Return the months that a price names, the oldest first.
+
+    >>> price_dates("median of 2 on-demand rents, about 2026-10 to after 2025-09-10")
+    ['2025-09', '2026-10']
+    """
+    return sorted(f"{year}-{month}" for year, month in re.findall(r"\b(20\d\d)-(\d\d)\b", how))
+
+
+def price_ages(how: str, today: datetime.date) -> list[int]:
+    """Return the months since each date that a price names, the oldest first.
+
+    >>> price_ages("after 2025-09-10 to about 2026-10", datetime.date(2026, 11, 2))
+    [14, 1]
+    """
+    dates = [(int(month[:4]), int(month[5:])) for month in price_dates(how)]
+    ages = [12 * (today.year - year) + today.month - month for year, month in dates]
+    return [max(0, age) for age in ages]  # a clock behind the price is wrong, and not the price

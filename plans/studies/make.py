@@ -28,7 +28,7 @@ def answer(path: Path, judged: str) -> str:
     """Return one study's answer as a section of Markdown, with what a reader thinks of it."""
     found = whatif(str(path))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    console.print(result_text(found))
+    console.print(result_text(found, whole=False))
     text = "\n".join(line.rstrip() for line in console.export_text().splitlines())
     return f"## {path.stem}\n\n```\n{text}\n```\n\nWould you sign this? {judged}\n"
 

@@ -77,7 +77,7 @@ function repriced(data, candidate, value) {
   const how = terms.kind === "part" ? inPartWords(candidate, words)
     : words + (terms.term_words ? `, ${terms.term_words}` : "");
   return {
-    ...candidate, how, dates: [data.made.slice(0, 7)], hypothetical: false,
+    ...candidate, how, cause: "", dates: [data.made.slice(0, 7)], hypothetical: false,
     terms: {
       ...terms, kind: terms.kind === "none" ? (terms.bought ? "bought" : "rented") : terms.kind,
       quote: scaled(first.terms.quote, value),
@@ -212,7 +212,7 @@ export const fragmentOf = (values) => new URLSearchParams(
 export function valuesFrom(fragment, controls) {
   const values = {};
   for (const [id, text] of new URLSearchParams(fragment)) {
-    if (id === "by" && ["cost", "time", "energy"].includes(text)) values.by = text;
+    if (id === "by" && ["cost", "time", "energy", "carbon"].includes(text)) values.by = text;
     const control = controls.find((one) => one.id === id);
     if (control && text === "" && clearable(id)) values[id] = null;
     const number = Number(text);

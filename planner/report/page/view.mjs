@@ -4,6 +4,7 @@ import { hourlyAt } from "../../whatif/economics.mjs";
 import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
 import { tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
+import { planAgain } from "./again.mjs";
 import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
 import { csvText, yamlText } from "./documents.mjs";
 import { inputsOf, midpointGoal } from "./inputs.mjs";
@@ -16,7 +17,7 @@ import {
 
 const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 20;
 const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
-const UNITS = { cost: "USD", time: "hours", energy: "kWh" };
+const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2" };
 
 const at = (id) => document.getElementById(id);
 const data = JSON.parse(at("data").textContent);
@@ -78,6 +79,7 @@ function update() {
   const changed = Object.keys(page.values).length;
   at("changed").textContent = changed ? `${changed} figure${changed > 1 ? "s" : ""} changed from the study`
     : "As the study has it";
+  page.again();
   document.documentElement.dataset.ms = (performance.now() - began).toFixed(1);
 }
 
@@ -361,6 +363,7 @@ function bind() {
   });
 }
 
+page.again = planAgain(() => yamlText(changedDocument(data, page.values)));
 buildTable();
 buildControls();
 for (const control of controls) control.show();

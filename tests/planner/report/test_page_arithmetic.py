@@ -227,7 +227,7 @@ OFFERS: list[dict[str, Any]] = [
         "name": "elsewhere",
         "cluster": "8xa10g",
         "buy": {"usd_per_device": 9500.0, "network_usd_per_device": 0.0, **QUOTE},
-        "assumptions": {"electricity_usd_per_kwh": 0.04, "utilisation": 0.9},
+        "assumptions": {"electricity_usd_per_kwh": 0.04, "utilisation": 0.9, "country": "NOR"},
     },
     {
         "name": "spot",
@@ -247,6 +247,7 @@ SET: list[dict[str, Any]] = [
     {"price.3": 5200.0, "price.1": 0.7, "years": 4.5, "residual": 0.5, "interest": 0.02},
     {"price.5": 3.3, "price.6": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
     {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
+    {"by": "carbon", "electricity": 0.2},
 ]
 
 

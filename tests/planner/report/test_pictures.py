@@ -13,9 +13,10 @@ from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import plan_timeline
 from planner.documents.plan import Job, Layout
 from planner.documents.units import GIB
-from planner.report.html import memory_of_ranks, page, phases, resident_gib, timeline_figure
+from planner.report.html import memory_of_ranks, page, resident_gib
 from planner.report.mesh_picture import axes_of, coordinates, mesh_picture
 from planner.report.text import layers_text, plan_table
+from planner.report.timeline_picture import left_out, phases, timeline_key, timeline_picture
 from planner.report.trace import trace_json
 from planner.requests.pins import Pins
 from planner.requests.request import Request
@@ -47,16 +48,37 @@ def test_every_action_of_64_micro_batches_on_16_ranks_is_drawn(
 ) -> None:
     step = deep(schedule, virtual_stages)
 
-    figure = timeline_figure(step)
+    picture = ElementTree.fromstring(timeline_picture(step))
 
-    drawn = sum(len(bars.x) for bars in figure.data)
-    assert drawn == sum(map(len, step.orders)) == 2 * 64 * 16 * virtual_stages
-    assert {name for bars in figure.data for name in bars.y} == {f"rank {r}" for r in range(16)}
-    colours = {bars.marker.color for bars in figure.data}
-    assert len(colours) == 2 * virtual_stages
-    assert len({colour.rpartition(",")[0] for colour in colours}) == virtual_stages
-    assert "stage 0, micro-batch 63" in " ".join(figure.data[0].hovertext)
-    assert {note.text for note in figure.layout.annotations} == {"fills", "steady", "drains"}
+    paths = picture.findall("path")
+    assert sum(path.attrib["d"].count("z") for path in paths) == 2 * 64 * 16 * virtual_stages
+    assert left_out(step) == 0
+    assert len(paths) == len(timeline_key(step)) == 2 * virtual_stages
+    assert len({path.attrib["fill"] for path in paths}) == virtual_stages
+    told = [text.text for text in picture.findall("text")]
+    assert {"fills", "steady", "drains", *(f"rank {rank}" for rank in range(16))} <= {*told}
+    assert len(timeline_picture(step)) < 250_000
+
+
+def test_each_action_of_few_has_a_title_and_its_place_is_its_time() -> None:
+    """By hand: two micro-batches on one rank, forwards of 1 s and backwards of 2 in 6 s."""
+    order = orders("1f1b", stages=1, micro_batches=2, virtual_stages=1)
+    step = timeline(order, forward_s=[1.0], backward_s=[2.0])
+
+    picture = ElementTree.fromstring(timeline_picture(step))
+
+    titles = [group.findtext("title") for group in picture.findall("g")]
+    assert sorted(str(title) for title in titles) == [
+        "backward, stage 0, micro-batch 0: 2 s",
+        "backward, stage 0, micro-batch 1: 2 s",
+        "forward, stage 0, micro-batch 0: 1 s",
+        "forward, stage 0, micro-batch 1: 1 s",
+    ]
+    widths = sorted(
+        int(str(path.attrib["d"]).partition("h")[2].partition("v")[0])
+        for path in picture.iter("path")
+    )
+    assert widths == pytest.approx([6640 / 6] * 2 + [6640 / 3] * 2, abs=2)
 
 
 @pytest.fixture(scope="module")

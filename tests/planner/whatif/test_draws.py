@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from planner.whatif.candidates import candidates_of
 from planner.whatif.draws import chances_to_be_first
 from planner.whatif.outcome import Outcome
 from planner.whatif.span import Span, exact
+from tests.planner.whatif.test_study import study
 
 FUTURES = 20_000
 STEP = {"a": (10.0, 8.0, 16.0), "b": (9.0, 6.0, 11.0)}
@@ -108,6 +110,19 @@ def test_offers_of_one_plan_at_one_quote_share_every_future() -> None:
     assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
     dearer = replace(twins[1], usd_per_device_hour=span((2.02, 1.515, 3.03)))
     assert chances_to_be_first([twins[0], dearer], "cost") == [1.0, 0.0]
+
+
+def test_one_quote_moves_all_prices_that_rest_on_it() -> None:
+    """The catalogue's offer by its market and by its provider is the same one."""
+    offers = [
+        {"name": "market", "cluster": "2x8xh200-sxm"},
+        {"name": "nebius", "cluster": "2x8xh200-sxm", "rent": {"provider": "nebius"}},
+    ]
+    one, other = (candidate.priced for candidate in candidates_of(study(offers=offers)))
+    assert one.how != other.how and one.cause == other.cause
+
+    twins = [replace(outcome(p.how, "a", CHEAP, p.how), price_cause=p.cause) for p in (one, other)]
+    assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
 
 
 def test_a_minimum_of_hours_is_paid_in_every_future() -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from planner.errors import DocumentError
 from planner.whatif import sizing
-from planner.whatif.answers import slack_days
-from planner.whatif.break_even import present_value_usd
+from planner.whatif.answers import answers, slack_days
+from planner.whatif.break_even import break_evens, present_value_usd
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
 from planner.whatif.outcome import Outcome
-from planner.whatif.run import run
+from planner.whatif.run import Result, run
 from planner.whatif.sizing import size_of
 from planner.whatif.span import Span
 from planner.whatif.study import Study
@@ -83,6 +83,28 @@ def test_the_present_value_of_a_purchase_by_hand() -> None:
     yearly = 1_000 + 197.1 / 2
     value = 10_000 + yearly * (1.08**-0.5 + 1.08**-1.5) - 10_000 * 0.67**2 * 1.08**-2
     assert present_value_usd(candidate).value == pytest.approx(4 * value, rel=1e-9)
+
+
+def test_payback_and_one_sentence_for_twenty_purchases_and_rents() -> None:
+    """By hand: renting at 2 USD for half of 8,760 h saves 8,760 - 1,098.55 of 10,000 a year."""
+    offers = [
+        *({"name": f"buy {k}", "cluster": "4xa10g", "buy": BUYING} for k in range(20)),
+        *(
+            {"name": f"rent {k}", "cluster": "4xa10g", "rent": {**PRICE, "source": f"quote {k}"}}
+            for k in range(20)
+        ),
+    ]
+    asked = study(offers=offers, assumptions=ASSUMED)
+    candidates = {candidate.name: candidate for candidate in candidates_of(asked)}
+    curves = tuple(break_evens(list(candidates.values())))
+
+    found = Result(
+        study=asked, outcomes=(), ranks={"gpt2": []}, candidates=candidates, break_even=curves
+    )
+
+    assert sum(len(curve.against) for curve in curves) == 400
+    [said] = [text for text in answers(found) if "utilisation" in text]
+    assert f"Payback after {10_000 / (8_760 - 1_098.55):.1f} years." in said
 
 
 @pytest.mark.parametrize("budget", [42_000.0, 46_000.0, 50_000.0, 58_000.0])

@@ -265,3 +265,22 @@ def test_a_curve_of_what_a_cluster_has_not_is_left_out() -> None:
 
     assert [curve[0].change for curve in found.curves] == ["memory"]
     assert answers(found) == []  # and nothing is raised
+
+
+def test_ranked_by_carbon_the_clean_grid_comes_before_the_fast_cluster() -> None:
+    """By hand: kWh at the meter times 30.1 g in Norway and 369.5 g in the USA."""
+    offers = [
+        {"name": "fast", "cluster": "8xa10g", "rent": PRICE},
+        {"name": "clean", "cluster": "4xa10g", "rent": PRICE, "assumptions": {"country": "NOR"}},
+    ]
+    asked = study(offers=offers, goal={"tokens": 1e9, "by": "carbon"})
+    outcomes = [evaluate(asked, "gpt2", each) for each in candidates_of(asked)]
+
+    ranks = ranked(asked, outcomes)
+
+    assert [rank.outcome.candidate for rank in ranks] == ["clean", "fast"]
+    for outcome, grams in zip(outcomes, (369.5, 30.1), strict=True):
+        assert outcome.energy_kwh is not None and outcome.carbon_kg is not None
+        kilograms = outcome.energy_kwh.value * grams / 1000
+        assert outcome.carbon_kg.value == pytest.approx(kilograms)
+    assert ranks[0].first["carbon"] == 1.0

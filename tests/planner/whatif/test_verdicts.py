@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,7 @@ def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
 
     assert said[0].startswith("new for gpt2")
     assert "Deadline kept with probability 0.95" in said[0]
-    assert said[1].startswith("old would come first for gpt2 at the midpoint of its range")
+    assert said[1].startswith("old ranks first for gpt2 at the midpoint of its range")
     assert "probability 0.60 alone" in said[1]
 
 
@@ -192,7 +193,7 @@ def test_the_headline_has_what_is_signed_and_what_precision_was_chosen() -> None
 
     [said] = verdicts(result(asked, [found]))
 
-    assert "under megatron in fp8. Signing binds to 10,000 USD." in said
+    assert "under megatron in fp8. Capex 10,000 USD." in said
 
 
 def test_a_wider_domain_is_told_from_other_devices() -> None:
@@ -217,4 +218,54 @@ def test_a_wider_domain_is_told_from_other_devices() -> None:
     assert (
         "rack trains m 1.50 times as fast as nodes: 1.20 times by its domain of 72 devices, "
         "1.25 times by its devices." in text
+    )
+
+
+def test_another_candidate_that_our_own_runtime_ranks_first_is_named() -> None:
+    """By hand: 60 USD by a framework's step of 0.1 s, and 72 by ours of 0.12 s, above 66."""
+    asked = study(offers=TWO)
+    old, new = candidates_of(asked)
+    outcomes = [
+        outcome(old, "gpt2", 10.0, 60.0, native_step_s=0.12),
+        outcome(new, "gpt2", 10.0, 66.0, native_step_s=0.1),
+    ]
+
+    said = " ".join(verdicts(result(asked, outcomes)))
+
+    assert "under our own runtime (--backend native) new ranks before old for gpt2" in said
+    same = [replace(o, native_step_s=0.1) for o in outcomes]
+    assert "own runtime (--backend" not in " ".join(verdicts(result(asked, same)))
+
+
+def test_an_old_price_and_one_without_a_date_are_warned_of() -> None:
+    asked = study(offers=TWO[:1])
+    [old] = candidates_of(asked)
+    for price, warning in (
+        ("on_demand, 2025-01, a quote", "months old: ask for a new quote (on_demand, 2025-01"),
+        ("one rent, undated, v8 tree; hyperscalers ask 9", "no date: ask for a quote (one rent,"),
+        (f"on_demand, {datetime.date.today():%Y-%m}, a quote", ""),
+    ):
+        said = " ".join(verdicts(result(asked, [outcome(old, "gpt2", 1.0, 1.0, price=price)])))
+
+        assert warning in said
+        assert ("ask for" in said) == bool(warning)
+
+
+def test_a_price_that_decides_between_one_node_and_several_is_said() -> None:
+    offers = [
+        {"name": "one", "cluster": "1x8xh100-sxm-80gb"},
+        {"name": "two", "cluster": "2x8xh100-sxm-80gb", "rent": {"market": "hyperscaler"}},
+    ]
+    asked = study(offers=offers)
+    one, two = candidates_of(asked)
+    outcomes = [
+        outcome(one, "gpt2", 10.0, 40.0, usd_per_device_hour=exact(3.98), price="one node; more"),
+        outcome(two, "gpt2", 5.0, 70.0, usd_per_device_hour=exact(6.88), price="a cluster"),
+    ]
+
+    said = " ".join(answers(result(asked, outcomes)))
+
+    assert (
+        "The price decides between one and two: 3.98 USD per device-hour (one node), and 6.88 "
+        "(a cluster)." in said
     )

@@ -1,0 +1,166 @@
+"""Verdicts of studies against a Monte Carlo of their own inputs, which shares no code with them.
+
+    python -m benchmarks.whatif_draws plans/studies/*.yaml
+
+Each study is planned by the command (`meshwright whatif --json`).  From its plain figures alone
+(seconds of a step, tokens, goodput, prices, delivery, with their 80 % ranges) 200,000 futures are
+drawn here: independent normals for each accelerator's kernels and links, for goodput, each quote,
+power and delivery.  Hours and dollars follow from them, and who is cheapest and fastest, and who
+keeps deadline and budget.  A line has the first candidate's probability there and here, and the
+largest difference of any probability of the study.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FUTURES = 200_000
+TENTH = 1.2815515655
+"""Of 100 outcomes of a normal, 10 lie beyond so many standard deviations."""
+CLOSE = 0.015
+"""Sampling error of 10,000 futures there and of as many more here."""
+
+Row = Mapping[str, Any]
+Draws = NDArray[np.float64]
+
+
+class Futures:
+    """Normals by what causes them, one array each."""
+
+    def __init__(self, seed: int = 2026) -> None:
+        """Draw nothing yet."""
+        self._rng = np.random.default_rng(seed)
+        self._drawn: dict[str, Draws] = {}
+
+    def of(self, cause: str) -> Draws:
+        """Return the standard deviations of one cause."""
+        if cause not in self._drawn:
+            self._drawn[cause] = self._rng.standard_normal(FUTURES)
+        return self._drawn[cause]
+
+    def figure(self, span: Row, cause: str) -> Draws:
+        """Return what a figure with an 80 % range becomes."""
+        return stretched(span, self.of(cause))
+
+
+def stretched(span: Row, deviations: Draws) -> Draws:
+    """Log-normal to each side: one in ten below `low`, one in ten above `high`."""
+    if not span["value"]:
+        return np.zeros(FUTURES)
+    down = math.log(span["value"] / (span["low"] or span["value"])) / TENTH
+    up = math.log(span["high"] / span["value"]) / TENTH
+    return np.asarray(span["value"] * np.exp(deviations * np.where(deviations > 0, up, down)))
+
+
+def run_hours(row: Row, futures: Futures) -> Draws:
+    """Steps times seconds, over the share of the clock that trains."""
+    weight, kind = row["link_share"], row["accelerator"]
+    both = (1 - weight) * futures.of(f"kernels {kind}") + weight * futures.of(f"links {kind}")
+    step_s = stretched(row["step_s"], both / math.sqrt((1 - weight) ** 2 + weight**2))
+    steps = row["tokens"] / row["tokens_per_step"]
+    return np.asarray(steps * step_s / 3600 / futures.figure(row["goodput"], "lost hours"))
+
+
+def result_hours(row: Row, futures: Futures) -> Draws:
+    """Delivery and the run."""
+    hours = run_hours(row, futures)
+    lead = row["lead_days"]
+    return hours if lead is None else hours + 24 * futures.figure(lead, "delivery")
+
+
+def usd(row: Row, futures: Futures) -> Draws | None:
+    """What the run's device-hours cost; None without a price."""
+    if row["usd"] is None:
+        return None
+    hourly = futures.figure(row["usd_per_device_hour"], row["price_cause"] or row["price"])
+    value = row["usd_per_device_hour"]["value"] * row["devices"]
+    paid, taken = row["usd"]["value"] / value, row["hours"]["value"]
+    least = paid if paid > taken * (1 + 1e-9) else 0.0
+    return np.asarray(hourly * row["devices"] * np.maximum(run_hours(row, futures), least))
+
+
+def first_shares(figures: Sequence[Draws]) -> list[float]:
+    """How often each is the least; equals share a future."""
+    table = np.array(figures)
+    least = table <= table.min(axis=0) * (1 + 1e-9)
+    return [float(share) for share in (least / least.sum(axis=0)).mean(axis=1)]
+
+
+def differences(found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return (what, probability there, here) of each candidate of each model."""
+    pairs: list[tuple[str, float, float]] = []
+    goal = found["study"]["goal"]
+    rows = {(row["model"], row["candidate"]): row for row in found["outcomes"] if row["fits"]}
+    for model, ranks in found["ranks"].items():
+        futures = Futures()
+        for by, figure in (("cost", usd), ("time", result_hours)):
+            listed = [rank for rank in ranks if by in rank["probability_first"]]
+            mine = [rows[model, rank["candidate"]] for rank in listed]
+            if not mine or mine[0]["tokens"] is None:
+                continue
+            figures = [drawn for row in mine if (drawn := figure(row, futures)) is not None]
+            for rank, share in zip(listed, first_shares(figures), strict=True):
+                name = f"P({by}) {rank['candidate']} {model}"
+                pairs.append((name, rank["probability_first"][by], share))
+        for (of_model, name), row in rows.items():
+            if of_model != model:
+                continue
+            for limit, said in row["chances"].items():
+                kept = within(limit, row, goal, futures)
+                if kept is not None:
+                    pairs.append((f"{limit} {name} {model}", said, kept))
+    return pairs
+
+
+def within(limit: str, row: Row, goal: Row, futures: Futures) -> float | None:
+    """Return the share of futures that keep a goal."""
+    if limit == "deadline":
+        return float(np.mean(result_hours(row, futures) <= 24 * goal["deadline_days"]))
+    if limit == "power cap":
+        return float(np.mean(futures.figure(row["watts"], "power") <= goal["power_cap_w"]))
+    if limit != "budget":
+        return None
+    if row["capital_usd"] is not None:
+        return float(np.mean(futures.figure(row["outlay_usd"], "outlay") <= goal["budget_usd"]))
+    spent = usd(row, futures)
+    return None if spent is None else float(np.mean(spent <= goal["budget_usd"]))
+
+
+def main(paths: Sequence[str]) -> int:
+    """Print a line for each study; 1 if a probability differs by more than sampling explains."""
+    far = 0
+    for path in paths:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright", "whatif", path, "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        found = json.loads(done.stdout)
+        pairs = differences(found)
+        if not pairs:
+            print(f"{Path(path).stem}: no probability to compare", flush=True)
+            continue
+        name, there, here = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
+        worst = abs(there - here)
+        far += worst > CLOSE
+        first = pairs[0]
+        print(
+            f"{Path(path).stem}: {len(pairs)} probabilities; {first[0]} {first[1]:.3f} there, "
+            f"{first[2]:.3f} here; largest difference {worst:.3f}, {name}",
+            flush=True,
+        )
+    return int(far > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""A pipeline's timeline as a picture (SVG): actions of all ranks, and when the pipeline is full.
+
+Actions of one kind and stage are one path, so that thousands of them stay small; of few, each has a
+title of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from planner.documents.units import seconds_text
+from planner.report.mesh_picture import COLOURS
+from planner.schedules.actions import Action
+from planner.schedules.simulate import Timeline
+
+SHADES = {
+    "F": ("forward", 1.0),
+    "B": ("backward", 0.55),
+    "I": ("gradients of inputs", 0.55),
+    "W": ("gradients of weights", 0.3),
+}
+"""Names of kinds of actions, and how opaque they are."""
+MOST_ACTIONS = 9_000
+"""Drawn; of a longer timeline each rank shows its first ones."""
+MOST_TITLED = 600
+"""Actions of a timeline whose every action has a title and its micro-batch in it."""
+WIDTH, LEFT, ROW, TOP = 7200, 560, 200, 300
+"""In tenths of a pixel, so that places are whole numbers."""
+ROOM_FOR_NUMBER = 110
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    rank: int
+    start_s: float
+    end_s: float
+    action: Action
+    turn: int
+    """Which of its rank's stages it is of, from the model's first on."""
+
+
+def phases(timeline: Timeline) -> tuple[float, float]:
+    """Return until when the pipeline fills, and from when it drains.
+
+    It is full once every rank has begun, and drains once the first rank has done its last action.
+    """
+    working = [rank for rank in range(len(timeline.orders)) if timeline.orders[rank]]
+    filled_s = max(timeline.starts_s[rank][0] for rank in working)
+    drained_s = min(timeline.finish_s(rank) for rank in working)
+    return min(filled_s, drained_s), max(filled_s, drained_s)
+
+
+def timeline_picture(timeline: Timeline) -> str:
+    """Return the picture: a colour for each of a rank's stages, lighter for backwards."""
+    ranks = len(timeline.orders)
+    spans = list(_spans(timeline, MOST_ACTIONS // ranks))
+    scale = (WIDTH - LEFT) / timeline.makespan_s
+    height = TOP + ROW * ranks + 260
+    body = _phase_bands(timeline, scale, ROW * ranks)
+    body += [
+        f'<text x="{LEFT - 60}" y="{TOP + ROW * rank + 140}" text-anchor="end">rank {rank}</text>'
+        for rank in range(ranks)
+    ]
+    titled = len(spans) <= MOST_TITLED
+    for (kind, turn), of_kind in _by_kind(spans).items():
+        name, opacity = SHADES[kind]
+        colour = f'fill="{COLOURS[turn % len(COLOURS)]}" fill-opacity="{opacity:g}"'
+        if titled:
+            body += [_titled(span, name, colour, scale) for span in of_kind]
+            continue
+        path = "".join(_rectangle(span, scale) for span in of_kind)
+        title = f"{name}, stage {turn + 1} of the rank" if turn or _turns(spans) > 1 else name
+        body.append(f'<path d="{path}" {colour}><title>{escape(title)}</title></path>')
+    body.append(
+        f'<text x="{LEFT}" y="{height - 60}">0</text><text x="{WIDTH}" y="{height - 60}" '
+        f'text-anchor="end">{seconds_text(timeline.makespan_s)}</text>'
+    )
+    label = f"Pipeline timeline of {ranks} ranks, {seconds_text(timeline.makespan_s)}"
+    return (
+        f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+        + "".join(body)
+        + "</svg>"
+    )
+
+
+def timeline_key(timeline: Timeline) -> list[tuple[str, str, float]]:
+    """Return (name, colour, opacity) of what the picture's shades mean."""
+    spans = list(_spans(timeline, MOST_ACTIONS // len(timeline.orders)))
+    several = _turns(spans) > 1
+    return [
+        (
+            f"{SHADES[kind][0]}, stage {turn + 1} of the rank" if several else SHADES[kind][0],
+            COLOURS[turn % len(COLOURS)],
+            SHADES[kind][1],
+        )
+        for kind, turn in _by_kind(spans)
+    ]
+
+
+def left_out(timeline: Timeline) -> int:
+    """Return how many actions are not drawn."""
+    most = MOST_ACTIONS // len(timeline.orders)
+    return sum(max(0, len(order) - most) for order in timeline.orders)
+
+
+def _spans(timeline: Timeline, most: int) -> list[_Span]:
+    found = []
+    for rank in range(len(timeline.orders)):
+        turns = {
+            stage: turn
+            for turn, stage in enumerate(sorted({a.stage for a in timeline.orders[rank]}))
+        }
+        found += [
+            _Span(rank, start_s, end_s, action, turns[action.stage])
+            for start_s, end_s, action in timeline.actions(rank)[:most]
+        ]
+    return found
+
+
+def _turns(spans: Sequence[_Span]) -> int:
+    return 1 + max(span.turn for span in spans)
+
+
+def _by_kind(spans: Sequence[_Span]) -> dict[tuple[str, int], list[_Span]]:
+    found: dict[tuple[str, int], list[_Span]] = {
+        (kind, turn): [] for turn in range(_turns(spans)) for kind in SHADES
+    }
+    for span in spans:
+        found[span.action.kind, span.turn].append(span)
+    return {key: of_kind for key, of_kind in found.items() if of_kind}
+
+
+def _place(span: _Span, scale: float) -> tuple[int, int, int]:
+    """Return left end, top and width; a hair is left between neighbours."""
+    left = round(LEFT + scale * span.start_s)
+    right = round(LEFT + scale * span.end_s)
+    return left, TOP + ROW * span.rank + 20, max(1, right - left - (right - left > 20))
+
+
+def _rectangle(span: _Span, scale: float) -> str:
+    left, top, width = _place(span, scale)
+    return f"M{left} {top}h{width}v{ROW - 40}h-{width}z"
+
+
+def _titled(span: _Span, name: str, colour: str, scale: float) -> str:
+    left, top, width = _place(span, scale)
+    took = seconds_text(span.end_s - span.start_s)
+    title = f"{name}, stage {span.action.stage}, micro-batch {span.action.micro_batch}: {took}"
+    number = (
+        f'<text x="{left + width // 2}" y="{top + 110}" text-anchor="middle" class="on">'
+        f"{span.action.micro_batch}</text>"
+        if width > ROOM_FOR_NUMBER
+        else ""
+    )
+    return (
+        f'<g><title>{escape(title)}</title><path d="{_rectangle(span, scale)}" {colour}/>'
+        f"{number}</g>"
+    )
+
+
+def _phase_bands(timeline: Timeline, scale: float, high: int) -> list[str]:
+    filled_s, drained_s = phases(timeline)
+    bands = []
+    for name, start_s, end_s in (
+        ("fills", 0.0, filled_s),
+        ("steady", filled_s, drained_s),
+        ("drains", drained_s, timeline.makespan_s),
+    ):
+        left, right = (round(LEFT + scale * at) for at in (start_s, end_s))
+        shade = 0 if name == "steady" else 0.15
+        bands.append(
+            f'<rect x="{left}" y="{TOP}" width="{right - left}" height="{high}" fill="#888" '
+            f'fill-opacity="{shade:g}"/>'
+            f'<text x="{(left + right) // 2}" y="{TOP - 60}" text-anchor="middle">{name}</text>'
+        )
+    return bands
