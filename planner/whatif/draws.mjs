@@ -11,13 +11,18 @@ const NOTHING = 1e-9;
 
 /**
  * Futures of time, cost and energy (hours, USD, Wh; of a token if no goal is set); null: unknown.
- * Plain loops: they run for every candidate whenever a control moves.
+ * Plain loops: they run for every candidate whenever a control moves.  Energy and carbon are drawn
+ * when they are asked for.
  */
 export function drawnFigures(outcome) {
-  const duration = durations(outcome), energy = energies(outcome, duration);
+  const duration = durations(outcome);
   return {
-    time: times(outcome, duration), cost: costs(outcome, duration), energy,
-    carbon: energy === null ? null : energy.map((each) => each * outcome.assumed.grams_per_kwh),
+    time: times(outcome, duration),
+    cost: costs(outcome, duration),
+    get energy() { return energies(outcome, duration); },
+    get carbon() {
+      return this.energy?.map((each) => each * outcome.assumed.grams_per_kwh) ?? null;
+    },
   };
 }
 

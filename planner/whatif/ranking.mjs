@@ -45,10 +45,10 @@ export function ordered(goal, outcomes, by = orderedBy(goal, outcomes)) {
   return rows.map(({ outcome }) => outcome);
 }
 
-/** Places, ties, Pareto front and probabilities of outcomes. */
-export function ranked(goal, outcomes, tie) {
+/** Places, ties, Pareto front and probabilities (of the least cost, time, ...) of outcomes. */
+export function ranked(goal, outcomes, tie, orders = ORDERS) {
   const by = orderedBy(goal, outcomes), list = ordered(goal, outcomes, by), first = list[0];
-  const chances = firstChances(list);
+  const chances = firstChances(list, orders);
   return list.map((outcome, index) => {
     const tied = index > 0 && eligible(outcome) && eligible(first)
       && tiedFigures(figureOf(first, by), figureOf(outcome, by), tie);
@@ -61,9 +61,9 @@ export function ranked(goal, outcomes, tie) {
   });
 }
 
-function firstChances(list) {
+function firstChances(list, orders) {
   const chosen = list.filter(eligible), found = new Map(chosen.map((outcome) => [outcome, {}]));
-  for (const by of ORDERS) {
+  for (const by of orders) {
     const shares = chancesToBeFirst(chosen.map((outcome) => outcome.drawn[by]));
     shares.forEach((share, at) => { if (share !== null) found.get(chosen[at])[by] = share; });
   }

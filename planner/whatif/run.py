@@ -26,7 +26,7 @@ from planner.whatif.workers import Workers
 Progress = Callable[[int, int], None]
 SIZES_FIRST = 3
 """Of many sizes of a cluster, so many are planned under every stack."""
-NATIVE_TOO = 12
+NATIVE_TOO = 5
 """Of each model, so many of the first candidates are planned for our own runtime too."""
 
 

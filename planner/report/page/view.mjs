@@ -15,7 +15,7 @@ import {
   duration, flipText, grouped, percent, price, provenance, ranged, verdict,
 } from "./words.mjs";
 
-const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 20;
+const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10;
 const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
 const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2" };
 
@@ -63,7 +63,8 @@ function update() {
   fit(innerWidth);
   const goal = goalOf(data, page.values);
   const outcomes = outcomesOf(data, page.model, page.values);
-  const ranks = ranked(goal, outcomes, data.assumed.tie);
+  const orders = [...new Set(["cost", "time", goal.by])];
+  const ranks = ranked(goal, outcomes, data.assumed.tie, orders);
   page.ranks = ranks;
   const by = ranks.length ? orderedBy(goal, outcomes) : "cost";
   at("verdict").textContent = verdict(goal, ranks);
