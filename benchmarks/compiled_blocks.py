@@ -41,10 +41,10 @@ from runtime.activations import _constants, _storage
 from runtime.compiled import Compiler
 from runtime.context import WHOLE
 from runtime.eight_bits import products_of
-from runtime.engine import TokenEngine
 from runtime.initialize import materialize
 from runtime.source import adapter_of
 from runtime.torch_internals import compiled_code
+from runtime.train import token_engine
 from runtime.weight_gradients import defer
 
 CPU = torch.device("cpu")
@@ -228,7 +228,7 @@ def steps(rounds: int) -> dict[str, Any]:
     )
     tokens = torch.randint(8192, (1, POSITIONS + 1))
     engines = {
-        choice: TokenEngine(plan.model_copy(update={"compile": choice}), model, device=CPU)
+        choice: token_engine(plan.model_copy(update={"compile": choice}), model, device=CPU)
         for choice in ("none", "block")
     }
     taken: dict[str, list[float]] = {choice: [] for choice in engines}

@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.documents.model import ModelGraph
 from runtime import activations
 from runtime.activations import Compressed
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime import cases
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
@@ -39,11 +39,10 @@ class CompressedFp8:
 def first_gradient(graph: ModelGraph, how: str) -> Tensor:
     """Return the gradient of the first batch, all parameters in a row."""
     plan = cases.plan(graph, micro_batches=1, activations=how)
-    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
+    engine = token_engine(plan, graph, device=torch.device("cpu"))
     tokens = cases.global_tokens(0)
     engine.forward_backward(tokens)
-    grads = [p.grad for layer in engine.layers.values() for p in layer.parameters()]
-    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+    return torch.cat([grad.flatten() for grad in engine.gradients().values()])
 
 
 def main() -> None:

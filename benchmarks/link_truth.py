@@ -204,7 +204,7 @@ def prepared(folder: Path) -> dict[str, Plan]:
 
 
 def title(plan: Plan) -> str:
-    sizes = "+".join(str(len(stage.layers)) for stage in plan.stages)
+    sizes = "+".join(str(len(stage.units)) for stage in plan.stages)
     return f"{plan.layout.text()} layers={sizes}"
 
 
@@ -273,10 +273,10 @@ def steps_s(plan: Plan, model: ModelGraph, *, most: int, hopeless_s: float = 1e9
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from runtime.engine import TokenEngine  # noqa: PLC0415
+    from runtime.train import token_engine  # noqa: PLC0415
 
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(engine.data_rank)
+    engine = token_engine(plan, model, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(engine.slice_rank)
     samples = plan.micro_batch * plan.micro_batches
     tokens = torch.randint(0, 256, (samples, plan.seq_len + 1), generator=generator)
     seconds: list[float] = []

@@ -42,8 +42,8 @@ from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.best_first import search
 from planner.search.space import Pins, layouts
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
+from runtime.train import token_engine
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 TIMED_STEPS = 1
@@ -142,8 +142,8 @@ def pinned(
 
 def title(plan: Plan) -> str:
     """Return layout, layers per stage and recompute: what tells two plans apart."""
-    sizes = "+".join(str(len(stage.layers)) for stage in plan.stages)
-    kinds = sorted({item.recompute for stage in plan.stages for item in stage.layers})
+    sizes = "+".join(str(len(stage.units)) for stage in plan.stages)
+    kinds = sorted({item.recompute for stage in plan.stages for item in stage.units})
     return f"{plan.layout.text()} layers={sizes} recompute={'/'.join(kinds)}"
 
 
@@ -289,8 +289,8 @@ def work(folder: Path) -> None:
 
 def run(plan: Plan, model: ModelGraph, *, watch: bool) -> dict[str, Any]:
     """Return one rank's seconds of a few steps, warm-up left out, and its peak of live tensors."""
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(engine.data_rank)
+    engine = token_engine(plan, model, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(engine.slice_rank)
     samples = plan.micro_batch * plan.micro_batches
     tokens = torch.randint(0, 256, (samples, plan.seq_len + 1), generator=generator)
     engine.step(tokens)

@@ -46,7 +46,7 @@ from profiler.ranks import result_of
 from runtime import reference
 from runtime.adapter import Head
 from runtime.context import WHOLE
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
 CPU = torch.device("cpu")
@@ -259,14 +259,14 @@ def work(
 
 def pairs(name: str, layout: dict[str, Any]) -> list[list[float]]:
     model = graph_of(ARCHITECTURE, name="overhead")
-    engine = TokenEngine(plan_of(model, layout), model, device=CPU)
+    engine = token_engine(plan_of(model, layout), model, device=CPU)
     plain = PLAIN[name](layout["micro_batches"])
     result = []
     for index in range(WARM_UP + PAIRS):
         generator = torch.Generator().manual_seed(index)
         shape = (GLOBAL_BATCH, SEQ_LEN + 1)
         tokens = torch.randint(VOCABULARY, shape, generator=generator)
-        tokens = tokens.chunk(engine.data_degree)[engine.data_rank]
+        tokens = tokens.chunk(engine.slices)[engine.slice_rank]
         both = [timed(lambda t: engine.step(t).loss, tokens), timed(plain, tokens)]
         if index >= WARM_UP:
             result.append(both)

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     )
     from planner.search.answer import Answer
     from planner.whatif.study import Study
+    from runtime.engine import Engine, StepResult
     from runtime.inner_loss import add_loss, batch_sum
-    from runtime.script_engine import Engine, StepResult
     from runtime.whole_batch import whole_batch
 
 __all__ = [
@@ -94,7 +94,7 @@ _FILES = {
     "Certificate": "planner.documents.prediction",
     "ClusterSpec": "planner.documents.cluster",
     "DocumentError": "planner.errors",
-    "Engine": "runtime.script_engine",
+    "Engine": "runtime.engine",
     "LaunchError": "planner.errors",
     "MeshwrightError": "planner.errors",
     "ModelGraph": "planner.documents.model",
@@ -106,7 +106,7 @@ _FILES = {
     "Profile": "planner.documents.profile",
     "RecordError": "planner.errors",
     "Stack": "planner.documents.stack",
-    "StepResult": "runtime.script_engine",
+    "StepResult": "runtime.engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",
     "batch_sum": "runtime.inner_loss",

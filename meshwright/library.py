@@ -72,7 +72,7 @@ def plan(
 
     `model` is a name of the catalogue, a config.json, a folder or `file.py:factory`; or a function
     that returns a module, whose `batch` is then a pytree of tensors, `loss(outputs, batch)` a sum
-    and a count, and `inputs(batch)` what the module is given (runtime.script_engine has all three).
+    and a count, and `inputs(batch)` what the module is given (runtime.engine has all three).
     `optimizer` and `groups` are as the Engine has them, and tried for the bytes of their state;
     without them memory is that of AdamW.
     Of the example `batch` only shapes and types count; without `global_batch` it is one.  A module

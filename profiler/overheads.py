@@ -40,12 +40,14 @@ from planner.schedules.simulate import timeline
 from profiler.chain import Case, Chain, plan_of, whole_stage
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
-from runtime.engine import TokenEngine
+from runtime.gradients import Slot
 from runtime.mesh import Place, place_of
-from runtime.optimizer import Optimizer
+from runtime.optimizer import adamw, slots_of
 from runtime.parallelize import activation_type
 from runtime.recorded_stage import MicroBatch
 from runtime.replicas import Replicas
+from runtime.torch_optimizers import TorchOptimizers
+from runtime.train import token_engine
 from runtime.transforms import Staged
 
 SEQ_LEN = 8
@@ -327,20 +329,18 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     A micro-batch before each step leaves in the caches what training leaves there.
     """
     place = Place(degrees=Mesh(), mesh=None)
-    optimizer = Optimizer(
-        [chain.module],
-        chain.adapter,
-        Training(),
-        place,
-        device=clock.device,
-        summed=frozenset(),
-        factors={},
-    )
+    slots = tuple(slots_of(chain.module, chain.adapter, place))
+    groups = adamw(slots, Training(), device=clock.device)
+    optimizer = TorchOptimizers(slots, groups, place, device=clock.device, divisor=1.0)
     totals = torch.ones(2, dtype=torch.float64, device=clock.device)
+
+    def update() -> None:
+        optimizer.step(totals, Training().clip_norm)
+
     times = _interleaved(
         {
             "micro-batch": partial(_micro_batch, chain, chain.module, clock),
-            "step": lambda: (clock.seconds(lambda: optimizer.step(totals)), 0.0),
+            "step": lambda: (clock.seconds(update), 0.0),
         },
         rounds=OWN_LAYER_ROUNDS,
     )
@@ -357,20 +357,20 @@ def step_s(device: torch.device) -> float:
     model = tiny_model(blocks=2)
     mesh = Mesh(data_replicate=world)
     names = [name for name, _ in model.chain]
-    engine = TokenEngine(plan_of(model, [names], seq_len=SEQ_LEN, mesh=mesh), model, device=device)
+    engine = token_engine(plan_of(model, [names], seq_len=SEQ_LEN, mesh=mesh), model, device=device)
     tokens = torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64)
     clock = Clock(device)
     begun: list[float] = []
     updating: list[float] = []
-    first = next(iter(engine.layers.values()))
+    first = next(iter(engine.units.values()))
     first.register_forward_pre_hook(lambda *_: begun.append(clock.now_s()))
-    update = engine._optimizer.step
+    whole = engine._optimizers.whole
 
-    def timed_update(totals: Tensor, earlier: Tensor | None = None) -> Tensor:
+    def begun_update() -> dict[Slot, Tensor]:
         updating.append(clock.now_s())
-        return update(totals, earlier)
+        return whole()
 
-    engine._optimizer.step = timed_update  # type: ignore[method-assign]
+    engine._optimizers.whole = begun_update  # type: ignore[method-assign]
 
     def step() -> Seconds:
         start = clock.now_s()
@@ -392,17 +392,16 @@ def pipeline_action_s(curves: Sequence[CollectiveCurve], device: torch.device) -
     plan = plan_of(
         model, stages, seq_len=SEQ_LEN, mesh=Mesh(pipeline=world), micro_batches=MICRO_BATCHES
     )
-    engine = TokenEngine(plan, model, device=device)
+    engine = token_engine(plan, model, device=device)
     tokens = torch.zeros(MICRO_BATCHES, SEQ_LEN + 1, dtype=torch.int64, device=device)
     clock = Clock(device)
     chain = Chain(model, seq_len=SEQ_LEN, precision="fp32", tensor=1, device=device)
     layers: dict[str, list[Seconds]] = {}
 
     def whole_step() -> Seconds:
-        losses = clock.seconds(lambda: engine.forward_backward(tokens))
-        for part in engine._parts:
-            part.module.zero_grad()
-        return losses, 0.0
+        passes = clock.seconds(lambda: engine._forward_backward(tokens))
+        engine.zero_grad()
+        return passes, 0.0
 
     def each_layer() -> Seconds:
         case = Case(tensor=1, micro_batch=1, recompute="none")

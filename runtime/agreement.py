@@ -128,6 +128,8 @@ class Agreement:
     @torch.no_grad()
     def refuse_drift(self) -> None:
         """Raise LaunchError with a tensor that has drifted; all ranks call it together."""
+        if not self._joined:
+            return  # tensors of a rehearsal have no values
         own = {}
         for name, tensor in self._state().items():
             key = self._key(name, tensor)

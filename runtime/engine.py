@@ -1,15 +1,24 @@
-"""TokenEngine: executes a Plan of a language model on one rank, from tokens to the update.
+"""Engine: a module, a loss and an optimizer under a plan, from the user's own loop.
 
-It asks an adapter for its stage's layers, applies the plan to them (runtime.transforms), and
-repeats: passes as of a script's Engine, gradients summed and clipped, one optimizer step.
-Whatever the plan, the losses and weights are those of one process, to rounding.
+    engine = Engine(build, plan, loss=loss, optimizer=lambda groups: SGD(groups, lr=0.1))
+    for batch in loader:                      # each rank gives its slice: engine.slice(batch)
+        result = engine.step(batch)           # result.loss, result.grad_norm, result.metrics
+
+Every rank runs the same script and calls the same methods in the same order.  Whatever the plan,
+losses and weights are those of one process with the same micro-batches, to rounding.
+
+`meshwright launch` is such a loop too (runtime.train_tokens): its module is described by its
+adapter (`Engine.of`) rather than built and recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from dataclasses import dataclass
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -18,346 +27,231 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from planner.documents.cluster import EIGHT_BITS
-from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
-from planner.errors import LaunchError
-from planner.layers.parameters import routes
-from runtime import document_attention, eight_bits, lora
+from planner.errors import BatchError, LaunchError
+from planner.schedules import schedule_of
+from runtime import batches
 from runtime.agreement import COMPARED_EVERY
-from runtime.batch_norm import RunningStatistics
+from runtime.averaged import Averaged
+from runtime.batch_norm import Kind, RunningStatistics
 from runtime.compiled import Compiler
-from runtime.described_model import DescribedModel
-from runtime.experts import imbalance
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.huggingface import LM_HEAD, HuggingFace
-from runtime.loss import IGNORED, divisor_near
+from runtime.gradients import Measured, Slot
+from runtime.language_model import LanguageModel
+from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
-from runtime.mesh import place_of
-from runtime.optimizer import Optimizer
-from runtime.parallelize import activation_type, reduces_in_step
-from runtime.published import Weights
+from runtime.own_model import OwnModel
+from runtime.parallelize import reduces_in_step
 from runtime.recorded_stage import MicroBatch
+from runtime.recorder import Inputs
+from runtime.script_loader import Loader
 from runtime.script_passes import Passes
-from runtime.source import adapter_of
-from runtime.stale_pipeline import StalePipeline
-from runtime.supported import documents_refused, supported
-from runtime.transforms import language_stage
+from runtime.script_records import ScriptRecords
+from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
+from runtime.script_state import ScriptState, Stateful, checkpoint_in
+from runtime.script_tensor import Styles
+from runtime.stale_pipeline import LateUpdates, StalePipeline
+from runtime.torch_habits import LossValue, missing, refuse_zero_grad
+from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step reports, equal on every rank."""
+    """What a step or a part of it says, equal on every rank."""
 
-    loss: float
-    """Mean over all tokens of the global batch that count, before the step."""
-    grad_norm: float
-    """Of the whole model, before clipping.  With stale weights that of the step before, or 0."""
+    loss: LossValue
+    """Mean over all that counts in the global batch, before the update."""
+    count: float
+    grad_norm: float = float("nan")
+    """Of the whole model, before clipping; not known before the last backward of a step.  With
+    stale weights that of the step before, or 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss returned beside, each a mean over its count."""
     skipped: bool = False
     """No weight moved: nothing counted, or gradients overflowed in fp16, and the next step has a
     smaller loss scale."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With `track_unused`: parameters that took no part, and on which ranks."""
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
 
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Refuse: the backward pass was part of the step."""
+        self.loss.backward()
 
-class TokenEngine:
-    """One rank of a plan: modules, schedule and optimizer.
 
-    Built by all ranks of an initialised process group together, or by one process without a group.
-    """
+class Engine:
+    """One rank of a plan."""
 
     def __init__(
         self,
-        plan: Plan,
-        model: ModelGraph,
+        build: Callable[[], nn.Module],
+        plan: Plan | Mapping[str, Any] | str | Path | None = None,
         *,
-        device: torch.device,
-        weights: Path | None = None,
-        documents: bool = False,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Factory,
+        batch: Any,
+        inputs: Inputs | None = None,
+        groups: GroupOf | None = None,
+        units: Sequence[str] | None = None,
+        clip_norm: float = 0.0,
+        gather: bool = True,
+        batch_norm: Kind = "per_micro_batch",
+        tensor: Styles | None = None,
+        compare_every: int = COMPARED_EVERY,
+        track_unused: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
-        """`weights` is a local folder of safetensors files; None starts from random weights.
+        """Build the module on every rank, and keep this rank's part of it.
 
-        With `documents` samples hold several, and steps are told where each begins.
+        `build` returns the module on the CPU, under the plan's seed.  `plan` is a Plan, its file,
+        or fields of a layout such as {"zero": 3}; without one it is the file that
+        $MESHWRIGHT_PLAN names, or plain data parallelism.  `batch` is an example of a global
+        batch: only its shapes and types count.
+
+        `loss(outputs, batch)` returns a sum and a count of what was summed, as tensors, and
+        optionally a dict of metrics that are sums too; or one tensor that is a mean over samples.
+        `inputs(batch)` returns what the module gets: a tuple, a dict of keywords or one thing;
+        without it the first of a tuple, or of a dict what `forward` names.
+
+        `optimizer(groups)` is any class of torch.optim or a callable; `groups(name, parameter)`
+        returns the settings of a parameter's group.  `units` names the modules that stay whole.
+        Gradients are clipped to `clip_norm` where it is above 0.  `batch_norm` "synchronised"
+        normalises the micro-batches of all slices together, as torch's SyncBatchNorm.  `tensor`
+        says how modules are divided over the plan's tensor axis, in torch's own words:
+        {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}.
+
+        Parameters and buffers that several ranks hold are compared in the first steps, every
+        `compare_every` steps (0: not at all) and before each save.  With `track_unused` the result
+        of a step names the parameters that took no part in it, and on which ranks.
+
+        Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
+        plan and running ranks, do not go together.
         """
-        plan.check_model(model)
-        reason = supported(plan, model)
-        if reason:
-            raise LaunchError(reason)
-        _set_precision(plan, device)
-        self.plan = plan
-        self.device = device
-        self._place = place_of(plan, device)
-        self._adapter = adapter_of(
-            model,
-            source=plan.model.source,
-            seq_len=plan.seq_len,
-            dtype=activation_type(plan.precision),
+        device = device_of(device)
+        check_functions(loss, optimizer)
+        wanted = plan_or_layout(plan)
+        join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
+        model = OwnModel(
+            build,
+            wanted,
+            loss=loss,
+            optimizer=optimizer,
+            batch=batch,
+            inputs=inputs,
+            groups=groups,
+            units=units,
+            tensor=tensor,
             device=device,
-            seed=plan.training.seed,
-            weights=weights,
-            context=self._place.context,
-            documents=documents,
         )
-        self._documents = documents
-        if documents and (reason := documents_refused(plan, model)):
-            raise LaunchError(reason)
-        self._positions = self._place.context.positions(plan.seq_len).to(device)
+        self._begin(
+            model,
+            loss=loss,
+            example=batch,
+            clip_norm=clip_norm,
+            gather=gather,
+            batch_norm=batch_norm,
+            compare_every=compare_every,
+            track_unused=track_unused,
+            device=device,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        *,
+        clip_norm: float = 0.0,
+        compare_every: int = COMPARED_EVERY,
+        device: torch.device,
+    ) -> Engine:
+        """Return the engine of a language model that is described, as `launch` has it.
+
+        It is made by all ranks of an initialised process group together, or by one process without
+        a group.  Batches are what LanguageModel.batch takes.
+        """
+        made = cls.__new__(cls)
+        made._begin(
+            model,
+            loss=model.loss,
+            example=model.example,
+            clip_norm=clip_norm,
+            compare_every=compare_every,
+            device=device,
+        )
+        return made
+
+    def _begin(
+        self,
+        model: OwnModel | LanguageModel,
+        *,
+        loss: Callable[[Any, Any], Any],
+        example: Any,
+        clip_norm: float,
+        gather: bool = True,
+        batch_norm: Kind = "per_micro_batch",
+        compare_every: int,
+        track_unused: bool = False,
+        device: torch.device,
+    ) -> None:
+        plan = self.plan = model.plan
+        self.device, self.clip_norm = device, clip_norm
+        self._model, self._place = model, model.place
         self.stages = plan.stages_of_rank(self._place.stage)
-        files = Weights(weights) if weights else None
-        if files and self._adapter.tied_names and (self._place.mesh is None or not dist.get_rank()):
-            files.refuse_untied(self._adapter.published_name("embedding.tokens.weight"), LM_HEAD)
         pieces = plan.tensor_overlap == "async"
         self.compiler = Compiler(device, pieces=pieces) if plan.compile == "block" else None
-        """What compiles layers, if the plan lets any be compiled."""
-        length = plan.seq_len // plan.mesh.context
-        tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
-        described = DescribedModel(plan, self._adapter, tokens, documents=documents)
-        self._parts = tuple(
-            language_stage(
-                plan,
-                self._adapter,
-                self._place,
-                described,
-                stage=stage,
-                device=device,
-                weights=files,
-                compiler=self.compiler,
-            )
-            for stage in self.stages
-        )
-        if plan.training.lora is not None:
-            adapted = sum(part.adapted for part in self._parts)
-            lora.refuse_without_targets(adapted, plan.training.lora, self._place, model=model.name)
-        self._optimizer = Optimizer(
-            [part.module for part in self._parts],
-            self._adapter,
-            plan.training,
+        """What compiles units, if the plan lets any be compiled."""
+        self._parts = parts = model.stages(self.compiler)
+        slots = model.slots(parts)
+        self._optimizers = TorchOptimizers(
+            slots,
+            model.groups(slots),
             self._place,
             device=device,
-            offload=plan.offload,
+            divisor=divisor_near(plan.global_batch * model.counts / self._place.replicas),
             scale=LossScale(device, active=plan.precision == "fp16"),
             mean=self._mean_over_replicas(),
-            divisor=divisor_near(plan.global_batch * plan.seq_len / self._place.replicas),
-            summed=frozenset[str]().union(*(part.summed for part in self._parts)),
-            factors={name: factor for part in self._parts for name, factor in part.factors.items()},
+            gather=gather,
+            streamed=plan.offload == "optimizer",
+            learning_rate=model.learning_rate,
         )
-        self._counts: deque[Tensor] = deque()
-        """Of the steps whose update waits, where weights are stale; oldest first."""
-        self._norm = 0.0
-        example = (tokens, tokens, tokens) if documents else (tokens, tokens)
+        for one in self.optimizers:
+            one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
+        self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
+        """Gradients that were asked for, made whole and scaled."""
+        modules = [part.module for part in parts]
         self._passes = Passes(
             plan,
             self._place,
-            self._parts,
-            described,
+            parts,
+            model.recorder,
             example=example,
-            loss=self._loss,
-            gradients=self._optimizer,
-            statistics=RunningStatistics((), self._place),
-            sums=False,
-            compares=False,
+            loss=loss,
+            gradients=self._optimizers,
+            statistics=RunningStatistics(modules, self._place, kind=batch_norm),
+            sums=model.sums,
+            compares=isinstance(model, OwnModel),
             device=device,
         )
-        self._stale: StalePipeline | None = None
-        """A pipeline that never drains, on weights of two ages."""
-        if plan.mesh.pipeline > 1:  # made before the first step, as all else that takes memory
+        self._late: LateUpdates | None = None
+        """What updates weights of two ages, where the plan's pipeline never drains."""
+        if schedule_of(plan.schedule).stale:
             pipeline = self._passes.pipeline_of([MicroBatch(example)])
-            self._stale = pipeline if isinstance(pipeline, StalePipeline) else None
-
-    @property
-    def data_rank(self) -> int:
-        """Which slice of the global batch this rank feeds; ranks of one slice get equal tokens."""
-        return self._place.data_rank
-
-    @property
-    def data_degree(self) -> int:
-        """Into how many slices the global batch is cut."""
-        return self._place.data_degree
-
-    @property
-    def stage(self) -> int:
-        """This rank's coordinate on the pipeline axis: its stage, if it holds one."""
-        return self._place.stage
-
-    @property
-    def is_first(self) -> bool:
-        """This rank reads the tokens."""
-        return 0 in self.stages
-
-    @property
-    def is_last(self) -> bool:
-        """This rank computes the loss."""
-        return len(self.plan.stages) - 1 in self.stages
-
-    @property
-    def layers(self) -> dict[str, nn.Module]:
-        """The plan's layers of this rank, in order.  Each runs once per micro-batch."""
-        return {name: layer for part in self._parts for name, layer in part.layers.items()}
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps done so far; part of `state`, so a loaded engine continues to count."""
-        return int(self._optimizer.steps)
-
-    def step(
-        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
-    ) -> StepResult:
-        """Train on tokens [sample of this data rank, position], seq_len + 1 positions long.
-
-        They are the samples that `plan.samples_of` names.  All tensor, context and pipeline ranks
-        of a data rank pass the same tokens.  `counts` says of each token but the first whether the
-        loss counts it, [sample, seq_len]; without it all count.  `starts` says of each token but
-        the last where its document begins: attention does not reach behind that.
-        """
-        self.forward_backward(tokens, counts, starts)
-        if self._stale is not None:
-            mean, self._norm = self._late_update(self._stale)
-            return StepResult(mean, self._norm, expert_load=self._expert_load())
-        loss, norm, count, drift = self._optimizer.step(self._passes.totals.values.clone()).tolist()
-        if drift and self._optimizer.agreement is not None:
-            self._optimizer.agreement.refuse_drift()
-        return StepResult(
-            loss,
-            norm,
-            skipped=count == 0 or self._optimizer.scale.skips(norm),
-            expert_load=self._expert_load(),
+            assert isinstance(pipeline, StalePipeline)
+            self._late = LateUpdates(pipeline, self._optimizers, clip_norm)
+        self._optimizers.participation = model.participation
+        self._optimizers.tracks_unused = track_unused
+        self._optimizers.agree(lambda: model.beside(parts), every=compare_every)
+        self._state = ScriptState(
+            plan,
+            self._place,
+            self._optimizers,
+            beside=lambda: model.saved(parts),
+            aliases=model.aliases,
+            device=device,
         )
-
-    def forward_backward(
-        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
-    ) -> None:
-        """Make the gradients of a step, and note its losses."""
-        micros = self._micro_batches(tokens, counts, starts)
-        with self._loss_context():
-            self._passes.train(micros)
-
-    @torch.no_grad()
-    def evaluate(
-        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
-    ) -> float:
-        """Return the mean loss of a batch like a step's, on every rank, and learn nothing."""
-        micros = self._micro_batches(tokens, counts, starts)
-        with self._loss_context():
-            self._passes.evaluate(micros)
-        for part in self._parts:
-            for load in part.loads.values():
-                load.taken()  # a step reports its own
-        totals = self._passes.of_all(self._passes.totals.values)
-        return float(totals[0] / totals[1])
-
-    def agree(self) -> None:
-        """Agree with all ranks on what they hold; from now on replicas are compared."""
-        self._optimizer.agree(self._held_beside, every=COMPARED_EVERY)
-
-    def refuse_drifted(self) -> None:
-        """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
-        if self._optimizer.agreement is not None:
-            self._optimizer.agreement.refuse_drifted()
-
-    def _held_beside(self) -> dict[str, Tensor]:
-        """Return what is held beside what is trained, by name."""
-        held: dict[str, Tensor] = {}
-        for part in self._parts:
-            held |= part.buffers
-            for name, parameter in part.module.named_parameters():
-                if not parameter.requires_grad:
-                    held[name] = parameter
-        return held
-
-    def configuration(self) -> str | None:
-        """Return the config.json of the model as a library has it, if one does."""
-        return self._adapter.configuration()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything a checkpoint needs: flat, by parameter name, sharing live memory.
-
-        Keys: model.<name>, optim.<name>.exp_avg / exp_avg_sq / step, train.<...>.  Divided
-        parameters are DTensors; torch.distributed.checkpoint loads them in place under any plan.
-        All ranks ask together: a pipeline that never drains does so now.
-        """
-        if self._stale is not None:
-            self._stale.drain()
-            if self._stale.due():
-                self._passes.totals.clear()
-                _, self._norm = self._late_update(self._stale)
-                self._counts.pop()  # no step has begun
-        state: dict[str, Tensor] = self._optimizer.state()
-        if self.plan.training.lora is None:
-            for part in self._parts:
-                state |= {f"model.{name}": buffer for name, buffer in part.buffers.items()}
-        return state
-
-    def _micro_batches(
-        self, tokens: Tensor, counts: Tensor | None, starts: Tensor | None
-    ) -> list[MicroBatch]:
-        """Return this rank's positions of its samples, and forget what was noted of others."""
-        samples = len(self.plan.samples_of(self.data_rank))
-        expected = (samples, self.plan.seq_len + 1)
-        if tuple(tokens.shape) != expected:
-            raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
-        tokens = tokens.to(self.device, non_blocking=True)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if counts is not None:
-            if counts.shape != targets.shape or counts.dtype != torch.bool:
-                raise LaunchError(
-                    f"counts are booleans of shape {tuple(targets.shape)}, one for each target; "
-                    f"these are {counts.dtype} of shape {tuple(counts.shape)}"
-                )
-            targets = targets.where(counts.to(self.device, non_blocking=True), IGNORED)
-        if (starts is not None) != self._documents or (
-            starts is not None and starts.shape != targets.shape
-        ):
-            raise LaunchError(
-                "starts say where the document of each input begins, [sample, seq_len], and are "
-                "given if and only if the engine was made for documents"
-            )
-        if starts is not None:
-            if isinstance(self._adapter, HuggingFace):  # before it leaves for the device
-                most = document_attention.most_documents(starts, self.plan.micro_batch)
-                self._adapter.most_documents = most
-            starts = starts.to(self.device, non_blocking=True)
-        if self.plan.mesh.context > 1:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
-            starts = None if starts is None else starts[:, self._positions]
-        self._passes.totals.clear()
-        for part in self._parts:
-            part.narrow.rescale()
-        batch = (inputs, targets) if starts is None else (inputs, targets, starts)
-        return self._passes.cut(batch, step=self.steps, drawing=False)
-
-    def _loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:
-        """Return the sum of losses and what it counts; a loss in chunks is the head's."""
-        return self._adapter.loss(made, batch[1]) if self.plan.loss is None else made
-
-    def _expert_load(self) -> float | None:
-        """Return how unevenly tokens fall on experts, of the whole global batch."""
-        a = self._adapter.model.architecture
-        if a is None or a.experts is None:
-            return None
-        names = [name for name, layer in self._adapter.model.chain if routes(layer.kind)]
-        rows = torch.zeros((len(names), a.experts.count), device=self.device)
-        for part in self._parts:
-            for name, load in part.loads.items():
-                rows[names.index(name)] = load.taken()
-        if self._place.mesh is not None:
-            dist.all_reduce(rows)
-        return float(imbalance(rows)) if names else None
-
-    def _late_update(self, pipeline: StalePipeline) -> tuple[float, float]:
-        """Update by a step that is due, if any; return the loss of all ranks and the last norm."""
-        totals = self._passes.totals.values.clone()
-        if not pipeline.due():
-            dist.all_reduce(totals)
-            self._counts.append(totals[1])
-            return float(totals[0] / totals[1]), self._norm
-        pipeline.begin_update()
-        self._optimizer.follow()
-        report = self._optimizer.step(totals, self._counts.popleft())
-        self._counts.append(report[2])
-        mean, norm, _, drift = report.tolist()
-        if drift and self._optimizer.agreement is not None:
-            self._optimizer.agreement.refuse_drift()
-        return mean, norm
+        self._begun_s: float | None = None
+        self._records = ScriptRecords.of_this_process() if self.leads else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -371,12 +265,324 @@ class TokenEngine:
             case _:
                 assert_never(self.plan.gradient_wire)
 
+    # --- where this rank stands -------------------------------------------------------------
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a global batch is cut."""
+        return self._place.data_degree
+
+    @property
+    def slice_rank(self) -> int:
+        """Which slice this rank feeds; ranks of one slice give equal batches."""
+        return self._place.data_rank
+
+    @property
+    def stage(self) -> int:
+        """This rank's coordinate on the pipeline axis."""
+        return self._place.stage
+
+    @property
+    def units(self) -> dict[str, nn.Module]:
+        """The modules that techniques act on one by one, by path; of `launch` a plan's layers."""
+        return {name: unit for part in self._parts for name, unit in part.units.items()}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which logs."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, for a scheduler; `optimizers` has all where groups have several."""
+        (only,) = self._optimizers.optimizers
+        return only
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """One for each factory."""
+        return self._optimizers.optimizers
+
+    @property
+    def not_compiled(self) -> Mapping[str, str]:
+        """Why units run eager that the plan compiles, by name; a unit is tried by its first call.
+
+        Empty where the plan compiles none.
+        """
+        return {} if self.compiler is None else dict(self.compiler.fallbacks)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done so far, those that were skipped included."""
+        return int(self._optimizers.steps)
+
+    def slice(self, batch: Any, *, ragged: bool = False) -> Any:
+        """Return this rank's samples of a global batch.
+
+        A `ragged` one has any number of samples, for `evaluate` and `outputs`; its slices have
+        as equal shares as there are.  Raises BatchError where another one has not as many samples
+        as the plan's global batch.
+        """
+        found, wanted = batches.samples_in(batch), self.plan.global_batch
+        own = self.plan.samples_of(self.slice_rank)
+        if ragged:
+            own = range(own.start * found // wanted, own.stop * found // wanted)
+        elif found != wanted:
+            raise BatchError(
+                f"batch: has {found} samples, and the plan's global batch {wanted}; to train, drop "
+                "the last batch of an epoch if it is smaller (drop_last=True); for evaluate and "
+                "outputs give engine.slice(batch, ragged=True)"
+            )
+        return batches.part_of(batch, own)
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int | None = None, **settings: Any
+    ) -> Loader:
+        """Return a loader of this rank's slices of global batches, in an order no plan changes.
+
+        `dataset` has a length and samples by index; `settings` are those of torch's DataLoader:
+        collate_fn, num_workers, pin_memory.  Without `seed` it is the plan's.  In `extra` of save
+        and resume it goes on with the batch behind the last one that was handed out.
+
+        Raises BatchError where the dataset has fewer samples than a global batch.
+        """
+        return Loader(
+            dataset,
+            global_batch=self.plan.global_batch,
+            samples=self.plan.samples_of(self.slice_rank),
+            shuffle=shuffle,
+            seed=self.plan.training.seed if seed is None else seed,
+            **settings,
+        )
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> StepResult:
+        """Train on this rank's slice of a global batch."""
+        self._forward_backward(batch)
+        if self._late is not None:
+            loss, norm = self._late.update(self._passes.totals.values.clone())
+            self._passes.totals.clear()
+            return StepResult(LossValue(loss), float("nan"), norm, expert_load=self._expert_load())
+        grads, measured = self._made_whole(self.clip_norm)
+        return self._updated(grads, measured)
+
+    def forward_backward(self, batch: Any) -> StepResult:
+        """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
+        before = self._passes.totals.values.clone()
+        self._forward_backward(batch)
+        self._optimizers.hide()
+        own = self._passes.of_all(self._passes.totals.values - before).tolist()
+        return StepResult(_mean(*own), own[1])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's parts of the gradients of the mean loss by name, to look at or change.
+
+        They are what `optimizer_step` uses, and no more can be added to them.
+        """
+        if self._whole is None:
+            self._whole = self._made_whole(0.0)
+            self._optimizers.hide()
+        return {slot.name: grad for slot, grad in self._whole[0].items()}
+
+    def optimizer_step(self, clip_norm: float | None = None) -> StepResult:
+        """Update with the gradients of all `forward_backward` since the last update.
+
+        They are clipped to `clip_norm`, or else as the engine's own says.
+        """
+        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+        if self._whole is None:
+            grads, measured = self._made_whole(clip_norm)
+        else:
+            grads, measured = self._whole
+            self._optimizers.clipped(grads, measured, clip_norm)
+        return self._updated(grads, measured)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all `forward_backward` since the last update."""
+        self._optimizers.dropped()
+        self._whole = None
+        self._passes.totals.clear()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> StepResult:
+        """Return loss and metrics of a slice in eval mode, and learn nothing.
+
+        A slice has any number of samples, none included; the mean is that over all samples of all
+        slices.  All ranks call it together.
+        """
+        passes = self._passes
+        kept, passes.totals = passes.totals, Totals(self.device)
+        try:
+            with self._loss_context():
+                passes.evaluate(passes.cut_any(self._model.batch(batch), step=self.steps))
+            for part in self._parts:
+                for load in part.loads.values():
+                    load.taken()  # a step reports its own
+            total, count = passes.of_all(passes.totals.values).tolist()
+            return StepResult(_mean(total, count), count, metrics=passes.metrics())
+        finally:
+            passes.totals = kept
+
+    @torch.no_grad()
+    def outputs(self, batch: Any, *, training: bool = False) -> Any:
+        """Return what the module makes of a slice of any size, without gradients, in eval mode.
+
+        With `training` it is in train mode, and dropout draws as in the next step.  Its leaves have
+        the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
+        others.  All ranks call it together.
+        """
+        micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
+        return self._passes.outputs(micros, training=training)
+
+    def averaged(self, decay: float) -> Averaged:
+        """Return an exponential moving average of the weights, made anew behind each update."""
+        made = Averaged(self._optimizers.slots, decay)
+        self._state.averages.append(made)
+        return made
+
+    # --- state ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything a checkpoint needs: flat, by name, sharing live memory.
+
+        Keys: model.<name>, optim.<name>.exp_avg and the like, train.<...>.  Divided parameters are
+        DTensors; torch.distributed.checkpoint loads them in place under any plan.  All ranks ask
+        together: a pipeline that never drains does so now.
+        """
+        if self._late is not None:
+            self._late.drain(torch.zeros_like(self._passes.totals.values))
+        return self._state.tensors()
+
+    def refuse_drifted(self) -> None:
+        """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
+        assert self._optimizers.agreement is not None
+        self._optimizers.agreement.refuse_drifted()
+
+    def configuration(self) -> str | None:
+        """Return the config.json of the model as a library has it, if one does."""
+        return self._model.configuration()
+
+    def save(
+        self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None, keep: int = 2
+    ) -> Path:
+        """Write a checkpoint that any plan goes on from, with all ranks; return where it is.
+
+        `extra` is state of the script's own by name: a scheduler, a loader, anything that has
+        state_dict and load_state_dict.  Only the last `keep` checkpoints of a folder stay.
+
+        Raises LaunchError, on all ranks, where it cannot be written, where a state of `extra` is no
+        plain data, or where ranks have different values of one parameter or buffer.
+        """
+        return self._state.save(Path(folder), extra or {}, keep=keep)
+
+    def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
+        """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
+
+        Objects of `extra` get the state that was saved under their names.
+
+        Raises LaunchError where there is none, or it is of another model.
+        """
+        return self._state.load(Path(folder), extra or {})
+
+    def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
+        """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
+        if checkpoint_in(Path(folder)) is None:
+            return False
+        self.load(folder, extra=extra)
+        return True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's parameters and buffers on the CPU of every rank, by name.
+
+        All ranks ask together.  `build().load_state_dict(...)` takes them, ties included.
+        """
+        return self._state.whole("model")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Give parameters and buffers the values of these whole tensors, by name.
+
+        What is not named stays as it is.  Raises LaunchError where a shape is another.
+        """
+        self._state.take(state)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _forward_backward(self, batch: Any) -> None:
+        if self._whole is not None:
+            raise LaunchError(
+                "gradients() was called, and they are scaled; call optimizer_step() or zero_grad() "
+                "before the next forward_backward()"
+            )
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
+        self._optimizers.show()
+        for part in self._parts:
+            part.narrow.rescale()
+        with self._loss_context():
+            self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
-        return loss_parallel() if self.plan.mesh.tensor > 1 else contextlib.nullcontext()
+        return loss_parallel() if self._model.divides_logits else contextlib.nullcontext()
+
+    def _expert_load(self) -> float | None:
+        return self._model.expert_load(self._parts)
+
+    def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
+        self._optimizers.show()
+        grads = self._optimizers.whole()
+        measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
+        if self._optimizers.settles:
+            self._optimizers.settle(grads, measured)
+        self._optimizers.scaled(grads, measured, clip_norm)
+        return grads, measured
+
+    def _updated(self, grads: dict[Slot, Tensor], measured: Measured) -> StepResult:
+        metrics = self._passes.metrics()
+        if self._optimizers.settles:
+            self._optimizers.update(grads, measured)
+        else:
+            self._optimizers.update_on_device(grads, measured)
+        loss, norm, count, drift = measured.report.tolist()
+        self._whole = None
+        self._passes.totals.clear()
+        if drift and self._optimizers.agreement is not None:
+            self._optimizers.agreement.refuse_drift()
+        scale = self._optimizers.scale
+        moved = count != 0 and not (scale.active and not math.isfinite(norm))
+        for average in self._state.averages if moved else ():
+            average.update()
+        if self._records is not None and self._begun_s is not None:
+            seconds = time.perf_counter() - self._begun_s
+            if moved:
+                self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
+        self._begun_s = None
+        return StepResult(
+            LossValue(loss),
+            count,
+            norm,
+            metrics,
+            skipped=count == 0 or scale.skips(norm),
+            unused=self._optimizers.unused,
+            expert_load=self._expert_load(),
+        )
+
+    def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if self._optimizers.pending and len(self.optimizers) > 1:
+            refuse_zero_grad(optimizer)
+        if self._optimizers.pending:
+            self.zero_grad()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a part of a module cannot be called; the message says what can."""
+        raise missing("__call__", ())
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what torch's modules and wrappers have and an Engine has not."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise missing(name, [one for one in dir(type(self)) if not one.startswith("_")])
 
 
-def _set_precision(plan: Plan, device: torch.device) -> None:
-    if plan.precision in EIGHT_BITS:
-        eight_bits.require(device, plan.precision)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+def _mean(total: float, count: float) -> LossValue:
+    return LossValue(total / count if count else float("nan"))

@@ -27,10 +27,11 @@ from planner.catalog import native
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from runtime import compiled, eight_bits, experts, traced_blocks
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.live_memory import ASKS_DEVICE, LiveMemory
 from runtime.mesh import place_of
 from runtime.torch_internals import fake_store, fsdp_parameters, shapes_found_in
+from runtime.train import token_engine
 
 CPU = torch.device("cpu")
 
@@ -72,18 +73,18 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     """
     documents = plan.document_len is not None
     with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
-        engine = TokenEngine(plan, model, device=CPU, documents=documents)
+        engine = token_engine(plan, model, device=CPU, documents=documents)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
         starts = torch.zeros(samples, plan.seq_len, dtype=torch.int64) if documents else None
-        engine.step(tokens, starts=starts)
+        engine.step((tokens, None, starts))
         with LiveMemory(_everything(engine)) as live:
-            engine.step(tokens, starts=starts)
+            engine.step((tokens, None, starts))
         found: list[Rehearsal] = []
         look = _Look(engine, found)
         with LiveMemory(_everything(engine), notice=(live.peak_change, look)) as again:
             look.live = again
-            engine.step(tokens, starts=starts)
+            engine.step((tokens, None, starts))
     assert found and found[0].peak_bytes == live.peak_bytes, "two steps are not alike"
     return found[0]
 
@@ -95,7 +96,7 @@ def changes(plan: Plan, model: ModelGraph, *, rank: int) -> tuple[int, list[tupl
     process group.
     """
     with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
-        engine = TokenEngine(plan, model, device=CPU)
+        engine = token_engine(plan, model, device=CPU)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
         engine.step(tokens)
@@ -207,7 +208,7 @@ class _NoValues(TorchDispatchMode):
 class _Look:
     """Tells what is alive by kind, when called in the middle of a step."""
 
-    def __init__(self, engine: TokenEngine, found: list[Rehearsal]) -> None:
+    def __init__(self, engine: Engine, found: list[Rehearsal]) -> None:
         self.live: LiveMemory | None = None
         self._engine = engine
         self._found = found
@@ -228,34 +229,34 @@ class _Look:
         )
 
 
-def _everything(engine: TokenEngine) -> Iterator[Tensor]:
+def _everything(engine: Engine) -> Iterator[Tensor]:
     """Yield what lives from step to step."""
     yield from engine.state().values()
-    for layer in engine.layers.values():
+    for layer in engine.units.values():
         yield from layer.buffers()
     yield from _whole_copies(engine)
 
 
-def _fsdp_parameters(engine: TokenEngine) -> Iterator[Any]:
+def _fsdp_parameters(engine: Engine) -> Iterator[Any]:
     """Yield FSDP's own records of the parameters that it divides."""
     for module in (m for part in engine._parts for m in part.module.modules()):
         if isinstance(module, FSDPModule):
             yield from fsdp_parameters(module)
 
 
-def _whole_copies(engine: TokenEngine) -> Iterator[Tensor]:
+def _whole_copies(engine: Engine) -> Iterator[Tensor]:
     # Only these: a fake parameter that looks into a freed storage would fill it by being touched.
     for parameter in _fsdp_parameters(engine):
         yield from parameter.all_gather_outputs
 
 
-def _gradients(engine: TokenEngine) -> Iterator[Tensor]:
-    owners = [slot.parameter for slot in engine._optimizer.slots]
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    owners = [slot.parameter for slot in engine._optimizers.slots]
     for parameter in _fsdp_parameters(engine):
         if parameter.unsharded_accumulated_grad is not None:
             yield parameter.unsharded_accumulated_grad
         if hasattr(parameter, "_unsharded_param"):
             owners.append(parameter._unsharded_param)
-    for owner in (*owners, *(slot.local for slot in engine._optimizer.slots)):
+    for owner in (*owners, *(slot.local for slot in engine._optimizers.slots)):
         if owner.grad is not None:
             yield owner.grad

@@ -63,8 +63,8 @@ class Passes:
     ) -> None:
         """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled.
 
-        `sums` says that the module asks for sums over the batch, and `compares` that batches are
-        a user's own, which ranks of one slice may not have alike.
+        `sums` says that the module asks for sums over the batch, and `compares` that batches and
+        loss are a user's own: ranks may not have them alike, and there may be metrics.
         """
         self.totals = Totals(device)
         self._plan = plan
@@ -428,6 +428,8 @@ class Passes:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of all ranks; those without the last stage have none of their own."""
+        if not self._compares:
+            return {}
         if self._metric_names is None:
             self._metric_names = self._agreed_names()
         if not self._metric_names:

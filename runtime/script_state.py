@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.documents.plan import Plan
@@ -29,7 +29,6 @@ from runtime.checkpoint import Progress
 from runtime.exchange import agreed, all_gather_json, broadcast_json
 from runtime.mesh import Place
 from runtime.saving import Saver
-from runtime.script_stage import frozen_and_buffers
 from runtime.torch_optimizers import TorchOptimizers
 
 
@@ -50,27 +49,28 @@ class ScriptState:
         self,
         plan: Plan,
         place: Place,
-        modules: Sequence[nn.Module],
         optimizers: TorchOptimizers,
         *,
-        shapes: Mapping[str, tuple[torch.dtype, torch.Size]],
+        beside: Callable[[], Mapping[str, Tensor]],
         aliases: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """`shapes` are of all of the user's module, `aliases` first names of tied parameters."""
+        """`beside` returns what is kept beside what is trained, by name.
+
+        `aliases` are first names of tied parameters.
+        """
         self.averages: list[Averaged] = []
         self._plan = plan
         self._place = place
-        self._modules = tuple(modules)
+        self._beside = beside
         self._optimizers = optimizers
-        self._shapes = shapes
         self._aliases = aliases
         self._device = device
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything a checkpoint needs: flat, by name, sharing live memory."""
         result = self._optimizers.state()
-        for name, value in frozen_and_buffers(self._modules).items():
+        for name, value in self._beside().items():
             result[f"model.{name}"] = value
         for at, average in enumerate(self.averages):
             result |= average.state(f"ema{at or ''}")
@@ -151,10 +151,14 @@ class ScriptState:
                 )
         if self._plan.mesh.pipeline > 1:
             group = self._place.axis("pipeline").get_group()
-            every: list[Any] = all_gather_json(list(own), group=group)
-            for name in sorted({name for names in every for name in names}):
-                dtype, shape = self._shapes[name]
-                value = own.get(name, torch.empty(shape, dtype=dtype))
+            having = {
+                name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+                for name, value in own.items()
+            }
+            every: list[Any] = all_gather_json(having, group=group)
+            made = {name: like for one in every for name, like in one.items()}
+            for name, (dtype, shape) in sorted(made.items()):
+                value = own.get(name, torch.empty(shape, dtype=getattr(torch, dtype)))
                 holder = next(at for at, names in enumerate(every) if name in names)
                 dist.broadcast(value, group=group, group_src=holder)
                 own[name] = value

@@ -13,6 +13,7 @@ no number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from planner.schedules.actions import Action
 from runtime.recorded_pipeline import RecordedPipeline
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recording import Recording
+from runtime.torch_optimizers import TorchOptimizers
 
 
 class Versions:
@@ -185,3 +187,41 @@ class StalePipeline(RecordedPipeline):
         assert work is not None
         self._under_way = [pair for pair in self._under_way if not pair[0].is_completed()]
         self._under_way.append((work, tensor))
+
+
+class LateUpdates:
+    """Updates of a pipeline that never drains: each by the gradients of the step before."""
+
+    def __init__(
+        self, pipeline: StalePipeline, optimizers: TorchOptimizers, clip_norm: float
+    ) -> None:
+        self._pipeline, self._optimizers, self._clip_norm = pipeline, optimizers, clip_norm
+        self._counts: deque[Tensor] = deque()
+        """Of the steps whose update waits; oldest first."""
+        self._norm = 0.0
+
+    def update(self, totals: Tensor) -> tuple[float, float]:
+        """Update by a step that is due, if any; return the loss of all ranks and the last norm.
+
+        `totals` are the sum and count of this rank's losses of the step that has begun.
+        """
+        if not self._pipeline.due():
+            dist.all_reduce(totals)
+            self._counts.append(totals[1])
+            return float(totals[0] / totals[1]), self._norm
+        self._pipeline.begin_update()
+        optimizers = self._optimizers
+        optimizers.follow()
+        measured = optimizers.step(totals, self._clip_norm, self._counts.popleft())
+        self._counts.append(measured.count)
+        loss, self._norm, _, drift = measured.report.tolist()
+        if drift and optimizers.agreement is not None:
+            optimizers.agreement.refuse_drift()
+        return loss, self._norm
+
+    def drain(self, none: Tensor) -> None:
+        """Do all backwards and updates that are left; `none` are totals of no losses."""
+        self._pipeline.drain()
+        if self._pipeline.due():
+            self.update(none)
+            self._counts.pop()  # no step has begun

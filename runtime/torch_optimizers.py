@@ -225,14 +225,18 @@ class TorchOptimizers(Gradients):
         mean: Mean | None = None,
         gather: bool = True,
         streamed: bool = False,
+        learning_rate: Callable[[int], float | None] = lambda _: None,
     ) -> None:
         """Without `gather` an update that is not element-wise is refused where it would move.
+
+        `learning_rate` returns that of the update behind so many; None leaves it as it is.
 
         With `streamed` the state lies on the host, and an optimizer that updates parameters
         together is refused.
         """
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self._groups = list(groups)
+        self._rate = learning_rate
         self._parts: dict[str, _Part] = {}
         self._load: dict[Any, int] = {}
         self._streamed = StreamedState(device) if streamed else None
@@ -330,21 +334,31 @@ class TorchOptimizers(Gradients):
         at = {slot: index for index, slot in enumerate(held)}
         return sorted(parts, key=lambda part: at[part.slot])
 
-    @torch.no_grad()
-    def update(self, grads: Mapping[Slot, Tensor], measured: Measured) -> bool:
-        """Step with gradients of the mean loss; return whether weights moved.
+    @property
+    def settles(self) -> bool:
+        """Whether an update waits to learn what took part in the step (see `settle`)."""
+        return self.participation is not None
 
-        They do not where nothing counted, nor, in fp16, where gradients overflowed.
+    def follow(self) -> None:
+        """Update the parameters where their values are now."""
+        for part in self._parts.values():
+            # `data` has a version counter of its own: in-flight backwards do not need these values.
+            part.slot.local.data = part.plain.data = part.slot.parameter.data
+
+    @torch.no_grad()
+    def update(self, grads: Mapping[Slot, Tensor], measured: Measured) -> None:
+        """Step with gradients of the mean loss.
+
+        No weight moves where nothing counted, nor, in fp16, where gradients overflowed.
         """
         self.show()
         spoilt = self.scale.spoilt(measured.norm)
         self.scale.update(spoilt)
-        self.steps += 1
+        self._next_rate()
         if float(measured.count) == 0 or (spoilt is not None and float(spoilt)):
             self.dropped()
-            return False
+            return
         self._step(grads)
-        return True
 
     @torch.no_grad()
     def update_on_device(self, grads: Mapping[Slot, Tensor], measured: Measured) -> None:
@@ -361,10 +375,30 @@ class TorchOptimizers(Gradients):
             # torch would copy it to parameters on the host without a wait, and read it too early.
             optimizer.found_inf = skipped.to(first.device)  # type: ignore[attr-defined]
         self.scale.update(overflown)
-        self.steps += 1
+        self._next_rate()
         self._step(grads)
         for optimizer in self.optimizers:
             del optimizer.found_inf  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step(self, totals: Tensor, clip_norm: float, earlier: Tensor | None = None) -> Measured:
+        """Make gradients whole and use them, and no host waits; see `measured` for the arguments.
+
+        A norm that is not finite means, in fp16, that the step changed nothing but the scale; so
+        does, always, a count of 0.
+        """
+        grads = self.whole()
+        measured = self.measured(grads, totals, earlier)
+        self.scaled(grads, measured, clip_norm)
+        self.update_on_device(grads, measured)
+        return measured
+
+    def _next_rate(self) -> None:
+        rate = self._rate(int(self.steps))
+        for optimizer in self.optimizers if rate is not None else ():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self.steps += 1
 
     def _step(self, grads: Mapping[Slot, Tensor]) -> None:
         """Let the optimizers use the gradients, and forget those."""

@@ -1,7 +1,8 @@
 """The training loop of one rank: batches in, steps, metrics and checkpoints out.
 
-The engine knows how a step is computed; the loop knows what is fed to it, when it ends, and what is
-written down.  Every rank runs the same loop and comes to the same decisions.
+It is a script around an Engine, as a user's own is.  The engine knows how a step is computed; the
+loop knows what is fed to it, when it ends, and what is written down.  Every rank runs the same loop
+and comes to the same decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,9 +29,11 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
+from runtime.agreement import COMPARED_EVERY
 from runtime.checkpoint import Progress
-from runtime.compiled import Compiler
 from runtime.data import Corpus, Samples
+from runtime.engine import Engine, StepResult
+from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
@@ -45,85 +48,34 @@ MEMORY_STEP = 2
 """Which step of a run is watched for its peak memory: the first with the optimizer's state."""
 
 
-class Result(Protocol):
-    """What a step says, the same on every rank."""
+def token_engine(
+    plan: Plan,
+    model: ModelGraph,
+    *,
+    device: torch.device,
+    weights: Path | None = None,
+    documents: bool = False,
+    compare_every: int = COMPARED_EVERY,
+) -> Engine:
+    """Return this rank's engine of a language model, as `launch` trains it.
 
-    @property
-    def loss(self) -> float:
-        """Mean over all tokens of the global batch."""
-        ...
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the whole model, before clipping."""
-        ...
-
-    @property
-    def skipped(self) -> bool:
-        """Loss or norm was not finite, and no weight moved: fp16 looks for its loss scale."""
-        ...
-
-    @property
-    def expert_load(self) -> float | None:
-        """Tokens of the busiest expert over the mean; None without experts."""
-        ...
-
-
-class Steps(Protocol):
-    """What the loop needs of an engine."""
-
-    @property
-    def data_rank(self) -> int:
-        """Which slice of the global batch this rank feeds."""
-        ...
-
-    @property
-    def data_degree(self) -> int:
-        """Into how many slices the global batch is cut."""
-        ...
-
-    @property
-    def stage(self) -> int:
-        """This rank's coordinate on the pipeline axis."""
-        ...
-
-    def step(
-        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
-    ) -> Result:
-        """Train on this data rank's samples  [sample, seq_len + 1]."""
-        ...
-
-    def evaluate(
-        self, tokens: Tensor, counts: Tensor | None = None, starts: Tensor | None = None
-    ) -> float:
-        """Return the mean loss of samples like a step's, and learn nothing."""
-        ...
-
-    def configuration(self) -> str | None:
-        """Return the config.json of the model as a library has it, if one does."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Return all that must be saved, by name, to be read or filled in place."""
-        ...
-
-    def refuse_drifted(self) -> None:
-        """Raise LaunchError, on all ranks, where replicas have different values."""
-        ...
+    `weights` is a local folder of safetensors files; None starts from random weights.  With
+    `documents` samples hold several.
+    """
+    described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
+    clip_norm = plan.training.clip_norm
+    return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
 
 
 def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
     """Carry out a run's orders as one of its ranks; the process group is joined already."""
-    from runtime.engine import TokenEngine  # noqa: PLC0415 - tests of the loop bring their own
-
     output = orders.output
     plan = read(Plan, run.plan_file(output))
     model = read(ModelGraph, run.model_file(output))
     corpus = Corpus.open(orders.corpus)
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
-    engine = TokenEngine(plan, model, device=device, weights=orders.weights, documents=documents)
-    engine.agree()
+    engine = token_engine(plan, model, device=device, weights=orders.weights, documents=documents)
     loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
     if orders.resumed:
         loop.resume(orders.resumed)
@@ -163,7 +115,7 @@ class Loop:
 
     def __init__(
         self,
-        engine: Steps,
+        engine: Engine,
         *,
         plan: Plan,
         model: ModelGraph,
@@ -206,7 +158,7 @@ class Loop:
         self._ahead = ThreadPoolExecutor(
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
-        self._coming: tuple[int, Future[list[Tensor]]] | None = None
+        self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -239,7 +191,7 @@ class Loop:
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
         metrics = Metrics(self.orders.output, self._loggers(first)) if self.rank == 0 else None
         step_s: list[float] = []
-        compiler: Compiler | None = getattr(self.engine, "compiler", None)
+        compiler = self.engine.compiler
         peak = _Peak(self.orders.device, compiled=compiler is not None)
         stopped: Literal["steps", "max_seconds"] = "steps"
         loss = 0.0
@@ -300,18 +252,18 @@ class Loop:
             result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
         return result
 
-    def _own_batch(self, samples: Samples | PackedSamples, first: int) -> list[Tensor]:
+    def _own_batch(self, samples: Samples | PackedSamples, first: int) -> tuple[Tensor, ...]:
         """Return this data rank's part of the global batch that starts at sample `first`.
 
         Tokens, and of conversations what counts and where documents begin.
         """
-        own = self.plan.samples_of(self.engine.data_rank)
+        own = self.plan.samples_of(self.engine.slice_rank)
         batch = samples.batch(first + own.start, len(own))
-        parts = [torch.from_numpy(np.ascontiguousarray(p)) for p in batch if p is not None]
+        parts = (torch.from_numpy(np.ascontiguousarray(p)) for p in batch if p is not None)
         # Pinned, or the host would wait until its copy is done.
-        return [part.pin_memory() if self.orders.device == "cuda" else part for part in parts]
+        return tuple(part.pin_memory() if self.orders.device == "cuda" else part for part in parts)
 
-    def _next_batch(self) -> list[Tensor]:
+    def _next_batch(self) -> tuple[Tensor, ...]:
         """Return the batch of this step, and begin to read the next one's beside it."""
         first = self.next_sample
         if self._coming is None or self._coming[0] != first:
@@ -323,23 +275,23 @@ class Loop:
         self._coming = after, reading
         return batch
 
-    def _step(self) -> Result:
-        tokens = self._next_batch()
+    def _step(self) -> StepResult:
+        batch = self._next_batch()
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(
                 self.plan.training.seed,
                 step=self.steps_done + 1,
                 stage=self.engine.stage,
-                data_rank=self.engine.data_rank,
+                data_rank=self.engine.slice_rank,
             )
         )
-        result = self.engine.step(*tokens)
+        result = self.engine.step(batch)
         if self.orders.device == "cuda":
             torch.cuda.synchronize()
         return result
 
-    def _watched_step(self, peak: _Peak) -> Result:
+    def _watched_step(self, peak: _Peak) -> StepResult:
         return peak.of(self._step, held=self.engine.state().values())
 
     def _eval_loss(self, *, last: bool) -> float | None:
@@ -352,12 +304,14 @@ class Loop:
         whole = self._held_out.corpus.tokens // batch_tokens
         count = min(self.orders.evaluate_batches, max(1, whole))
         losses = [
-            self.engine.evaluate(*self._own_batch(self._held_out, batch * self.plan.global_batch))
+            self.engine.evaluate(
+                self._own_batch(self._held_out, batch * self.plan.global_batch)
+            ).loss
             for batch in range(count)
         ]
         return sum(losses) / count
 
-    def _refuse_nonsense(self, result: Result) -> None:
+    def _refuse_nonsense(self, result: StepResult) -> None:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         if result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
@@ -371,7 +325,7 @@ class Loop:
         )
 
     def _record(
-        self, result: Result, step_s: float, eval_loss: float | None, peak_bytes: int | None
+        self, result: StepResult, step_s: float, eval_loss: float | None, peak_bytes: int | None
     ) -> StepRecord:
         at_peak_s = self.orders.peak_step_s
         return StepRecord(
@@ -442,7 +396,7 @@ class _Peak:
         self._bytes: int | None = None
         self._counting = False
 
-    def of(self, step: Callable[[], Result], *, held: Iterable[Tensor]) -> Result:
+    def of(self, step: Callable[[], StepResult], *, held: Iterable[Tensor]) -> StepResult:
         """Take the step and watch it; `held` are weights and optimizer state."""
         if self._blind:
             return step()

@@ -33,7 +33,7 @@ def reduction(wire: Any) -> object:
     place = SimpleNamespace(replicas=2, data=SimpleNamespace(replicating=replicating))
     of_two: Any = SimpleNamespace(plan=SimpleNamespace(gradient_wire=wire), _place=place)
     with patch.object(engine, "reduces_in_step", return_value=True):
-        return engine.TokenEngine._mean_over_replicas(of_two)
+        return engine.Engine._mean_over_replicas(of_two)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ from planner.documents.profile import Profile
 from planner.documents.units import bytes_text
 from planner.errors import MeshwrightError
 from planner.layers.parameters import graph_of
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
+from runtime.train import token_engine
 
 LEFT_OUT = ("context", "allocator overhead")
 WARM_UP = 2
@@ -169,7 +170,7 @@ def _measure(plan: Plan, model: ModelGraph, device: str, steps: int, pipe: Any) 
 
 def _measured(plan: Plan, model: ModelGraph, device: torch.device, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    engine = TokenEngine(plan, model, device=device)
+    engine = token_engine(plan, model, device=device)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (plan.global_batch, plan.seq_len + 1), generator=generator)
@@ -187,9 +188,9 @@ def _measured(plan: Plan, model: ModelGraph, device: torch.device, steps: int) -
     return {"measured_s": seconds, "measured_bytes": live.peak_bytes}
 
 
-def _living(engine: TokenEngine) -> list[torch.Tensor]:
+def _living(engine: Engine) -> list[torch.Tensor]:
     """Return what lives from step to step."""
-    buffers = [b for layer in engine.layers.values() for b in layer.buffers()]
+    buffers = [b for layer in engine.units.values() for b in layer.buffers()]
     return [*engine.state().values(), *buffers]
 
 

@@ -38,8 +38,8 @@ from planner.documents.document import write
 from planner.documents.model import Architecture, ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.layers.parameters import graph_of
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
+from runtime.train import token_engine
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Callable[[], Row]]]
@@ -166,11 +166,11 @@ def _float8(at: Setting) -> None:
 
 def losses(plan: Plan, model: ModelGraph, device: torch.device, steps: int = 3) -> list[float]:
     """Return the losses of a plan's first steps on the same tokens."""
-    engine = TokenEngine(plan, model, device=device)
+    engine = token_engine(plan, model, device=device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     shape = (plan.global_batch, plan.seq_len + 1)
-    own = plan.samples_of(engine.data_rank)
+    own = plan.samples_of(engine.slice_rank)
     found = []
     for _ in range(steps):
         tokens = torch.randint(vocabulary, shape, generator=generator)
@@ -258,11 +258,11 @@ def plans(at: Setting) -> Rows:
 
 
 def _steps(plan: Plan, model: ModelGraph, at: Setting) -> Row:
-    engine = TokenEngine(plan, model, device=at.device)
+    engine = token_engine(plan, model, device=at.device)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     tokens = torch.randint(vocabulary, (plan.global_batch, plan.seq_len + 1))
     seconds = at.seconds(lambda: engine.step(tokens))
-    living = [b for layer in engine.layers.values() for b in layer.buffers()]
+    living = [b for layer in engine.units.values() for b in layer.buffers()]
     with LiveMemory([*engine.state().values(), *living], device=at.device) as live:
         engine.step(tokens)
     found: Row = {"measured_s": seconds, "allocated_bytes": live.peak_bytes}
@@ -289,7 +289,7 @@ def edge(at: Setting) -> Rows:
             def fits(size: int) -> bool:
                 try:
                     _alone(
-                        lambda: TokenEngine(plan(size), model, device=at.device).step(
+                        lambda: token_engine(plan(size), model, device=at.device).step(
                             torch.zeros(size, 2049, dtype=torch.int64)
                         )
                     )
@@ -432,7 +432,7 @@ def compiled(at: Setting) -> Rows:
 
             def step(compiles: bool) -> Row:
                 how = {"compile": "block" if compiles else "none"}
-                engine = TokenEngine(plan.model_copy(update=how), model, device=at.device)
+                engine = token_engine(plan.model_copy(update=how), model, device=at.device)
                 tokens = torch.zeros(plan.global_batch, plan.seq_len + 1, dtype=torch.int64)
                 begin = time.perf_counter()
                 engine.step(tokens)
@@ -500,7 +500,7 @@ def launches(at: Setting) -> Rows:
 
             def traced() -> Row:
                 how = {"compile": "block" if compiles else "none"}
-                engine = TokenEngine(plan.model_copy(update=how), model, device=at.device)
+                engine = token_engine(plan.model_copy(update=how), model, device=at.device)
                 tokens = torch.zeros(plan.global_batch, plan.seq_len + 1, dtype=torch.int64)
                 engine.step(tokens)
                 kinds = [ProfilerActivity.CPU]

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.costs.memory import Sharing, States
+from planner.costs.memory import Sharing, States, roots_bytes
 
 
 def states(parameters: float, sharing: Sharing, *, unit: float | None = None) -> States:
@@ -67,6 +67,7 @@ def states(parameters: float, sharing: Sharing, *, unit: float | None = None) ->
         parameters_bytes=master + copy,
         gradients_bytes=gradients,
         optimizer_bytes=moments,
+        flat_bytes=roots_bytes(types, sharing, types.moments * n / d),
     )
 
 
@@ -94,14 +95,15 @@ def in_root(
     """Return what an end of the model holds as a part of the root unit, which trains `root`.
 
     `before` is None of the embedding; of the output projection bytes of the copy of the unit that
-    ends before the loss, and is gathered for its own backward before that of the loss.  Gradients
-    of the projection, and of a `tied` matrix that it uses, are told as copies that a backward
-    leaves there until it ends.
+    ends before the loss, and is gathered for its own backward before that of the loss.  The copy
+    that the embedding uses is there from its forward to its backward, so for the whole of both;
+    that of the projection, its gradients and those of a `tied` matrix that it uses are told as
+    copies that a backward leaves there until it ends.
     """
     e, w = sharing.types.working, sharing.wire_bytes
     copy = e * parameters if sharing.gathers_again else 0.0
     fresh = e * (parameters + tied) if root else 0.0
-    kept = replace(held, parameters_bytes=held.parameters_bytes + copy, forward_transient_bytes=0.0)
+    kept = replace(held, between_bytes=held.between_bytes + copy, forward_transient_bytes=0.0)
     if before is None:
         joined, cast = e * root, w * root if w != e else 0.0
         # Copies and gradients of single parameters are gone before gradients are cast.
@@ -111,7 +113,7 @@ def in_root(
     ahead = before if sharing.gathers_again and sharing.gathers_before else 0.0
     return replace(
         kept,
-        gathered_bytes=fresh,
+        gathered_bytes=fresh + copy,
         backward_transient_bytes=ahead,
         after_backward_bytes=ahead + fresh,
         waiting_gradients=0.0,

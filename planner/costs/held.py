@@ -72,6 +72,10 @@ class HeldStates:
             memory.state_types(stack, job.precision, zero=zero, moments=model.optimizer_bytes)
             for zero in range(4)
         ]
+        self.wide = quantised and stack.types.wide_frozen
+        """Whether what of a frozen model is not in 4 bits is fp32, where nothing is divided."""
+        if self.wide:
+            self._types_of_ends[0] = replace(self._types_of_ends[0], frozen=float(FP32))
         self._gathers_narrow = (
             job.precision in EIGHT_BITS and "parameters" in stack.eight_bit.gathered
         )

@@ -177,6 +177,13 @@ class LayerParts:
                 forward_s=plain.forward_s,
                 backward_s=plain.backward_s,
             )
+        inside = layer.kind not in self._holding.end_kinds
+        if self._holding.wide and not layout.zero and inside:
+            # Of a block that recomputes all of itself its input alone is stored.
+            figures = tuple(
+                replace(choice, stored_bytes=2 * choice.stored_bytes) if again == "full" else choice
+                for again, choice in zip(self._recomputes, figures, strict=True)
+            )
         return tuple(
             self._strategy(
                 recompute,
@@ -194,6 +201,7 @@ class LayerParts:
                 sync_s=sync_s + once.shard_s,
                 stream_s=stream_s + once.host_s,
                 optimizer_s=optimizer_s,
+                left_bytes=self._left(layer, recompute, choice, held, sharing),
             )
             for recompute, choice in zip(self._recomputes, figures, strict=True)
             for activations in self._activations
@@ -256,6 +264,7 @@ class LayerParts:
         sync_s: float,
         stream_s: float,
         optimizer_s: float,
+        left_bytes: float,
     ) -> StrategyParts:
         """Hide what computation hides of a unit's communication in each micro-batch.
 
@@ -272,6 +281,7 @@ class LayerParts:
                 backward_shard_s=0.0,
                 sync_s=sync_s,
                 optimizer_s=optimizer_s,
+                left_bytes=left_bytes,
             )
         if self._rates.stack.sharding.regathers and recompute == "full":
             moving = replace(moving, backward_s=moving.backward_s + moving.forward_gather_s)
@@ -300,7 +310,22 @@ class LayerParts:
             forward_fetch_s=forward_fetch_s,
             backward_fetch_s=backward_fetch_s,
             stream_s=stream_s,
+            left_bytes=left_bytes,
         )
+
+    def _left(
+        self, layer: Layer, recompute: Recompute, figures: Figures, held: Held, sharing: Sharing
+    ) -> float:
+        """Return what a layer's backward leaves until that of the whole model ends.
+
+        It is the copy of its input that a reentrant checkpoint recomputes from, and its gradient,
+        where the layer's weights are frozen in a unit of their own (torch,
+        distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook).
+        """
+        keeps = self._rates.stack.recompute.reentrant and held.frozen and recompute == "full"
+        if not (keeps and sharing.wrapped and layer.kind not in self._holding.end_kinds):
+            return 0.0
+        return 2 * figures.stored_bytes
 
     def _tied_s(self, layer: Layer, layout: Layout, links: Links) -> float:
         """Seconds of summing a tied weight's gradients between the ends of a pipeline."""

@@ -423,7 +423,7 @@ def states(
             after_backward_bytes=fresh if apart else 0.0,
             host_bytes=on_host,
             bucket_bytes=bucket,
-            flat_bytes=_roots(types, sharing, types.moments * n),
+            flat_bytes=roots_bytes(types, sharing, types.moments * n),
         )
     once = sharing.pipelined or sharing.accumulated
     whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
@@ -469,14 +469,14 @@ def states(
         backward_transient_bytes=beside + at_loss,
         host_bytes=on_host,
         bucket_bytes=bucket,
-        flat_bytes=_roots(types, sharing, types.moments * whole / d),
+        flat_bytes=roots_bytes(types, sharing, types.moments * whole / d),
         between_bytes=ahead.between,
         after_backward_bytes=after + arriving,
         waiting_gradients=0.0 if isinstance(end, LastLayer) else 1.0,
     )
 
 
-def _roots(types: StateTypes, sharing: Sharing, moments: float) -> float:
+def roots_bytes(types: StateTypes, sharing: Sharing, moments: float) -> float:
     """Return bytes of the square roots of second moments, half of both, that the step has at once.
 
     torch.optim.adamw, _multi_tensor_adamw: exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), a
@@ -588,7 +588,7 @@ def _buffers(n: float, sharing: Sharing, largest: float) -> States:
     if types.flattens and sharing.offload == "none":
         g = types.gradient
         flat = (g + (FP32 if g != FP32 else 0.0)) * n / d - (g * n * (1 - 1 / d) if zero < 2 else 0)
-    flat += _roots(types, sharing, types.moments * n / d)
+    flat += roots_bytes(types, sharing, types.moments * n / d)
     on_host = 0.0
     match sharing.offload:
         case "none":

@@ -246,12 +246,14 @@ def _moments(
 
     These are each layer's forward and backward with the most micro-batches in flight.  Activations
     of layers behind are not yet or no longer there; copies that a backward gathers are there only
-    behind.  So are gradients of a step's first backward if all forwards come first (`replacing`);
-    with more micro-batches than are in flight, gradients are whole from then on.
+    behind, as is what backwards leave.  So are gradients of a step's first backward if all forwards
+    come first (`replacing`); with more micro-batches than are in flight, gradients are whole from
+    then on.
     """
     stored = sum(layer.stored for layer in layers)
     copies = behind_copies = sum(layer.gathered for layer in layers)
     gradients = behind = sum(layer.gradients for layer in layers)
+    left = sum(layer.left for layer in layers)
     nothing = 0.0 * stored
     before = (alive - 1) * stored
     for layer, beside in zip(layers, moving_beside(layers), strict=True):
@@ -259,13 +261,14 @@ def _moments(
         # Sums taken in two orders differ in the last bits.
         behind = larger(0.0, behind - layer.gradients)
         behind_copies = larger(0.0, behind_copies - layer.gathered)
+        left = larger(0.0, left - layer.left)
         forward = layer.forward + beside
         backward = layer.backward + beside
         if not replacing:
-            yield behind_copies, gradients, before, larger(forward, backward)
+            yield behind_copies, gradients, before + left, larger(forward, backward)
             continue
         yield nothing, nothing, before, forward
-        yield behind_copies, behind, before, backward
+        yield behind_copies, behind, before + left, backward
         if alive > 1:
             yield copies, gradients, before - stored, backward
 

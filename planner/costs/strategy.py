@@ -45,6 +45,8 @@ class LayerBytes(NamedTuple):
     offloaded: bool
     receives: bool
     """Whether what it receives takes a buffer: it does not store that itself."""
+    left: float = 0.0
+    """Left by its backward until the last one of a micro-batch ends."""
 
     @property
     def states(self) -> float:
@@ -99,6 +101,8 @@ class StrategyParts:
     backward_fetch_s: float = 0.0
     stream_s: float = 0.0
     """Of states on the host, exposed copies once per step."""
+    left_bytes: float = 0.0
+    """Left by its backward until the last one of a micro-batch ends."""
 
     @property
     def stored_bytes(self) -> float:
@@ -196,6 +200,7 @@ class StrategyParts:
             flat=states.flat_bytes,
             offloaded=offloaded,
             receives=not self.stores_input,
+            left=self.left_bytes,
         )
 
 

@@ -59,6 +59,9 @@ class Types(Part):
     scales: Amount = 4 / 64
     """Of a frozen weight in 4 bits, the scale of its block: bitsandbytes has one of 4 bytes for 64,
     or, itself rounded, one of a byte and a 256th of 4 more."""
+    wide_frozen: Flag = False
+    """Of a model in 4 bits whose states are not divided, all that is not is cast to fp32: both ends
+    and norms, so that blocks hand on fp32."""
     full_with_zero: Flag = False
     """Under ZeRO masters and moments are fp32 whatever a single device trains in, and gradients are
     reduced as they are summed."""
@@ -260,6 +263,10 @@ class RecomputeRule(Part):
     the projections up from latents."""
     early_stop: Flag = False
     """Recomputation stops when the last tensor that backward needs is there again."""
+    reentrant: Flag = False
+    """A block that recomputes all of itself does so on a copy of its input that is the leaf of a
+    graph of its own.  FSDP1 hangs a hook of a unit whose parameters are frozen on that leaf, which
+    holds it and its gradient until the backward of the whole model ends."""
 
 
 class TensorRule(Part):
@@ -693,6 +700,8 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     # one takes 35 µs on an idle CPU and 46 to 63 µs while it checks (measured 2026-11-23).
     "checked-collectives": {"host.checked_s": 0.2e-3},
     "cheap-recompute": {"recompute.selective": "cheap"},
+    "narrow-frozen": {"types.wide_frozen": False},
+    "reentrant-recompute": {"recompute.reentrant": True},
     "host-counts": {"experts.counts": "host"},
     "compiled-loss": {"loss.peak_bytes": 4.0, "loss.divided_bytes": 0.0},
     "narrow-gradients": {"types.gradient": 2, "types.wire": 2},

@@ -29,8 +29,8 @@ from tests.cuda.walk import main
 main()
 """
 REPORT = {
-    "copy of pageable memory to cuda at runtime/engine.py:_micro_batches": 1,
-    "item at runtime/engine.py:step": 4,
+    "copy of pageable memory to cuda at runtime/language_model.py:batch": 1,
+    "item at runtime/engine.py:_updated": 4,
 }
 """What the host waits for in a step: tokens that come, the four figures of its report that go."""
 VOTE = {"copy to cuda at runtime/pipeline.py:run": 1, "item at runtime/pipeline.py:run": 1}
@@ -118,19 +118,19 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
-        "runtime/engine.py:_micro_batches",
-        "runtime/engine.py:step",
+        "runtime/language_model.py:batch",
+        "runtime/engine.py:_updated",
         "runtime/torch_optimizers.py:update_on_device",
         "runtime/gradients.py:_multiply",
         "runtime/gradients.py:_squared_norm",
     }
     # Each of two layers asks in two micro-batches how many tokens go where.
     assert more["experts"] == REPORT | {
-        "item at runtime/engine.py:_expert_load": 1,
+        "item at runtime/language_model.py:expert_load": 1,
         "list at runtime/experts.py:of": 4,
     }
     # Gathered tokens find their experts on the device.
-    assert more["gathered experts"] == REPORT | {"item at runtime/engine.py:_expert_load": 1}
+    assert more["gathered experts"] == REPORT | {"item at runtime/language_model.py:expert_load": 1}
 
 
 @pytest.mark.parametrize(

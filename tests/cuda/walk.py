@@ -27,8 +27,8 @@ from planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
 from runtime import compiled, experts, transforms
-from runtime.engine import TokenEngine
 from runtime.rehearsal import fake_job
+from runtime.train import token_engine
 from tests.cuda.fake_cuda import fake_cuda
 from tests.cuda.streams import WORLD, Watch
 from tests.runtime import cases
@@ -59,8 +59,8 @@ def stepped(rank: int = 0, *, family: str = "reference", steps: int = 1, **layou
         plan = cases.plan(graph, **{"global_batch": 64, **others})
         plan = plan.model_copy(update=chosen)
         with job(plan, rank=rank), untraced():
-            engine = TokenEngine(plan, graph, device=CUDA)
-            count = len(plan.samples_of(engine.data_rank))
+            engine = token_engine(plan, graph, device=CUDA)
+            count = len(plan.samples_of(engine.slice_rank))
             tokens = torch.zeros(count, plan.seq_len + 1, dtype=torch.int64)
             for _ in range(steps):
                 engine.state()

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
+from runtime.train import token_engine
 from tests.runtime import cases
 
 STEPS = 3
@@ -32,23 +33,23 @@ class Run:
 
 
 def train(
-    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[TokenEngine] | None = None
+    plan: Plan, model: ModelGraph, steps: int = STEPS, engines: list[Engine] | None = None
 ) -> Run:
     """Train this rank's part and return the weights it holds, whole; `engines` gets what did it.
 
     Samples hold several documents where the plan counts on it.
     """
     documents = plan.document_len is not None
-    engine = TokenEngine(plan, model, device=torch.device("cpu"), documents=documents)
+    engine = token_engine(plan, model, device=torch.device("cpu"), documents=documents)
     if engines is not None:
         engines.append(engine)
     losses, norms = [], []
     for step in range(steps):
         tokens = cases.global_tokens(step, global_batch=plan.global_batch)
         starts = cases.global_starts(step, global_batch=plan.global_batch) if documents else None
-        own = plan.samples_of(engine.data_rank)
+        own = plan.samples_of(engine.slice_rank)
         own = slice(own.start, own.stop)
-        result = engine.step(tokens[own], starts=None if starts is None else starts[own])
+        result = engine.step((tokens[own], None, None if starts is None else starts[own]))
         losses.append(result.loss)
         norms.append(result.grad_norm)
     weights = {

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from planner.documents.plan import Plan
+from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
-from runtime.script_engine import Engine
 from runtime.torch_internals import fake_store, fsdp_parameters, stages_know_shapes
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from runtime import activations, host
 from runtime.activations import GROUP, LEAST_ELEMENTS, Compressed, Packing, Traffic, packing
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import Run, errors, train
@@ -325,11 +325,10 @@ def test_compression_stays_within_its_bounds(family: str, recompute: str) -> Non
 
 
 def first_gradient(graph: Any, **layout: Any) -> torch.Tensor:
-    engine = TokenEngine(cases.plan(graph, **layout), graph, device=CPU)
+    engine = token_engine(cases.plan(graph, **layout), graph, device=CPU)
     tokens = cases.global_tokens(0)
     engine.forward_backward(tokens)
-    grads = [p.grad for layer in engine.layers.values() for p in layer.parameters()]
-    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+    return torch.cat([grad.flatten() for grad in engine.gradients().values()])
 
 
 # --- several ranks ---------------------------------------------------------------------------

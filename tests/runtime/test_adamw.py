@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.documents.plan import Mesh
+from planner.documents.plan import Mesh, Offload
 from planner.documents.training import Training
 from runtime import streamed_state
-from runtime.engine import TokenEngine
 from runtime.host import on_host
+from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
-from runtime.optimizer import Optimizer
+from runtime.optimizer import adamw, slots_of
 from runtime.recorded_stage import MicroBatch
+from runtime.torch_optimizers import TorchOptimizers
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -45,30 +48,31 @@ class Names:
 
 
 def optimizer_of(
-    parameters: Sequence[torch.Tensor], training: Training, offload: str = "none", **how: Any
-) -> Optimizer:
+    parameters: Sequence[torch.Tensor], training: Training, offload: Offload = "none", **how: Any
+) -> TorchOptimizers:
     module = nn.Module()
     for at, parameter in enumerate(parameters):
         module.register_parameter(str(at), nn.Parameter(parameter))
-    return Optimizer(
-        [module],
-        Names(),  # type: ignore[arg-type]
-        training,
-        Place(degrees=Mesh(), mesh=None),
+    place = Place(degrees=Mesh(), mesh=None)
+    slots = tuple(slots_of(module, Names(), place))  # type: ignore[arg-type]
+    return TorchOptimizers(
+        slots,
+        adamw(slots, training, device=CPU, offload=offload),
+        place,
         device=CPU,
-        summed=frozenset(),
-        factors={},
-        offload=offload,  # type: ignore[arg-type]
+        divisor=1.0,
+        streamed=offload == "optimizer",
+        learning_rate=functools.partial(learning_rate, training),
         **how,
     )
 
 
 def update(
-    optimizer: Optimizer, grads: Sequence[torch.Tensor | None], *, counted: float = 1.0
+    optimizer: TorchOptimizers, grads: Sequence[torch.Tensor | None], *, counted: float = 1.0
 ) -> None:
     for slot, grad in zip(optimizer.slots, grads, strict=True):
         slot.parameter.grad = grad
-    optimizer.step(torch.tensor([0.0, counted], dtype=torch.float64))
+    optimizer.step(torch.tensor([0.0, counted], dtype=torch.float64), TRAINING.clip_norm)
 
 
 def values(seed: int) -> list[torch.Tensor]:
@@ -81,7 +85,7 @@ def values(seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 2**26])
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
 def test_the_update_is_torchs_bit_by_bit(
-    offload: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+    offload: Offload, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed_state, "BUCKET_BYTES", bucket_bytes)
     expected = [nn.Parameter(value) for value in values(0)]
@@ -115,7 +119,7 @@ def test_the_update_is_torchs_bit_by_bit(
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("why", ["overflown", "nothing counted"])
-def test_a_step_that_is_skipped_changes_nothing(why: str, offload: str) -> None:
+def test_a_step_that_is_skipped_changes_nothing(why: str, offload: Offload) -> None:
     found, grads = values(0), values(1)
     scale = LossScale(CPU, active=why == "overflown")
     if why == "overflown":
@@ -169,7 +173,7 @@ def test_parameters_on_the_host_need_no_process_group() -> None:
 def state_bytes(offload: str) -> tuple[int, int]:
     """Return what an engine holds between steps, and the bytes of its parameters."""
     graph = cases.transformer()
-    engine = TokenEngine(cases.plan(graph, offload=offload), graph, device=CPU)
+    engine = token_engine(cases.plan(graph, offload=offload), graph, device=CPU)
     engine.step(cases.global_tokens(0))
     gc.collect()
     state = engine.state()
@@ -190,7 +194,7 @@ def forward_bytes(offload: str) -> tuple[int, int, int]:
     if offload == "parameters":
         dist.destroy_process_group()
     graph = cases.transformer(layers=8)
-    engine = TokenEngine(cases.plan(graph, offload=offload), graph, device=CPU)
+    engine = token_engine(cases.plan(graph, offload=offload), graph, device=CPU)
     engine.step(cases.global_tokens(0))
     gc.collect()
     with LiveMemory(existing=engine.state().values()) as live:

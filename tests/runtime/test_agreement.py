@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.replica_digests import digest_cost
 from planner.errors import LaunchError
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime.ranks import on_ranks
 from tests.runtime.rooms import MODEL, plan_of
 
@@ -37,11 +37,10 @@ def damaged() -> dict[tuple[str, str], str | None]:
     found: dict[tuple[str, str], str | None] = {}
     for key in HELD:
         plan = PLANS[key[0]]
-        engine = TokenEngine(plan, MODEL, device=torch.device("cpu"))
-        engine.agree()
+        engine = token_engine(plan, MODEL, device=torch.device("cpu"))
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(256, (plan.global_batch, 17), generator=draw)
-        samples = plan.samples_of(engine.data_rank)
+        samples = plan.samples_of(engine.slice_rank)
         own = tokens[samples.start : samples.stop]
         engine.step(own)
         held = engine.state().get(f"model.{key[1]}")

@@ -21,8 +21,8 @@ from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.best_first import search
-from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
+from runtime.train import token_engine
 from tests.runtime import cases, networks, test_groups
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, train
@@ -148,12 +148,12 @@ def test_a_plan_that_turns_an_edge_round_is_refused() -> None:
 
 
 def test_one_process_computes_what_the_modules_compute() -> None:
-    engine = TokenEngine(cases.plan(graph("unet")), graph("unet"), device=torch.device("cpu"))
+    engine = token_engine(cases.plan(graph("unet")), graph("unet"), device=torch.device("cpu"))
     tokens = cases.global_tokens(0)
 
     held = {"tokens": tokens[:, :-1]}
     for name, (_, *reads) in networks.unet().items():  # type: ignore[misc]
-        held[name] = engine.layers[name](*(held[one] for one in reads))
+        held[name] = engine.units[name](*(held[one] for one in reads))
     expected = nn.functional.cross_entropy(held["head"].flatten(0, 1), tokens[:, 1:].flatten())
 
     assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)

@@ -20,8 +20,8 @@ from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage,
 from planner.errors import DocumentError, LaunchError  # noqa: E402
 from runtime.checkpoint import Progress, complete, load, newest, problem, progress  # noqa: E402
 from runtime.data import Corpus  # noqa: E402
-from runtime.engine import TokenEngine  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
+from runtime.train import token_engine  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
@@ -237,12 +237,12 @@ def steps_of_an_optimizer_with_empty_parts(folder: str) -> list[float]:
     """Train two steps where a matrix of one row is divided by two ranks, save, load, look."""
     model = cases.transformer(ffn_size=1)
     plan = cases.plan(model, data_shard=2, zero=1)
-    trained = TokenEngine(plan, model, device=torch.device("cpu"))
+    trained = token_engine(plan, model, device=torch.device("cpu"))
     for step in range(2):
-        own = trained.data_rank * 4
+        own = trained.slice_rank * 4
         trained.step(cases.global_tokens(step)[own : own + 4])
     save(Path(folder), trained.state(), done(2), run="r")
-    loaded = TokenEngine(plan, model, device=torch.device("cpu"))
+    loaded = token_engine(plan, model, device=torch.device("cpu"))
     load(Path(folder, "step-000002"), loaded.state())
     return [float(value) for key, value in loaded.state().items() if key.endswith(".step")]
 

@@ -25,11 +25,11 @@ from planner.documents.profile import ChunkedLoss, LossGradients
 from planner.layers import ends
 from planner.layers.operator_table import Setting
 from runtime.chunked_loss import chunked_loss
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.loss import IGNORED
 from runtime.rehearsal import rehearse
 from runtime.supported import supported
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -172,14 +172,14 @@ def test_ranks_with_parts_of_the_vocabulary_find_the_same() -> None:
 
 def trained(plan: Plan, graph: ModelGraph) -> list[tuple[float, float]]:
     """Return loss and gradient norm of some steps, and the loss of evaluation."""
-    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
-    own = plan.samples_of(engine.data_rank)
+    engine = token_engine(plan, graph, device=torch.device("cpu"))
+    own = plan.samples_of(engine.slice_rank)
     found = []
     for step in range(2):
         result = engine.step(cases.global_tokens(step)[own.start : own.stop])
         found.append((result.loss, result.grad_norm))
     tokens = cases.global_tokens(9)[own.start : own.stop]
-    return [*found, (engine.evaluate(tokens), 0.0)]
+    return [*found, (engine.evaluate(tokens).loss, 0.0)]
 
 
 def chunked(plan: Plan, gradients: LossGradients) -> Plan:

@@ -21,7 +21,7 @@ from planner.documents.plan import Plan
 from planner.documents.profile import Recompute
 from runtime import compiled
 from runtime.compiled import Compiler
-from runtime.engine import StepResult, TokenEngine
+from runtime.engine import Engine, StepResult
 from runtime.rehearsal import rehearse
 from runtime.torch_internals import compiled_graphs
 from runtime.train import _Peak
@@ -94,7 +94,7 @@ def eager_and_compiled(part: int) -> list[tuple[dict[str, float], int, dict[str,
         expected = train(plan, graph, 2)
         graphs = compiled_graphs()
         torch._dynamo.reset()
-        engines: list[TokenEngine] = []
+        engines: list[Engine] = []
         own = train(of_blocks(plan), graph, 2, engines=engines)
         compiler = engines[0].compiler
         assert compiler is not None

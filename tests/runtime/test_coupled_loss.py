@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.whole_batch import whole_batch
 
 WIDTH, CLASSES, SAMPLES = 6, 4, 8

@@ -18,10 +18,10 @@ from planner.documents.model import ModelGraph  # noqa: E402
 from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import MeshwrightError  # noqa: E402
 from runtime import checkpoint, export  # noqa: E402
-from runtime.engine import TokenEngine  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402
 from runtime.run import Run  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
+from runtime.train import token_engine  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
 from tests.runtime.test_export import own, progress  # noqa: E402
@@ -40,7 +40,7 @@ FILES = (
 
 def two_checkpoints(plan: Plan, model: ModelGraph, folder: str) -> None:
     """Train two steps and save after each."""
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    engine = token_engine(plan, model, device=torch.device("cpu"))
     saver = Saver(Path(folder), plan=plan, model=model, run="r", config=engine.configuration())
     for step in (1, 2):
         engine.step(own(engine, step))
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def empty(saved: Path) -> State:
     """Tensors that a checkpoint of the run fills."""
     model = cases.transformer("llama", layers=1)
-    return TokenEngine(cases.plan(model), model, device=torch.device("cpu")).state()
+    return token_engine(cases.plan(model), model, device=torch.device("cpu")).state()
 
 
 def flipped(file: Path, _: Path, draw: random.Random) -> None:
@@ -223,7 +223,7 @@ def test_a_run_does_not_start_anew_beside_a_damaged_checkpoint(saved: Path, tmp_
 def what_a_rank_says(folder: str) -> str:
     """Go on from a checkpoint on one of several ranks; return what is said against it."""
     model = cases.transformer("llama", layers=1)
-    state = TokenEngine(cases.plan(model, tensor=2), model, device=torch.device("cpu")).state()
+    state = token_engine(cases.plan(model, tensor=2), model, device=torch.device("cpu")).state()
     weights = {name: tensor.clone() for name, tensor in state.items()}
     with pytest.raises(MeshwrightError) as raised:
         checkpoint.load(Path(folder), state)

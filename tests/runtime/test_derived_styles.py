@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (  # noqa: F401 - written styles n
 import meshwright
 from planner.errors import PlanError
 from runtime.derived_styles import DerivedStyles, TensorStyles, line_of, style_text
+from runtime.engine import Engine
 from runtime.recorder import Recorder
-from runtime.script_engine import Engine
 from runtime.script_model import few_samples
 from tests.runtime import own_modules
 from tests.runtime.divisible import MODULES, SIZED, STYLES

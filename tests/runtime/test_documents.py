@@ -23,8 +23,8 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from runtime import document_attention
-from runtime.engine import TokenEngine
 from runtime.supported import supported
+from runtime.train import token_engine
 from tests.runtime import cases, families
 from tests.runtime.ranks import Crew
 
@@ -119,11 +119,11 @@ def oracle(family: str) -> tuple[float, float]:
 
 def step(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, float, float]:
     """Return loss and norm of this rank's part of a step, and the loss of an evaluation before."""
-    engine = TokenEngine(plan, graph, device=CPU, weights=folder, documents=True)
-    own = plan.samples_of(engine.data_rank)
-    part = [whole[own.start : own.stop] for whole in batch()]
-    before = engine.evaluate(*part)
-    result = engine.step(*part)
+    engine = token_engine(plan, graph, device=CPU, weights=folder, documents=True)
+    own = plan.samples_of(engine.slice_rank)
+    part = tuple(whole[own.start : own.stop] for whole in batch())
+    before = engine.evaluate(part).loss
+    result = engine.step(part)
     return result.loss, result.grad_norm, before
 
 
@@ -143,7 +143,7 @@ def saved_by(family: str) -> tuple[list[Tensor], int]:
     """Return what a step of one micro-batch saves for backward, and how many blocks there are."""
     tokens, counts, starts = batch()
     plan = cases.plan(graph_of(family), micro_batches=1, clip_norm=0.0)
-    engine = TokenEngine(
+    engine = token_engine(
         plan, graph_of(family), device=CPU, weights=published(family), documents=True
     )
     saved: list[Tensor] = []
@@ -153,8 +153,8 @@ def saved_by(family: str) -> tuple[list[Tensor], int]:
         return one
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
-        engine.step(tokens, counts, starts)
-    return saved, len(engine.layers) - 2
+        engine.step((tokens, counts, starts))
+    return saved, len(engine.units) - 2
 
 
 def masks_of(saved: list[Tensor]) -> list[Tensor]:
@@ -225,13 +225,13 @@ def test_documents_are_refused_where_attention_is_not_kept_within_them() -> None
     graph = cases.transformer("reference")
 
     with pytest.raises(LaunchError, match="is no model of transformers"):
-        TokenEngine(cases.plan(graph), graph, device=CPU, documents=True)
+        token_engine(cases.plan(graph), graph, device=CPU, documents=True)
 
 
 def test_starts_are_given_if_and_only_if_documents_are_declared() -> None:
     tokens, counts, starts = batch()
     whole, apart = (
-        TokenEngine(
+        token_engine(
             plan_of("llama", None),
             graph_of("llama"),
             device=CPU,
@@ -242,6 +242,6 @@ def test_starts_are_given_if_and_only_if_documents_are_declared() -> None:
     )
 
     with pytest.raises(LaunchError, match="if and only if"):
-        whole.step(tokens, counts, starts)
+        whole.step((tokens, counts, starts))
     with pytest.raises(LaunchError, match="if and only if"):
-        apart.step(tokens, counts)
+        apart.step((tokens, counts))

@@ -15,7 +15,7 @@ from torch import Tensor
 from planner.errors import LaunchError
 from runtime import eight_bits
 from runtime.eight_bits import BACKWARD, FORWARD, Blocks, Rowwise, Tensorwise
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from runtime.weight_gradients import DeferredLinear, Products
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -156,7 +156,7 @@ def test_sizes_that_kernels_do_not_take_stay_as_they_are() -> None:
 def losses(**choices: str) -> list[float]:
     model = cases.transformer("llama")
     plan = cases.plan(model, **choices)
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    engine = token_engine(plan, model, device=torch.device("cpu"))
     return [engine.step(cases.global_tokens(0)).loss for _ in range(12)]
 
 
@@ -192,11 +192,11 @@ def gathered(layout: dict[str, Any], wire: str) -> tuple[list[float], float, int
     """Return losses and norms of three steps, a loss of evaluation, and how many gathers differ."""
     model = cases.transformer("llama", heads=4)
     plan = cases.plan(model, precision="fp8", zero=3, data_shard=2, weight_wire=wire, **layout)
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
-    own = plan.samples_of(engine.data_rank)
+    engine = token_engine(plan, model, device=torch.device("cpu"))
+    own = plan.samples_of(engine.slice_rank)
     steps = [engine.step(cases.global_tokens(n)[own.start : own.stop]) for n in range(3)]
     said = [figure for step in steps for figure in (step.loss, step.grad_norm)]
-    held = engine.evaluate(cases.global_tokens(9)[own.start : own.stop])
+    held = engine.evaluate(cases.global_tokens(9)[own.start : own.stop]).loss
     narrow = sum(
         isinstance(module, DeferredLinear) and module.scale is not None
         for part in engine._parts

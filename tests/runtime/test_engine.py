@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from planner.documents.model import ModelGraph
 from planner.errors import DocumentError, LaunchError
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -38,9 +39,9 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def steps(engine: TokenEngine, first: int, last: int) -> list[float]:
+def steps(engine: Engine, first: int, last: int) -> list[float]:
     return [
-        engine.step(cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank]).loss
+        engine.step(cases.global_tokens(step).chunk(engine.slices)[engine.slice_rank]).loss
         for step in range(first, last)
     ]
 
@@ -50,13 +51,13 @@ def save_and_load(
 ) -> list[list[float]]:
     """Each layout saves after two steps; the next in the list goes on from there."""
     for index, layout in enumerate(layouts):
-        engine = TokenEngine(cases.plan(graph, **layout), graph, device=CPU)
+        engine = token_engine(cases.plan(graph, **layout), graph, device=CPU)
         steps(engine, 0, 2)
         dcp.save(engine.state(), checkpoint_id=folder / str(index))
     results = []
     for index in range(len(layouts)):
         layout = layouts[(index + 1) % len(layouts)]
-        engine = TokenEngine(cases.plan(graph, **layout, seed=99), graph, device=CPU)
+        engine = token_engine(cases.plan(graph, **layout, seed=99), graph, device=CPU)
         dcp.load(engine.state(), checkpoint_id=folder / str(index))
         assert engine.steps == 2
         results.append(steps(engine, 2, 4))
@@ -75,7 +76,7 @@ def save_and_load(
 def test_any_plan_goes_on_where_another_stopped(
     graph: ModelGraph, layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    expected = steps(TokenEngine(cases.plan(graph), graph, device=CPU), 0, 4)[2:]
+    expected = steps(token_engine(cases.plan(graph), graph, device=CPU), 0, 4)[2:]
 
     for results in on_ranks(4, save_and_load, tmp_path, graph, layouts):
         for losses in results:
@@ -86,9 +87,9 @@ def in_bf16(layouts: list[dict[str, Any]]) -> list[tuple[list[float], set[torch.
     graph = cases.transformer()
     results = []
     for layout in layouts:
-        engine = TokenEngine(cases.plan(graph, precision="bf16", **layout), graph, device=CPU)
+        engine = token_engine(cases.plan(graph, precision="bf16", **layout), graph, device=CPU)
         seen: set[torch.dtype] = set()
-        for layer in engine.layers.values():
+        for layer in engine.units.values():
             layer.register_forward_hook(lambda _, inputs, output, seen=seen: seen.add(output.dtype))
         results.append((steps(engine, 0, 4), seen | {v.dtype for v in engine.state().values()}))
     return results
@@ -97,7 +98,7 @@ def in_bf16(layouts: list[dict[str, Any]]) -> list[tuple[list[float], set[torch.
 @pytest.mark.ranks
 def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
     graph = cases.transformer()
-    expected = steps(TokenEngine(cases.plan(graph), graph, device=CPU), 0, 4)
+    expected = steps(token_engine(cases.plan(graph), graph, device=CPU), 0, 4)
     layouts: list[dict[str, Any]] = [
         {"data_shard": 2, "zero": 3},
         {"data_replicate": 2},
@@ -115,13 +116,13 @@ def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
 def alone_in_bf16() -> list[float]:
     dist.destroy_process_group()
     graph = cases.transformer()
-    return steps(TokenEngine(cases.plan(graph, precision="bf16"), graph, device=CPU), 0, 4)
+    return steps(token_engine(cases.plan(graph, precision="bf16"), graph, device=CPU), 0, 4)
 
 
 @pytest.mark.ranks
 def test_bf16_needs_no_process_group() -> None:
     graph = cases.transformer()
-    expected = steps(TokenEngine(cases.plan(graph), graph, device=CPU), 0, 4)
+    expected = steps(token_engine(cases.plan(graph), graph, device=CPU), 0, 4)
 
     (losses,) = on_ranks(1, alone_in_bf16)
 
@@ -145,18 +146,18 @@ def test_weight_gradients_made_later_are_summed_in_fp32_too() -> None:
 
 def calls_and_layers() -> tuple[list[str], dict[str, int]]:
     graph = cases.transformer()
-    engine = TokenEngine(
+    engine = token_engine(
         cases.plan(graph, pipeline=2, cuts=[2, 3], recompute="full"), graph, device=CPU
     )
-    calls = dict.fromkeys(engine.layers, 0)
-    for name, layer in engine.layers.items():
+    calls = dict.fromkeys(engine.units, 0)
+    for name, layer in engine.units.items():
 
         def count(*_: object, name: str = name) -> None:
             calls[name] += 1
 
         layer.register_forward_hook(count)
     steps(engine, 0, 1)
-    return list(engine.layers), calls
+    return list(engine.units), calls
 
 
 @pytest.mark.ranks
@@ -171,26 +172,26 @@ def test_what_cannot_be_run_is_refused() -> None:
     graph = cases.transformer(qk_norm=True)
 
     with pytest.raises(LaunchError, match="the reference transformer has no query/key norms"):
-        TokenEngine(cases.plan(graph), graph, device=CPU)
+        token_engine(cases.plan(graph), graph, device=CPU)
 
 
 def test_a_job_of_another_size_is_refused() -> None:
     graph = cases.transformer()
 
     with pytest.raises(LaunchError, match="the plan is for 2 ranks, and 1 are running"):
-        TokenEngine(cases.plan(graph, data_replicate=2), graph, device=CPU)
+        token_engine(cases.plan(graph, data_replicate=2), graph, device=CPU)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
     plan = cases.plan(cases.transformer())
 
     with pytest.raises(DocumentError, match="this plan was made for another model"):
-        TokenEngine(plan, cases.transformer(layers=2), device=CPU)
+        token_engine(plan, cases.transformer(layers=2), device=CPU)
 
 
 def test_tokens_of_another_shape_are_refused() -> None:
     graph = cases.transformer()
-    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
+    engine = token_engine(cases.plan(graph), graph, device=CPU)
 
     with pytest.raises(LaunchError, match=r"tokens of shape \(8, 17\), not \(4, 17\)"):
         engine.step(cases.global_tokens(0)[:4])
@@ -201,7 +202,7 @@ def test_clipping_bounds_the_first_step_of_plain_descent() -> None:
     graph = cases.transformer()
     moved = {}
     for clip_norm in (0.0, 0.01):
-        engine = TokenEngine(cases.plan(graph, clip_norm=clip_norm), graph, device=CPU)
+        engine = token_engine(cases.plan(graph, clip_norm=clip_norm), graph, device=CPU)
         norm = engine.step(cases.global_tokens(0)).grad_norm
         state = engine.state()
         moved[clip_norm] = state["optim.embedding.tokens.weight.exp_avg"].clone()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from planner.documents.model import ModelGraph
-from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
+from runtime.train import token_engine
 from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
 
@@ -40,26 +40,24 @@ LAYOUTS = {
 def train_and_evaluate(
     layout: dict[str, Any], model: ModelGraph = MODEL
 ) -> tuple[list[float], list[float]]:
-    engine = TokenEngine(cases.plan(model, **layout), model, device=torch.device("cpu"))
+    engine = token_engine(cases.plan(model, **layout), model, device=torch.device("cpu"))
     trained, evaluated = [], []
     for step in range(3):
-        own = [
-            cases.global_tokens(s).chunk(engine.data_degree)[engine.data_rank] for s in (step, 9)
-        ]
-        evaluated.append(engine.evaluate(own[1]))
+        own = [cases.global_tokens(s).chunk(engine.slices)[engine.slice_rank] for s in (step, 9)]
+        evaluated.append(engine.evaluate(own[1]).loss)
         trained.append(engine.step(own[0]).loss)
-        evaluated.append(engine.evaluate(own[1]))
+        evaluated.append(engine.evaluate(own[1]).loss)
     return trained, evaluated
 
 
 def test_the_loss_of_the_next_step_is_known_before() -> None:
-    engine = TokenEngine(cases.plan(MODEL), MODEL, device=torch.device("cpu"))
+    engine = token_engine(cases.plan(MODEL), MODEL, device=torch.device("cpu"))
     batch = cases.global_tokens(0)
 
-    before = engine.evaluate(batch)
+    before = engine.evaluate(batch).loss
 
     assert engine.step(batch).loss == pytest.approx(before, rel=1e-6)
-    assert engine.evaluate(batch) < before
+    assert engine.evaluate(batch).loss < before
 
 
 @pytest.mark.long("zbv, zero 2", "zero 1")

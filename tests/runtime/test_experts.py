@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from planner.documents.model import Experts
 from runtime import experts, reference
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.test_equality import case, check
@@ -274,8 +274,8 @@ def test_tokens_of_experts_are_counted() -> None:
 
 
 def expert_load(plan: Any, graph: Any) -> float | None:
-    engine = TokenEngine(plan, graph, device=torch.device("cpu"))
-    batch = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
+    engine = token_engine(plan, graph, device=torch.device("cpu"))
+    batch = cases.global_tokens(0).chunk(engine.slices)[engine.slice_rank]
     return engine.step(batch).expert_load
 
 

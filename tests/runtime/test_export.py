@@ -17,10 +17,11 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from runtime.checkpoint import Progress, load
 from runtime.companions import found
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.export import to_huggingface
 from runtime.recorded_stage import MicroBatch
 from runtime.saving import Saver
+from runtime.train import token_engine
 from tests.runtime import cases, chats
 from tests.runtime.ranks import on_ranks
 
@@ -53,22 +54,22 @@ def progress(plan: Plan, model: ModelGraph) -> Progress:
 
 def train_and_save(plan: Plan, model: ModelGraph, folder: str) -> float:
     """Return the loss after two steps on a batch that was not trained on."""
-    engine = TokenEngine(plan, model, device=CPU)
+    engine = token_engine(plan, model, device=CPU)
     for step in range(2):
         engine.step(own(engine, step))
     saver = Saver(Path(folder), plan=plan, model=model, run="r", config=engine.configuration())
     saver.begin(engine.state(), progress(plan, model))
     saver.finish()
-    return engine.evaluate(own(engine, 7))
+    return engine.evaluate(own(engine, 7)).loss
 
 
-def own(engine: TokenEngine, step: int) -> torch.Tensor:
-    return cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank]
+def own(engine: Engine, step: int) -> torch.Tensor:
+    return cases.global_tokens(step).chunk(engine.slices)[engine.slice_rank]
 
 
 def first_loss(plan: Plan, model: ModelGraph, weights: Path) -> float:
-    engine = TokenEngine(plan, model, device=CPU, weights=weights)
-    return engine.evaluate(own(engine, 7))
+    engine = token_engine(plan, model, device=CPU, weights=weights)
+    return engine.evaluate(own(engine, 7)).loss
 
 
 @pytest.mark.ranks
@@ -82,7 +83,7 @@ def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> Non
     exported = to_huggingface(tmp_path / "saved", tmp_path / "out", file_bytes=40_000)
 
     library = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    alone = TokenEngine(cases.plan(model), model, device=CPU)
+    alone = token_engine(cases.plan(model), model, device=CPU)
     load(tmp_path / "saved" / "step-000002", alone.state())
     tokens = cases.global_tokens(7)
     with torch.no_grad():
@@ -199,7 +200,7 @@ def test_tokenizer_and_generation_config_are_exported_as_the_library_reads_them(
 
 def save_with_companions(graph: ModelGraph, folder: str, companions: dict[str, Path]) -> None:
     made = cases.plan(graph)
-    engine = TokenEngine(made, graph, device=CPU)
+    engine = token_engine(made, graph, device=CPU)
     saver = Saver(
         Path(folder),
         plan=made,

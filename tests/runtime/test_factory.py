@@ -10,9 +10,9 @@ import torch
 
 from planner.documents.model import ModelGraph
 from planner.errors import DocumentError, LaunchError
-from runtime.engine import TokenEngine
 from runtime.factory import graph_of_factory
 from runtime.supported import supported
+from runtime.train import token_engine
 from tests.runtime import cases, chains
 
 CPU = torch.device("cpu")
@@ -114,8 +114,8 @@ def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
         "def loss(output, targets): return (output.squeeze(-1) - targets).square().mean()\n"
     )
     squares = graph_of_factory(f"{file}:factory", seq_len=S)
-    engine = TokenEngine(cases.plan(squares), squares, device=CPU)
-    embedding, linear = engine.layers.values()
+    engine = token_engine(cases.plan(squares), squares, device=CPU)
+    embedding, linear = engine.units.values()
     tokens = cases.global_tokens(0)
     expected = (linear(embedding(tokens[:, :-1])).squeeze(-1) - tokens[:, 1:]).square().mean()
 
@@ -135,9 +135,9 @@ def test_a_chain_of_another_length_is_refused() -> None:
     )
 
     with pytest.raises(LaunchError, match="returns 6 modules, and the plan's model has 5"):
-        TokenEngine(cases.plan(other), other, device=CPU)
+        token_engine(cases.plan(other), other, device=CPU)
 
 
 def test_published_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="gives its parameters their values by itself"):
-        TokenEngine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)
+        token_engine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)

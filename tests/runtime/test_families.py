@@ -31,9 +31,9 @@ from planner.stacks import native
 from planner.stacks.native import obstacle
 from runtime import launch as launching
 from runtime import run
-from runtime.engine import TokenEngine
 from runtime.export import to_huggingface
 from runtime.supported import supported
+from runtime.train import token_engine
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, families, family_table, library_runs
 from tests.runtime.library_rows import SETTINGS, TEXT, TRAINING, OnCrew, apart, batches
@@ -117,7 +117,7 @@ def test_a_family_trains_like_the_library(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(published(family))
     named = {name for name, _ in (*model.named_parameters(), *_buffers(model))}
     expected = oracle(family)
-    engine = TokenEngine(
+    engine = token_engine(
         plan_of(family, None), graph_of(family), device=CPU, weights=published(family)
     )
 
@@ -148,7 +148,7 @@ def test_planned_adapters_are_those_that_train(family: str) -> None:
     plan = plan_of(family, None)
     plan = plan.model_copy(update={"training": plan.training.model_copy(update={"lora": adapters})})
 
-    state = TokenEngine(plan, graph_of(family), device=CPU, weights=published(family)).state()
+    state = token_engine(plan, graph_of(family), device=CPU, weights=published(family)).state()
 
     trained = sum(value.numel() for name, value in state.items() if name.startswith("model."))
     graph = graph_of(family)

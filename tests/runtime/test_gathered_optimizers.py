@@ -19,7 +19,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Job, Layout
 from planner.requests.request import Request
 from runtime.batches import samples_in
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.script_model import script_model
 from runtime.torch_internals import fake_store
 from tests.runtime.test_script_tensor import Model, batch_of, loss

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.documents.plan import Plan
-from runtime.engine import TokenEngine
 from runtime.gradient_wire import RANK, PowerSGD
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import Run, errors, train
@@ -171,11 +171,11 @@ def test_low_rank_sends_as_few_bytes_as_it_says() -> None:
 def test_every_replica_ends_with_the_same_weights() -> None:
     def work() -> list[torch.Tensor]:
         graph = cases.transformer()
-        engine = TokenEngine(
+        engine = token_engine(
             cases.plan(graph, data_replicate=2, gradient_wire="powersgd"), graph, device=CPU
         )
         for step in range(3):
-            engine.step(cases.global_tokens(step).chunk(2)[engine.data_rank])
+            engine.step(cases.global_tokens(step).chunk(2)[engine.slice_rank])
         return [v.numpy() for k, v in engine.state().items() if k.startswith("model.")]
 
     first, second = on_ranks(2, work)

@@ -17,9 +17,9 @@ from planner.documents.plan import Mesh, Plan
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.best_first import search
-from runtime.engine import TokenEngine
 from runtime.launch import launch
 from runtime.run import Run
+from runtime.train import token_engine
 from tests.planner.documents.test_cluster import DEVICE
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -88,9 +88,9 @@ def test_stages_on_two_kinds_of_devices_train_like_one_process(
 
 
 def held_out_loss(plan: Plan) -> float:
-    engine = TokenEngine(plan, MODEL, device=torch.device("cpu"))
-    own = plan.samples_of(engine.data_rank)
-    return engine.evaluate(cases.global_tokens(9)[own.start : own.stop])
+    engine = token_engine(plan, MODEL, device=torch.device("cpu"))
+    own = plan.samples_of(engine.slice_rank)
+    return engine.evaluate(cases.global_tokens(9)[own.start : own.stop]).loss
 
 
 def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:

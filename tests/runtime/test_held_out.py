@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import BatchError
+from runtime.engine import Engine
 from runtime.inner_loss import add_loss, batch_sum
-from runtime.script_engine import Engine
 from runtime.whole_batch import whole_batch
 from tests.runtime.ranks import on_ranks
 

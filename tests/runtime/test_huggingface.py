@@ -14,8 +14,8 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.stacks import native
 from runtime import published as published_weights
-from runtime.engine import TokenEngine
 from runtime.library_families import FAMILIES, configuration, has_config
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -53,7 +53,7 @@ def published(family: str, changes: dict[str, object], folder: Path) -> torch.nn
 def test_experts_compute_like_the_library(family: str) -> None:
     """Published experts are merged when they are read, so the weights go the other way here."""
     graph = cases.transformer(family)
-    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
+    engine = token_engine(cases.plan(graph), graph, device=CPU)
     model = library_model(family, {})
     model.load_state_dict(
         {
@@ -79,7 +79,7 @@ def test_a_family_trains_like_the_library(
     expected = cases.library_loss(model, tokens)
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    engine = TokenEngine(plan, graph, device=CPU, weights=tmp_path)
+    engine = token_engine(plan, graph, device=CPU, weights=tmp_path)
 
     result = engine.step(tokens)
 
@@ -98,7 +98,7 @@ def test_first_weights_have_the_library_spread() -> None:
         model = AutoModelForCausalLM.from_config(
             configuration(cases.architecture(family, **figures), None)
         )
-        state = TokenEngine(cases.plan(graph), graph, device=CPU).state()
+        state = token_engine(cases.plan(graph), graph, device=CPU).state()
 
         for name, parameter in model.named_parameters():
             ours = state[f"model.{name}"]
@@ -124,7 +124,7 @@ def test_first_weights_have_the_library_spread() -> None:
 def test_each_rank_reads_its_own_weights(family: str, axes: dict[str, int], tmp_path: Path) -> None:
     graph = cases.transformer(family)
     published(family, {}, tmp_path)
-    alone = TokenEngine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+    alone = token_engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
     expected = alone.step(cases.global_tokens(0)).loss
 
     losses = on_ranks(2, first_loss, cases.plan(graph, **axes), graph, tmp_path)
@@ -168,10 +168,10 @@ def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, 
     opened = published_weights._opened
     published_weights._opened = lambda path: Counting(opened(path))
     try:
-        engine = TokenEngine(plan, graph, device=CPU, weights=folder)
+        engine = token_engine(plan, graph, device=CPU, weights=folder)
     finally:
         published_weights._opened = opened
-    own = cases.global_tokens(0).chunk(engine.data_degree)[engine.data_rank]
+    own = cases.global_tokens(0).chunk(engine.slices)[engine.slice_rank]
     return engine.step(own).loss, Counting.read_bytes
 
 
@@ -205,7 +205,7 @@ def test_ranks_of_zero_read_no_more_than_their_shards(
 
 
 def first_loss(plan: Plan, graph: ModelGraph, folder: Path) -> float:
-    engine = TokenEngine(plan, graph, device=CPU, weights=folder)
+    engine = token_engine(plan, graph, device=CPU, weights=folder)
     return engine.step(cases.global_tokens(0)).loss
 
 
@@ -229,14 +229,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     graph = cases.transformer("llama", ffn_size=64)
 
     with pytest.raises(LaunchError, match="intermediate_size is 48, and the plan's model has 64"):
-        TokenEngine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
+        token_engine(cases.plan(graph), graph, device=CPU, weights=tmp_path)
 
 
 def test_figures_that_the_library_would_not_follow_are_refused() -> None:
     graph = cases.transformer("llama", qk_norm=True)
 
     with pytest.raises(LaunchError, match=r"layer 'block\.0' has \d+ parameters, and \d+ in"):
-        TokenEngine(cases.plan(graph), graph, device=CPU)
+        token_engine(cases.plan(graph), graph, device=CPU)
 
 
 def test_each_family_that_is_offered_has_an_adapter() -> None:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from planner.errors import LaunchError
-from runtime.engine import TokenEngine
 from runtime.initialize import Weights
+from runtime.train import token_engine
 from tests.runtime import cases
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def first_weights(**changes: object) -> dict[str, torch.Tensor]:
     seed = changes.pop("seed", 0)
     graph = cases.transformer(**changes)
-    state = TokenEngine(cases.plan(graph, seed=seed), graph, device=CPU).state()
+    state = token_engine(cases.plan(graph, seed=seed), graph, device=CPU).state()
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 

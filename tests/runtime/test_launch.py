@@ -329,9 +329,9 @@ FLIPPED = """
 import os
 
 if os.environ.get("RANK") == "1":
-    from runtime.engine import TokenEngine
+    from runtime.engine import Engine
 
-    step = TokenEngine.step
+    step = Engine.step
 
     def damaged(engine, *args, **kwargs):
         result = step(engine, *args, **kwargs)
@@ -339,7 +339,7 @@ if os.environ.get("RANK") == "1":
         held.view(-1).view(dtype=__import__("torch").int32)[5] ^= 1 << 12
         return result
 
-    TokenEngine.step = damaged
+    Engine.step = damaged
 """
 """Of one of two ranks, whose memory has one bit that is another after each step."""
 

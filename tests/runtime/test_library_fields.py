@@ -28,7 +28,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import LaunchError, MeshwrightError
 from runtime import library_fields
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime import cases, families
 from tests.runtime.ranks import on_ranks
 
@@ -90,8 +90,8 @@ def library(folder: Path) -> tuple[float, float]:
 
 
 def first_step(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, float]:
-    engine = TokenEngine(plan, graph, device=CPU, weights=folder)
-    own = plan.samples_of(engine.data_rank)
+    engine = token_engine(plan, graph, device=CPU, weights=folder)
+    own = plan.samples_of(engine.slice_rank)
     result = engine.step(tokens()[own.start : own.stop])
     return result.loss, result.grad_norm
 
@@ -177,7 +177,7 @@ def test_first_values_of_the_padding_are_zeros(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     graph = resolve_model(str(folder))
 
-    state = TokenEngine(cases.plan(graph), graph, device=CPU).state()
+    state = token_engine(cases.plan(graph), graph, device=CPU).state()
 
     vectors = state["model.model.embed_tokens.weight"]
     assert not vectors[PADDING].any()
@@ -257,9 +257,9 @@ def by_document(folder: Path) -> tuple[float, float]:
 
 
 def of_documents(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, float]:
-    engine = TokenEngine(plan, graph, device=CPU, weights=folder, documents=True)
-    own = plan.samples_of(engine.data_rank)
-    result = engine.step(*(whole[own.start : own.stop] for whole in rows()))
+    engine = token_engine(plan, graph, device=CPU, weights=folder, documents=True)
+    own = plan.samples_of(engine.slice_rank)
+    result = engine.step(tuple(whole[own.start : own.stop] for whole in rows()))
     return result.loss, result.grad_norm
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.activations import GROUP
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
+from runtime.train import token_engine
 from tests.limits import PATIENCE_S
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -266,7 +266,7 @@ def bytes_at_each_forward(
 ) -> tuple[list[int], int]:
     """Return a rank's live bytes as each micro-batch begins, and what one leaves behind."""
     model = cases.transformer()
-    engine = TokenEngine(
+    engine = token_engine(
         cases.plan(model, pipeline=2, schedule=schedule, micro_batches=micro_batches, **layout),
         model,
         device=torch.device("cpu"),
@@ -276,15 +276,15 @@ def bytes_at_each_forward(
     gc.collect()
     begins: list[int] = []
     with LiveMemory(existing=engine.state().values()) as live:
-        hook = next(iter(engine.layers.values())).register_forward_pre_hook(
+        hook = next(iter(engine.units.values())).register_forward_pre_hook(
             lambda *_: begins.append(live.current_bytes)
         )
         engine.step(tokens)
         hook.remove()
     x = tokens[: cases.GLOBAL_BATCH // micro_batches, :-1]
     with LiveMemory() as forward:
-        for layer in engine.layers.values():  # stage 1 would take hidden states
-            x = layer(x) if engine.is_first else x
+        for layer in engine.units.values():  # stage 1 would take hidden states
+            x = layer(x) if 0 in engine.stages else x
         stored = forward.current_bytes
     return begins, stored
 

@@ -18,11 +18,12 @@ from planner.documents.training import Lora
 from planner.errors import LaunchError
 from planner.stacks import native
 from runtime.checkpoint import Progress, load
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.export import to_huggingface, to_peft
 from runtime.factory import graph_of_factory
 from runtime.saving import Saver
 from runtime.supported import supported
+from runtime.train import token_engine
 from tests.parts import some_and_others
 from tests.runtime import cases, chains
 from tests.runtime.ranks import on_ranks
@@ -42,7 +43,7 @@ def plan(model: ModelGraph, lora: Lora = EVERY, **layout: Any) -> Plan:
 
 def test_only_adapters_are_trained_and_kept() -> None:
     model = cases.transformer("llama")
-    engine = TokenEngine(plan(model, ATTENTION), model, device=CPU)
+    engine = token_engine(plan(model, ATTENTION), model, device=CPU)
     before = {name: p.detach().clone() for name, p in frozen(engine).items()}
 
     for step in range(3):
@@ -60,7 +61,7 @@ def test_only_adapters_are_trained_and_kept() -> None:
         assert torch.equal(parameter, before[name])
 
 
-def frozen(engine: TokenEngine) -> dict[str, torch.nn.Parameter]:
+def frozen(engine: Engine) -> dict[str, torch.nn.Parameter]:
     named = engine._parts[0].module.named_parameters()
     return {name: p for name, p in named if not p.requires_grad}
 
@@ -69,23 +70,23 @@ def test_training_begins_where_the_frozen_model_stands() -> None:
     model = cases.transformer("llama")
     batch = cases.global_tokens(0)
 
-    whole = TokenEngine(cases.plan(model), model, device=CPU).evaluate(batch)
-    adapted = TokenEngine(plan(model), model, device=CPU)
+    whole = token_engine(cases.plan(model), model, device=CPU).evaluate(batch).loss
+    adapted = token_engine(plan(model), model, device=CPU)
 
-    assert adapted.evaluate(batch) == pytest.approx(whole, rel=1e-6)
+    assert adapted.evaluate(batch).loss == pytest.approx(whole, rel=1e-6)
     for _ in range(5):
         adapted.step(batch)
-    assert adapted.evaluate(batch) < whole - 1e-3
+    assert adapted.evaluate(batch).loss < whole - 1e-3
 
 
 def test_sixteen_bit_training_keeps_frozen_weights_in_sixteen_bits() -> None:
     model = cases.transformer("llama")
-    engine = TokenEngine(plan(model, precision="bf16"), model, device=CPU)
+    engine = token_engine(plan(model, precision="bf16"), model, device=CPU)
     try:
         engine.step(cases.global_tokens(0))
         types = {p.dtype for p in frozen(engine).values()}
         assert types == {torch.bfloat16}
-        assert {slot.local.dtype for slot in engine._optimizer.slots} == {torch.float32}
+        assert {slot.local.dtype for slot in engine._optimizers.slots} == {torch.float32}
     finally:
         torch.distributed.destroy_process_group()
 
@@ -213,13 +214,13 @@ def test_targets_that_nothing_has_are_refused() -> None:
     with pytest.raises(
         LaunchError, match=r"training\.lora\.targets: no linear layer .* is named W"
     ):
-        TokenEngine(plan(model, Lora(rank=2, targets=("Wqkv",))), model, device=CPU)
+        token_engine(plan(model, Lora(rank=2, targets=("Wqkv",))), model, device=CPU)
 
 
 def trained_and_saved(model: ModelGraph, made: Plan, folder: str) -> float:
-    engine = TokenEngine(made, model, device=CPU)
+    engine = token_engine(made, model, device=CPU)
     for step in range(3):
-        engine.step(cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank])
+        engine.step(cases.global_tokens(step).chunk(engine.slices)[engine.slice_rank])
     saver = Saver(Path(folder), plan=made, model=model, run="r", config=engine.configuration())
     done = Progress(
         step=3,
@@ -237,7 +238,7 @@ def trained_and_saved(model: ModelGraph, made: Plan, folder: str) -> float:
     )
     saver.begin(engine.state(), done)
     saver.finish()
-    return engine.evaluate(cases.global_tokens(7).chunk(engine.data_degree)[engine.data_rank])
+    return engine.evaluate(engine.slice(cases.global_tokens(7))).loss
 
 
 @pytest.mark.ranks
@@ -252,8 +253,8 @@ def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> N
 
     settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    base = TokenEngine(cases.plan(model), model, device=CPU)
-    whole = AutoModelForCausalLM.from_config(base._adapter.config)
+    base = token_engine(cases.plan(model), model, device=CPU)
+    whole = AutoModelForCausalLM.from_config(base._model.adapter.config)
     state = {n[6:]: v for n, v in base.state().items() if n.startswith("model.")}
     whole.load_state_dict(state, strict=False)
     with torch.no_grad():
@@ -274,10 +275,10 @@ def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> N
 def test_adapters_go_on_under_another_plan(tmp_path: Path) -> None:
     model = cases.transformer("llama")
     on_ranks(2, trained_and_saved, model, plan(model, data_shard=2, zero=3), str(tmp_path))
-    engine = TokenEngine(plan(model), model, device=CPU)
+    engine = token_engine(plan(model), model, device=CPU)
     for step in range(3):
         engine.step(cases.global_tokens(step))
-    again = TokenEngine(plan(model), model, device=CPU)
+    again = token_engine(plan(model), model, device=CPU)
 
     load(tmp_path / "step-000003", again.state())
 
@@ -292,8 +293,8 @@ def test_peft_itself_reads_them(tmp_path: Path) -> None:
     model = cases.transformer("llama")
     trained = on_ranks(1, trained_and_saved, model, plan(model), str(tmp_path / "saved"))
     to_peft(tmp_path / "saved", tmp_path / "adapters")
-    base = TokenEngine(cases.plan(model), model, device=CPU)
-    whole = AutoModelForCausalLM.from_config(base._adapter.config)
+    base = token_engine(cases.plan(model), model, device=CPU)
+    whole = AutoModelForCausalLM.from_config(base._model.adapter.config)
     whole.load_state_dict({n[6:]: v for n, v in base.state().items() if n.startswith("model.")})
 
     adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "adapters")

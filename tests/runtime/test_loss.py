@@ -13,9 +13,10 @@ from torch.nn import functional
 from planner.catalog import stacks
 from planner.documents.model import ModelGraph
 from planner.errors import BatchError, LaunchError
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
 from runtime.loss import Totals, counted
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -40,7 +41,7 @@ def counts(step: int) -> Tensor:
     return torch.rand(cases.GLOBAL_BATCH, cases.SEQ_LEN, generator=generator) < share
 
 
-def gradients(engine: TokenEngine) -> dict[str, Tensor]:
+def gradients(engine: Engine) -> dict[str, Tensor]:
     """Return what the first step's moments say the gradients were."""
     left = 1 - engine.plan.training.beta1
     return {
@@ -51,13 +52,13 @@ def gradients(engine: TokenEngine) -> dict[str, Tensor]:
 
 
 def trained(plan: Any, graph: ModelGraph) -> tuple[list[float], float, dict[str, Tensor]]:
-    engine = TokenEngine(plan, graph, device=CPU)
-    own = plan.samples_of(engine.data_rank)
+    engine = token_engine(plan, graph, device=CPU)
+    own = plan.samples_of(engine.slice_rank)
     part = slice(own.start, own.stop)
-    losses = [engine.evaluate(cases.global_tokens(0)[part], counts(0)[part])]
-    result = engine.step(cases.global_tokens(0)[part], counts(0)[part])
+    losses = [engine.evaluate((cases.global_tokens(0)[part], counts(0)[part])).loss]
+    result = engine.step((cases.global_tokens(0)[part], counts(0)[part]))
     found = gradients(engine)
-    losses += [result.loss, engine.step(cases.global_tokens(1)[part], counts(1)[part]).loss]
+    losses += [result.loss, engine.step((cases.global_tokens(1)[part], counts(1)[part])).loss]
     return losses, result.grad_norm, {name: value.clone() for name, value in found.items()}
 
 
@@ -67,14 +68,14 @@ def everywhere() -> list[Any]:
 
 def plainly(graph: ModelGraph) -> tuple[float, float, dict[str, Tensor]]:
     """Return loss, norm and gradients of one backward of the whole batch, by torch alone."""
-    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
-    layers = engine.layers
+    engine = token_engine(cases.plan(graph), graph, device=CPU)
+    layers = engine.units
     tokens, which = cases.global_tokens(0), counts(0)
     logits = nn.Sequential(*layers.values())(tokens[:, :-1])
     loss = functional.cross_entropy(logits[which], tokens[:, 1:][which])
     loss.backward()
     grads = {
-        f"optim.{engine._adapter.published_name(f'{name}.{path}')}": parameter.grad
+        f"optim.{engine._model.adapter.published_name(f'{name}.{path}')}": parameter.grad
         for name, layer in layers.items()
         for path, parameter in layer.named_parameters()
         if parameter.grad is not None
@@ -107,10 +108,10 @@ def test_unequal_counts_give_the_mean_over_all_that_counts_under_any_plan() -> N
 
 
 def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
-    engine = TokenEngine(cases.plan(DENSE), DENSE, device=CPU)
+    engine = token_engine(cases.plan(DENSE), DENSE, device=CPU)
     before = {name: value.clone() for name, value in engine.state().items()}
 
-    result = engine.step(cases.global_tokens(0), torch.zeros(8, cases.SEQ_LEN, dtype=torch.bool))
+    result = engine.step((cases.global_tokens(0), torch.zeros(8, cases.SEQ_LEN, dtype=torch.bool)))
 
     assert result.skipped
     for name, value in engine.state().items():
@@ -119,10 +120,10 @@ def test_a_step_in_which_nothing_counts_moves_nothing() -> None:
 
 
 def test_counts_of_another_shape_are_refused() -> None:
-    engine = TokenEngine(cases.plan(DENSE), DENSE, device=CPU)
+    engine = token_engine(cases.plan(DENSE), DENSE, device=CPU)
 
     with pytest.raises(LaunchError, match=r"counts are booleans of shape \(8, 16\)"):
-        engine.step(cases.global_tokens(0), torch.ones(8, 17, dtype=torch.bool))
+        engine.step((cases.global_tokens(0), torch.ones(8, 17, dtype=torch.bool)))
 
 
 def test_a_loss_is_a_sum_and_a_count_or_a_mean_over_samples() -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from runtime.engine import TokenEngine
 from runtime.loss_scale import GROWTH_STEPS, INITIAL, LEAST, LossScale
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import errors, train
@@ -87,12 +87,12 @@ def test_fp16_trains_near_fp32() -> None:
 def overflowing(layout: dict[str, Any]) -> list[tuple[bool, bool, float]]:
     """Return of each step whether it was skipped, whether weights moved, and the scale after it."""
     graph = cases.transformer()
-    engine = TokenEngine(cases.plan(graph, precision="fp16", **layout), graph, device=CPU)
+    engine = token_engine(cases.plan(graph, precision="fp16", **layout), graph, device=CPU)
     engine.state()["train.loss_scale"].fill_(2.0**30)
     rows = []
     for step in range(16):
         before = [local(value).clone() for value in engine.state().values()]
-        batch = cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank]
+        batch = cases.global_tokens(step).chunk(engine.slices)[engine.slice_rank]
         skipped = engine.step(batch).skipped
         after = [local(value) for value in engine.state().values()]
         names = list(engine.state())
@@ -127,23 +127,23 @@ def test_overflow_skips_the_step_on_all_ranks_until_the_scale_fits(layout: dict[
 
 def saved_and_loaded(folder: Path) -> tuple[float, float]:
     graph = cases.transformer()
-    engine = TokenEngine(cases.plan(graph, precision="fp16", pipeline=2), graph, device=CPU)
+    engine = token_engine(cases.plan(graph, precision="fp16", pipeline=2), graph, device=CPU)
     engine.state()["train.loss_scale"].fill_(2.0**30)
     engine.step(cases.global_tokens(0))
     dcp.save(engine.state(), checkpoint_id=folder)
     plan = cases.plan(graph, precision="fp16", data_shard=2, zero=3)
-    other = TokenEngine(plan, graph, device=CPU)
+    other = token_engine(plan, graph, device=CPU)
     dcp.load(other.state(), checkpoint_id=folder)
-    plain = TokenEngine(cases.plan(graph, data_replicate=2), graph, device=CPU)
+    plain = token_engine(cases.plan(graph, data_replicate=2), graph, device=CPU)
     dcp.load(plain.state(), checkpoint_id=folder)
-    loss = plain.step(cases.global_tokens(1).chunk(2)[plain.data_rank]).loss
+    loss = plain.step(cases.global_tokens(1).chunk(2)[plain.slice_rank]).loss
     return float(other.state()["train.loss_scale"]), loss
 
 
 @pytest.mark.ranks
 def test_the_scale_is_in_the_checkpoint_and_harms_no_other_precision(tmp_path: Path) -> None:
     graph = cases.transformer()
-    untrained = TokenEngine(cases.plan(graph), graph, device=CPU).step(cases.global_tokens(1)).loss
+    untrained = token_engine(cases.plan(graph), graph, device=CPU).step(cases.global_tokens(1)).loss
 
     for scale, loss in on_ranks(2, saved_and_loaded, tmp_path):
         assert scale == 2.0**29

@@ -21,7 +21,7 @@ import torch
 
 from planner.documents.plan import Layout, Mesh, PlacedLayer, Plan
 from runtime import compiled
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime import cases, combinations, equality_table
 from tests.runtime.combinations import EXACT, Row, bound, by_axis, by_mesh, cover, pairs, reason
 from tests.runtime.equality_table import (
@@ -64,7 +64,7 @@ def ready() -> None:
     for family in cases.COVERED:
         graph = combinations.graph_of((family, family == "gpt2", 2))
         plan = cases.plan(graph, micro_batches=1)
-        TokenEngine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
+        token_engine(plan, graph, device=torch.device("cpu")).step(cases.global_tokens(0))
 
 
 Alone = tuple[tuple[str, bool, int], str, str, int | None, int]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from planner.errors import LaunchError
 from runtime import gradients
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from tests.runtime.ranks import on_ranks
 
 WIDTH = 6
@@ -173,11 +173,11 @@ HERE, COPIED = "made here, its elements in their order", "copied into their orde
 SENT = {
     ("agreement.py", "all_reduce"): HERE,
     ("batch_norm.py", "all_gather"): COPIED,
-    ("engine.py", "all_reduce"): HERE,
     ("exchange.py", "all_gather"): HERE,
     ("exchange.py", "broadcast"): HERE,
     ("gradient_wire.py", "all_reduce"): HERE,
     ("gradients.py", "all_reduce"): COPIED,
+    ("language_model.py", "all_reduce"): HERE,
     ("lora.py", "all_reduce"): HERE,
     ("narrow_gather.py", "all_reduce"): HERE,
     ("pipeline.py", "isend"): COPIED,
@@ -185,6 +185,7 @@ SENT = {
     ("replicas.py", "all_reduce"): HERE,
     ("script_passes.py", "all_reduce"): HERE,
     ("script_state.py", "broadcast"): COPIED,
+    ("stale_pipeline.py", "all_reduce"): HERE,
     ("stale_pipeline.py", "isend"): COPIED,
     ("stale_pipeline.py", "recv"): HERE,
     ("synchronised_norm.py", "all_reduce"): HERE,

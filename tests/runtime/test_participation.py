@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import LaunchError
-from runtime.script_engine import Engine, StepResult
+from runtime.engine import Engine, StepResult
 from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 

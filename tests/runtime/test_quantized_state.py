@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.torch_optimizers import Group, is_elementwise, state_bytes
 from tests.runtime.ranks import on_ranks
 

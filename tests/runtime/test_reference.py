@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime import reference
-from runtime.engine import TokenEngine
+from runtime.train import token_engine
 from tests.runtime import cases
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def test_positions_rotate_as_complex_numbers() -> None:
 def test_it_is_llama() -> None:
     """With the same weights, transformers' Llama has the same loss."""
     graph = cases.transformer()
-    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
+    engine = token_engine(cases.plan(graph), graph, device=CPU)
     a = cases.architecture()
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -83,8 +83,8 @@ def llama_name(name: str) -> str:
 def test_the_engine_trains_like_a_plain_loop(tied: bool) -> None:
     graph = cases.transformer(tied_embeddings=tied)
     plan = cases.plan(graph, micro_batches=4)
-    model = nn.Sequential(*TokenEngine(plan, graph, device=CPU).layers.values())
-    engine = TokenEngine(plan, graph, device=CPU)
+    model = nn.Sequential(*token_engine(plan, graph, device=CPU).units.values())
+    engine = token_engine(plan, graph, device=CPU)
 
     expected = [plain_step(model, step, plan) for step in range(4)]
     results = [engine.step(cases.global_tokens(step)) for step in range(4)]
@@ -92,7 +92,7 @@ def test_the_engine_trains_like_a_plain_loop(tied: bool) -> None:
     assert [r.loss for r in results] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
     assert [r.grad_norm for r in results] == pytest.approx([n for _, n in expected], rel=1e-5)
     for ours, plain in zip(
-        nn.Sequential(*engine.layers.values()).parameters(), model.parameters(), strict=True
+        nn.Sequential(*engine.units.values()).parameters(), model.parameters(), strict=True
     ):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
 

@@ -15,9 +15,9 @@ from planner.costs.predict import predict
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, Plan
 from planner.documents.profile import ChunkedLoss
-from runtime.engine import TokenEngine
 from runtime.live_memory import LiveMemory
 from runtime.rehearsal import Rehearsal, rank_at, rehearse
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -34,7 +34,7 @@ def rehearsed(plan: Plan, model: ModelGraph, rank: int) -> Rehearsal:
 
 
 def real_peak_bytes(plan: Plan, model: ModelGraph) -> int:
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    engine = token_engine(plan, model, device=torch.device("cpu"))
     tokens = torch.zeros(plan.micro_batch * plan.micro_batches, plan.seq_len + 1, dtype=torch.int64)
     engine.step(tokens)
     peaks = []

@@ -11,8 +11,9 @@ import torch
 from planner.documents.model import Experts, ModelGraph
 from planner.documents.plan import Plan
 from runtime.checkpoint import Progress, load
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.saving import Saver
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 
@@ -56,18 +57,18 @@ def plan(of: str, name: str) -> Plan:
     return cases.plan(model(of), **OF_MODEL[of][name])
 
 
-def steps(engine: TokenEngine, first: int, last: int) -> list[tuple[float, float]]:
+def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
     """Return loss and gradient norm of each step from `first` to before `last`."""
     rows = []
     for step in range(first, last):
-        batch = cases.global_tokens(step).chunk(engine.data_degree)[engine.data_rank]
+        batch = cases.global_tokens(step).chunk(engine.slices)[engine.slice_rank]
         result = engine.step(batch)
         rows.append((result.loss, result.grad_norm))
     return rows
 
 
 def save_under(of: str, name: str, folder: str) -> None:
-    engine = TokenEngine(plan(of, name), model(of), device=torch.device("cpu"))
+    engine = token_engine(plan(of, name), model(of), device=torch.device("cpu"))
     steps(engine, 0, SAVED_AFTER)
     planned = plan(of, name)
     saver = Saver(Path(folder), plan=planned, model=model(of), run="r")
@@ -78,7 +79,7 @@ def save_under(of: str, name: str, folder: str) -> None:
 
 
 def go_on_under(of: str, name: str, folders: list[str]) -> list[list[tuple[float, float]]]:
-    engine = TokenEngine(plan(of, name), model(of), device=torch.device("cpu"))
+    engine = token_engine(plan(of, name), model(of), device=torch.device("cpu"))
     rows = []
     for folder in folders:
         load(Path(folder, f"step-{SAVED_AFTER:06}"), engine.state())
@@ -104,7 +105,7 @@ def progress(of: str, plan: Plan) -> Progress:
 
 
 def uninterrupted(of: str) -> list[tuple[float, float]]:
-    engine = TokenEngine(cases.plan(model(of)), model(of), device=torch.device("cpu"))
+    engine = token_engine(cases.plan(model(of)), model(of), device=torch.device("cpu"))
     return steps(engine, 0, STEPS)[SAVED_AFTER:]
 
 

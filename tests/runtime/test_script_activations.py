@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from runtime import activations, host
 from runtime.activations import LEAST_ELEMENTS
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from tests.runtime import own_modules
 from tests.runtime import test_script_engine as script
 from tests.runtime.ranks import on_ranks

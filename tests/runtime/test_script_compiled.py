@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from planner.errors import LaunchError
 from runtime import compiled
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.torch_internals import compiled_graphs
 from tests.parts import some_and_others
 from tests.runtime import own_modules

@@ -16,8 +16,8 @@ from planner.documents.profile import ChunkedLoss
 from planner.documents.training import Lora
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
 from runtime import host, streamed_state
+from runtime.engine import Engine, StepResult
 from runtime.inner_loss import add_loss, batch_sum
-from runtime.script_engine import Engine, StepResult
 from runtime.script_stage import refuse_plan
 from runtime.whole_batch import whole_batch
 from tests.runtime import own_modules

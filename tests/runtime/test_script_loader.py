@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import BatchError, LaunchError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.script_loader import Loader
 
 DATA = torch.arange(22)

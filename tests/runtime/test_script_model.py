@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshwright
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.errors import PlanError, RecordError
+from runtime.engine import Engine
 from runtime.recorder import Inputs, Recorder, arguments
-from runtime.script_engine import Engine
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, script_model
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 

@@ -20,8 +20,8 @@ from meshwright.scripts import run_script
 from planner.documents.document import write
 from planner.errors import LaunchError, MeshwrightError
 from runtime import run, script_rank, script_run
+from runtime.engine import Engine
 from runtime.nodes import NodeRank
-from runtime.script_engine import Engine
 from runtime.script_run import ScriptRun
 from runtime.supervise import BadEnd, Exit
 from tests.limits import PATIENCE_S

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from planner.errors import LaunchError
 from runtime import checkpoint
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, WIDTH, STEPS = 8, 6, 2

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from planner.errors import LaunchError, OptimizerError
+from runtime.engine import Engine
 from runtime.recorder import Recorder
-from runtime.script_engine import Engine
 from runtime.script_plan import script_plan
 from tests.runtime.ranks import on_ranks
 

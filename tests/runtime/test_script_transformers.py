@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 

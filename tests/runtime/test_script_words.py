@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import MeshwrightError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 
 WIDTH = 4
 

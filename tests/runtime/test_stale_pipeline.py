@@ -12,8 +12,9 @@ from torch import nn
 
 from planner.documents.model import ModelGraph
 from planner.schedules import schedule
-from runtime.engine import TokenEngine
+from runtime.engine import Engine
 from runtime.stale_pipeline import Versions
+from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, errors, train
@@ -22,15 +23,15 @@ CPU = torch.device("cpu")
 STEPS = 6
 
 
-def weights_of(engine: TokenEngine) -> dict[str, np.ndarray]:
+def weights_of(engine: Engine) -> dict[str, np.ndarray]:
     state = engine.state().items()
     return {name: value.numpy().copy() for name, value in state if name.startswith("model.")}
 
 
 def simulated(graph: ModelGraph, steps: int = STEPS) -> Run:
     """W(k+1) = W(k) + AdamW's move by the gradient of step k at W(max(0, k-1)), in one process."""
-    engine = TokenEngine(cases.plan(graph), graph, device=CPU)
-    parameters = [p for layer in engine.layers.values() for p in layer.parameters()]
+    engine = token_engine(cases.plan(graph), graph, device=CPU)
+    parameters = [p for layer in engine.units.values() for p in layer.parameters()]
     history = [[p.detach().clone() for p in parameters]]
     losses, norms = [], [0.0]
     for step in range(steps):
@@ -38,9 +39,9 @@ def simulated(graph: ModelGraph, steps: int = STEPS) -> Run:
         put(parameters, history[max(0, step - 1)])
         engine.forward_backward(tokens)
         put(parameters, history[-1])
-        loss, norm, *_ = engine._optimizer.step(engine._passes.totals.values).tolist()
-        losses.append(loss)
-        norms.append(norm)
+        result = engine.optimizer_step()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
         history.append([p.detach().clone() for p in parameters])
     return Run(losses, norms[:steps], weights_of(engine))
 
@@ -100,7 +101,7 @@ def interrupted(asked_after: list[int]) -> Run:
     """Train, and ask for the state (which drains the pipeline) after some steps."""
     graph = cases.transformer()
     plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2)
-    engine = TokenEngine(plan, graph, device=CPU)
+    engine = token_engine(plan, graph, device=CPU)
     losses = []
     for step in range(STEPS):
         losses.append(engine.step(cases.global_tokens(step)).loss)
@@ -127,11 +128,11 @@ def calls_in_flight() -> list[int]:
     """Return the micro-batches that this rank has in flight behind each call."""
     graph = cases.transformer()
     plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=4, micro_batches=4)
-    engine = TokenEngine(plan, graph, device=CPU)
+    engine = token_engine(plan, graph, device=CPU)
     found = []
     for step in range(4):
         engine.step(cases.global_tokens(step))
-        found.append(len(engine._stale._in_flight))
+        found.append(len(engine._late._pipeline._in_flight))
     return found
 
 
@@ -145,8 +146,8 @@ def test_calls_together_are_the_schedule() -> None:
     def work() -> tuple[list[str], list[str]]:
         graph = cases.transformer()
         plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2, micro_batches=4)
-        engine = TokenEngine(plan, graph, device=CPU)
-        pipeline = engine._stale
+        engine = token_engine(plan, graph, device=CPU)
+        pipeline = engine._late._pipeline
         done: list[str] = []
         forward, backward = pipeline._forward, pipeline._backward
 
@@ -186,13 +187,13 @@ def test_a_version_is_kept_while_another_is_updated() -> None:
 def resumed(folder: str) -> tuple[int, float]:
     graph = cases.transformer()
     plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2)
-    engine = TokenEngine(plan, graph, device=CPU)
+    engine = token_engine(plan, graph, device=CPU)
     for step in range(3):
         engine.step(cases.global_tokens(step))
     dcp.save(engine.state(), checkpoint_id=folder)
-    other = TokenEngine(cases.plan(graph, pipeline=2, seed=9), graph, device=CPU)
+    other = token_engine(cases.plan(graph, pipeline=2, seed=9), graph, device=CPU)
     dcp.load(other.state(), checkpoint_id=folder)
-    again = TokenEngine(plan, graph, device=CPU)
+    again = token_engine(plan, graph, device=CPU)
     dcp.load(again.state(), checkpoint_id=folder)
     losses = [e.step(cases.global_tokens(3)).loss for e in (other, again)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # both on the newest weights
@@ -202,7 +203,7 @@ def resumed(folder: str) -> tuple[int, float]:
 @pytest.mark.ranks
 def test_another_plan_goes_on_from_its_checkpoint(tmp_path: Any) -> None:
     graph = cases.transformer()
-    alone = TokenEngine(cases.plan(graph), graph, device=CPU)
+    alone = token_engine(cases.plan(graph), graph, device=CPU)
     state = alone.state()
     for name, value in simulated(graph, 3).weights.items():
         state[name].copy_(torch.from_numpy(value))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import EngineAttributeError, LaunchError, MeshwrightError, OptimizerError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.torch_habits import INSTEAD
 from tests.runtime.ranks import on_ranks
 

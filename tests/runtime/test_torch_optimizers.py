@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import OptimizerError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.torch_optimizers import is_elementwise
 from tests.parts import some_and_others
 from tests.runtime.exact_muon import muon_without_rounding

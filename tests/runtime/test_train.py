@@ -7,7 +7,6 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage,
 from planner.errors import LaunchError  # noqa: E402
 from runtime import checkpoint, run  # noqa: E402
 from runtime.data import Corpus, Samples, files, prepare  # noqa: E402
+from runtime.engine import StepResult  # noqa: E402
 from runtime.run import Orders  # noqa: E402
+from runtime.torch_habits import LossValue  # noqa: E402
 from runtime.train import Loop, step_seed  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
 
@@ -38,32 +39,30 @@ def one_rank() -> Iterator[None]:
 MODEL = ModelGraph(name="toy", layers=(Layer(name="a", kind="block", parameters=3),))
 
 
-@dataclass
-class Result:
-    loss: float
-    grad_norm: float
-    skipped: bool = False
-    expert_load: float | None = None
+def result(loss: float, grad_norm: float, *, skipped: bool = False) -> StepResult:
+    return StepResult(LossValue(loss), 80.0, grad_norm, skipped=skipped)
 
 
 class Averaging:
     """Keeps a running mean of the tokens; the loss depends on it, on them and on luck."""
 
     stage = 0
+    compiler = None
 
-    def __init__(self, *, data_rank: int = 0, data_degree: int = 1) -> None:
-        self.data_rank = data_rank
-        self.data_degree = data_degree
+    def __init__(self, *, slice_rank: int = 0, slices: int = 1) -> None:
+        self.slice_rank = slice_rank
+        self.slices = slices
         self.mean = torch.zeros(1, dtype=torch.float64)
         self.seen: list[torch.Tensor] = []
 
-    def step(self, tokens: torch.Tensor) -> Result:
+    def step(self, batch: tuple[torch.Tensor]) -> StepResult:
+        (tokens,) = batch
         self.seen.append(tokens)
         self.mean.mul_(0.9).add_(0.1 * tokens.double().mean() + torch.rand(1).double())
-        return Result(loss=float(self.mean), grad_norm=1.0)
+        return result(float(self.mean), 1.0)
 
-    def evaluate(self, tokens: torch.Tensor) -> float:
-        return float(self.mean) + float(tokens.double().mean())
+    def evaluate(self, batch: tuple[torch.Tensor]) -> StepResult:
+        return result(float(self.mean + batch[0].double().mean()), 1.0)
 
     def refuse_drifted(self) -> None: ...
 
@@ -77,12 +76,12 @@ class Averaging:
 class FailsAt(Averaging):
     """Gives a loss or gradient norm that is no number at one step."""
 
-    def __init__(self, step: int, result: Result) -> None:
+    def __init__(self, step: int, result: StepResult) -> None:
         super().__init__()
         self.fails = (step, result)
 
-    def step(self, tokens: torch.Tensor) -> Result:
-        good = super().step(tokens)
+    def step(self, batch: tuple[torch.Tensor]) -> StepResult:
+        good = super().step(batch)
         return self.fails[1] if len(self.seen) == self.fails[0] else good
 
 
@@ -127,11 +126,11 @@ def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: 
     )
     return Loop(
         engine,
-        plan=plan(engine.data_degree),
+        plan=plan(engine.slices),
         model=MODEL,
         corpus=corpus,
         orders=told,
-        rank=engine.data_rank,
+        rank=engine.slice_rank,
         now_s=lambda: 1000.0 + 10.0 * len(engine.seen),
     )
 
@@ -147,7 +146,7 @@ def test_data_ranks_together_see_what_one_rank_sees(
     alone = Averaging()
     loop(alone, corpus, tmp_path / "alone", 5).run()
 
-    ranks = [Averaging(data_rank=rank, data_degree=data) for rank in range(data)]
+    ranks = [Averaging(slice_rank=rank, slices=data) for rank in range(data)]
     for engine in ranks:
         loop(engine, corpus, tmp_path / "many", 5).run()
 
@@ -171,10 +170,10 @@ def test_the_next_batch_is_read_beside_the_step(
         return whole(samples, first, count)
 
     class Waiting(Averaging):
-        def step(self, tokens: torch.Tensor) -> Result:
+        def step(self, batch: tuple[torch.Tensor]) -> StepResult:
             assert second.wait(PATIENCE_S)
             assert not gc.isenabled()  # all ranks look for cycles between the same steps
-            return super().step(tokens)
+            return super().step(batch)
 
     monkeypatch.setattr(Samples, "batch", batch)
     loop(Waiting(), corpus, tmp_path / "out", 3).run()
@@ -211,10 +210,10 @@ def test_checkpoints_come_every_so_often_and_at_the_end(corpus: Corpus, tmp_path
 
 
 @pytest.mark.parametrize(
-    "result", [Result(float("nan"), 1.0), Result(float("inf"), 1.0), Result(1.0, float("nan"))]
+    "result", [result(float("nan"), 1.0), result(float("inf"), 1.0), result(1.0, float("nan"))]
 )
 def test_nonsense_ends_the_run_and_names_the_last_good_checkpoint(
-    corpus: Corpus, tmp_path: Path, result: Result
+    corpus: Corpus, tmp_path: Path, result: StepResult
 ) -> None:
     saved = tmp_path / "saved"
 
@@ -239,11 +238,11 @@ def test_nonsense_ends_the_run_and_names_the_last_good_checkpoint(
 
 def test_nonsense_without_checkpoints_says_so(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="nothing was saved"):
-        loop(FailsAt(1, Result(float("nan"), 1.0)), corpus, tmp_path / "out", 9).run()
+        loop(FailsAt(1, result(float("nan"), 1.0)), corpus, tmp_path / "out", 9).run()
 
 
 def test_a_skipped_step_is_no_nonsense_and_has_no_record(corpus: Corpus, tmp_path: Path) -> None:
-    engine = FailsAt(2, Result(float("nan"), float("inf"), skipped=True))
+    engine = FailsAt(2, result(float("nan"), float("inf"), skipped=True))
     saved = tmp_path / "saved"
 
     loop(engine, corpus, tmp_path / "out", 2, checkpoint=str(saved)).run()

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import meshwright
 from planner.errors import MeshwrightError, RecordError
-from runtime.script_engine import Engine
+from runtime.engine import Engine
 from runtime.trial import copied, untouched
 
 WIDTH, STEPS = 4, 3

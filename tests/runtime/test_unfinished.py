@@ -21,11 +21,11 @@ from planner.documents.model import ModelGraph  # noqa: E402
 from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import LaunchError  # noqa: E402
 from runtime import checkpoint, parts, run, unfinished  # noqa: E402
-from runtime.engine import TokenEngine  # noqa: E402
+from runtime.engine import Engine  # noqa: E402
 from runtime.held import alone_in  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
-from runtime.script_engine import Engine  # noqa: E402
 from runtime.tensor_files import TensorWriter  # noqa: E402
+from runtime.train import token_engine  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
 from tests.runtime import cases  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
@@ -71,7 +71,7 @@ def two_steps(plan: Plan, model: ModelGraph, folder: str, moment: str | None) ->
     """Save after each of two steps; a rank dies in the second save, at a moment."""
     global FOLDER  # noqa: PLW0603 - of a forked process
     FOLDER = Path(folder)
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    engine = token_engine(plan, model, device=torch.device("cpu"))
     saver = Saver(FOLDER, plan=plan, model=model, run="r", config=engine.configuration())
     for step in (1, 2):
         engine.step(own(engine, step))

@@ -41,8 +41,12 @@ OF_STACKS: Mapping[str, tuple[str, ...]] = {
     "fused-cross-entropy": ("fused-cross-entropy",),
     "liger": ("fused-norms", "fused-gates"),
     "balanced-routing": ("balanced-experts",),
+    "gptq": ("narrow-frozen",),
 }
 """Options of the stack that a word stands for."""
+OF_PLUGINS: Mapping[str, tuple[str, ...]] = {"accelerated-peft-bnb": ("narrow-frozen",)}
+"""The same of the plugins that a framework's name joins: fms-acceleration brings models in 4 bits
+to their adapters without peft's casts (plugins/accelerated-peft)."""
 SCALES: Mapping[str, Scales] = {
     "fp8-delayed": "delayed",
     "fp8-current": "tensorwise",
@@ -84,7 +88,6 @@ WITHOUT_EFFECT = frozenset(
         "fsdp1",
         "fsdp2",
         "fused-grouped-mlp",
-        "gptq",
         "grouped-gemm",
         "hybrid-shard",
         "lora-all",
@@ -140,13 +143,16 @@ def options_of_row(row: Row) -> RunOptions:
     >>> found.stack, found.scales, found.recompute, found.recomputed_blocks
     (('tp-overlap',), 'tensorwise', 'full', 4)
     """
-    return _options(row.get("options", ""), row.get("loss", ""))
+    _, _, plugins = row.get("framework", "").lower().partition("+")
+    return _options(row.get("options", ""), row.get("loss", ""), plugins)
 
 
 @lru_cache(maxsize=1024)
-def _options(options: str, loss: str) -> RunOptions:
+def _options(options: str, loss: str, plugins: str) -> RunOptions:
     words = [each for each in (word(part) for part in options.split("+")) if each not in EMPTY]
     of_stack = [name for each in words for name in OF_STACKS.get(each, ())]
+    for plugin, names in OF_PLUGINS.items():
+        of_stack += names if plugins.startswith(plugin) else ()
     if CHEAP.intersection(words):
         of_stack.append("cheap-recompute")
     found = [RECOMPUTED[each] for each in words if each in RECOMPUTED]

@@ -82,15 +82,16 @@ def test_the_root_waits_for_the_gradient_of_its_first_layer() -> None:
     )
 
     resident = (2 + 2 + 4) * 3 * N / D
-    # Gathered throughout; its gradient from its own backward on, with the block before it there.
-    assert head.parameters_bytes == 2 * 3 * N / D + 2 * 3 * N
+    # A copy from its forward on, until the last backward ends; its gradient from its own backward
+    # on, with the block before it there.
+    assert head.between_bytes == 2 * 3 * N
     assert head.resident_bytes == resident + 2 * 3 * N + 2 * 3 * N
     assert (head.forward_transient_bytes, head.backward_transient_bytes) == (0, 2 * N)
     # All gradients join; then, when copies are gone, they are cast for their reduction.
     assert embedding.after_backward_bytes == max(4 * N + 10 * N, 10 * N + 20 * N - 10 * N - 6 * N)
     held = flat_units.states(N, replace(PURE, zero=2))
     kept = flat_units.in_root(held, N, replace(PURE, zero=2), root=N, before=None)
-    assert kept.parameters_bytes == held.parameters_bytes
+    assert (kept.parameters_bytes, kept.between_bytes) == (held.parameters_bytes, 0)
 
 
 def test_frozen_units_are_gathered_in_their_own_type_and_have_no_gradients() -> None:

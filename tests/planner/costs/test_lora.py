@@ -24,14 +24,14 @@ from planner.stacks.native import refusal
 @pytest.mark.parametrize("family", ["reference", "llama", "qwen3", "gpt2", "mixtral", "qwen3_moe"])
 def test_adapters_have_the_parameters_that_the_runtime_makes(family: str) -> None:
     torch = pytest.importorskip("torch")
-    from runtime.engine import TokenEngine
+    from runtime.train import token_engine
     from tests.runtime import cases
 
     lora = Lora(rank=3)
     model = cases.transformer(family)
     plan = cases.plan(model)
     plan = plan.model_copy(update={"training": plan.training.model_copy(update={"lora": lora})})
-    engine = TokenEngine(plan, model, device=torch.device("cpu"))
+    engine = token_engine(plan, model, device=torch.device("cpu"))
 
     made = sum(v.numel() for n, v in engine.state().items() if n.startswith("model."))
 

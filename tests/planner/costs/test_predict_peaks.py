@@ -101,10 +101,10 @@ def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
 
     gloo's thread lets go of a collective's tensors some time after the wait for it: never earlier.
     """
-    from runtime.engine import TokenEngine
     from runtime.live_memory import LiveMemory
+    from runtime.train import token_engine
 
-    engine = TokenEngine(of, graph, device=torch.device("cpu"))
+    engine = token_engine(of, graph, device=torch.device("cpu"))
     tokens = torch.zeros(of.micro_batch * of.micro_batches, SEQ_LEN + 1, dtype=torch.int64)
     engine.step(tokens)
     peaks = []

@@ -122,6 +122,19 @@ def test_what_waits_for_a_collective_is_reserved_and_takes_no_room() -> None:
     assert not rank_memory.has_room(0.99 * just, parts, waiting)
 
 
+def test_what_backwards_leave_is_there_until_the_last_one_ends() -> None:
+    """Of three layers the first goes backward beside what both others have left, 6 bytes each."""
+    leaving = LAYER._replace(left=6.0)
+    costs, three = Process(), Layout()
+
+    plain = rank_memory.dynamic_parts(costs, three, {0: [LAYER] * 3}, rank=0)
+    parts = rank_memory.dynamic_parts(costs, three, {0: [leaving] * 3}, rank=0)
+
+    # All activations at the last layer's, which comes first, or one and what is left.
+    assert plain["activations"] + plain["gradients"] == 3 * 5.0
+    assert parts["activations"] == 5.0 + 2 * 6.0
+
+
 def test_the_optimizers_step_may_be_the_peak() -> None:
     """Of two layers it copies 9 bytes each, beside what stays of both and no activations."""
     copied = LAYER._replace(flat=9.0)

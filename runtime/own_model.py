@@ -1,0 +1,183 @@
+"""A module of the user's own under a plan: recorded, checked, and cut into this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planner.documents.plan import Plan
+from runtime import batches, inner_loss
+from runtime.compiled import Compiler
+from runtime.coupled_loss import check_loss
+from runtime.gradients import Slot, copies_of
+from runtime.mesh import place_of
+from runtime.parallelize import activation_type
+from runtime.participation import Participation
+from runtime.recorder import Inputs, Recorder
+from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, refuse_changing
+from runtime.script_plan import script_plan
+from runtime.script_stage import (
+    check_layers,
+    frozen_and_buffers,
+    holders_of,
+    modules_of,
+    refuse_hooks,
+    refuse_plan,
+    refuse_sparse,
+    script_stage,
+)
+from runtime.script_start import built
+from runtime.script_tensor import Styles, styles_by_name
+from runtime.torch_optimizers import Factory, Group, GroupOf, grouped
+from runtime.transforms import Staged
+from runtime.whole_batch import whole_batch
+
+
+class OwnModel:
+    """What an Engine trains, from a function that builds it."""
+
+    counts = 1
+    """How much of each sample the loss is expected to count."""
+    divides_logits = False
+    """Whether the loss gets logits that are divided over the tensor axis."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        wanted: Plan | Mapping[str, Any],
+        *,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Factory,
+        batch: Any,
+        inputs: Inputs | None,
+        groups: GroupOf | None,
+        units: Sequence[str] | None,
+        tensor: Styles | None,
+        device: torch.device,
+    ) -> None:
+        """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made."""
+        module = built(build, wanted)
+        refuse_hooks(module)
+        refuse_sparse(module)
+        few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
+        recorder = Recorder.of(module, few, inputs, units=units)
+        changing = check_replay(module, recorder, few)
+        self.sums = inner_loss.times_asked() > asked
+        """The module asks for sums over the batch."""
+        if isinstance(wanted, Plan):
+            check_module(wanted, recorder)
+            plan = wanted
+        else:
+            name = getattr(build, "__name__", type(module).__name__)
+            plan = script_plan(
+                recorder,
+                wanted,
+                name=type(module).__name__ if name == "<lambda>" else name,
+                ranks=dist.get_world_size() if dist.is_initialized() else 1,
+                global_batch=batches.samples_in(batch),
+                device=device.type,
+            )
+        dtype = activation_type(plan.precision)
+        if dtype != torch.float32:
+            recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
+        check_layers(plan, recorder)
+        refuse_plan(plan, module, loss)
+        refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
+        check_loss(plan, module, recorder, batch, loss)
+        self.plan = plan
+        self.place = place_of(plan, device)
+        self.recorder = recorder
+        self.aliases: Mapping[str, str] = recorder.aliases
+        self.participation: Participation | None = Participation()
+        self._module = module
+        self._device = device
+        self._styles = styles_by_name(plan, module, recorder, tensor)
+        self._holders = holders_of(plan, recorder, self.place)
+        self._groups = grouped(module.named_parameters(), optimizer, groups)
+
+    def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
+        """Return this rank's stages, the plan applied."""
+        plan, numbers = self.plan, self.plan.stages_of_rank(self.place.stage)
+        assert self.participation is not None
+        return tuple(
+            script_stage(
+                plan,
+                own,
+                self.recorder,
+                self.place,
+                stage=stage,
+                device=self._device,
+                styles=self._styles,
+                participation=self.participation,
+                compiler=compiler,
+            )
+            for stage, own in zip(
+                numbers,
+                modules_of(plan, self._module, self.recorder, self.place, numbers),
+                strict=True,
+            )
+        )
+
+    def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
+        """Return what this rank trains; of a parameter that several stages read, each its copy."""
+        degrees = self.place.degrees
+        world = 1 if self.place.mesh is None else degrees.devices // degrees.pipeline
+        found: dict[str, Slot] = {}
+        for part in parts:
+            for path, parameter in part.module.named_parameters():
+                name = self.aliases.get(path, path)
+                if not parameter.requires_grad:
+                    continue
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if name in found:
+                    first = found[name]
+                    if parameter is not first.parameter:
+                        copies = (*first.copies_here, (parameter, local.detach()))
+                        found[name] = replace(first, copies_here=copies)
+                    continue
+                tied = self._holders.get(name)
+                found[name] = Slot(
+                    name=name,
+                    parameter=parameter,
+                    local=local.detach(),
+                    copies=copies_of(parameter, world) * (tied.size() if tied else 1),
+                    partial=name in part.summed,
+                    pieces=1,
+                    sections=part.sections.get(name, ()),
+                    tied=tied,
+                    factor=1.0,
+                )
+        return tuple(found.values())
+
+    def groups(self, slots: Sequence[Slot]) -> list[Group]:
+        """Return what is trained by its settings, equal on all ranks."""
+        return self._groups
+
+    def batch(self, given: Any) -> Any:
+        """Return what a user's step is given, as it is."""
+        return given
+
+    def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
+        """Return what a rank holds beside what it trains, by name."""
+        return frozen_and_buffers([part.module for part in parts])
+
+    saved = beside
+    """What of that a checkpoint has."""
+
+    def learning_rate(self, steps: int) -> float | None:
+        """Return None: a scheduler of the user's own says it."""
+        return None
+
+    def expert_load(self, parts: Sequence[Staged]) -> float | None:
+        """Return None: experts of the user's own are not known."""
+        return None
+
+    def configuration(self) -> str | None:
+        """Return None: the module is the user's own code."""
+        return None
