@@ -27,14 +27,18 @@ SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    facts = [Fact(label="answer", text=sentence, lines=5) for sentence in verdicts(result)]
+    headlines = max(1, len(result.ranks))
+    facts = [
+        Fact(label="answer", text=sentence, lines=5 if place < headlines else 1)
+        for place, sentence in enumerate(verdicts(result))
+    ]
     for model, ranks in result.ranks.items():
-        for rank in ranks[:FEW]:
+        for index, rank in enumerate(ranks[:FEW]):
             facts.append(
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=rank.place > 1,
+                    detail=index > 0,
                 )
             )
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
