@@ -58,6 +58,7 @@ def test_no_plan_of_an_attack_beats_an_answer(name: str) -> None:
     assert outcome.simulation_hits == []
 
 
+@pytest.mark.matrix
 def test_an_attack_draws_devices_that_are_idle_and_micro_batches_of_any_size() -> None:
     attack = attack_on("deep-3b")
 
@@ -139,6 +140,7 @@ def test_an_attack_sees_a_bound_that_is_too_high() -> None:
     assert outcome.closed_form_hits
 
 
+@pytest.mark.matrix
 def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
     answer = attack_on("gpt2-xl-4090").answer
     true = answer.prediction

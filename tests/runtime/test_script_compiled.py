@@ -182,6 +182,7 @@ def gathered_everywhere() -> dict[str, tuple[script.Run, int, int]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_units_are_gathered_as_far_ahead_and_kept_as_a_plan_says() -> None:
     expected = script.plainly()
 

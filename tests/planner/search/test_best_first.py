@@ -326,6 +326,7 @@ def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
     exhaustive = optima(SNUG)
     fastest_of_kind: dict[tuple[int, ...], float] = {}

@@ -44,6 +44,7 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
 CHUNKS, ANEW = ChunkedLoss(rows=1024), ChunkedLoss(rows=1024, gradients="recomputed")
 
 
+@pytest.mark.matrix
 def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
     free, chunks, plain = (
         search(request("8xa100-sxm-40gb", *pins))

@@ -205,6 +205,7 @@ def test_more_effort_gives_no_lower_bound_and_no_slower_plan() -> None:
     assert full.gap < 1e-5
 
 
+@pytest.mark.matrix
 def test_the_usual_answer_has_the_pipeline_that_simulates_faster_than_the_closed_form() -> None:
     """Its closed form is above that of fewer stages; its simulated step is 11 % below."""
     job = Job(seq_len=1024, global_batch=64)

@@ -128,6 +128,7 @@ def test_programs_end_with_the_iterations_they_may_take() -> None:
     assert limited_s <= free_s
 
 
+@pytest.mark.matrix
 def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
     problem, effort = wide(80, 1), GraphEffort(programs=28, most_programs=20, most_ideals=1000)
 
