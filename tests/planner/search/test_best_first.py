@@ -284,6 +284,7 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
     return cluster.model_copy(update={"groups": (faster,)})
 
 
+@pytest.mark.spread(5)
 @pytest.mark.long(
     "mixtral-8x7b 4x8xh100-sxm-80gb-memory",
     "mixtral-8x7b 4x8xh100-sxm-80gb-links",
