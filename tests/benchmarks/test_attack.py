@@ -30,6 +30,7 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.long(
     "unequal-v100",
     "mixtral-16",

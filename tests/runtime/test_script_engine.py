@@ -403,6 +403,7 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
         new_engine(plan)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("place", "value"),
     [

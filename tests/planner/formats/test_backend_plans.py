@@ -285,6 +285,7 @@ def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> No
     ]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.long(
     "native-mixtral-8x7b-2x8xh100-sxm-80gb",
     "native-deepseek-v3-256x8xh800-sxm-80gb",
