@@ -6,12 +6,10 @@
 // page that the keyboard does not reach, and on files of 400 kB or more.  Of a study's page each
 // control is moved: the page must follow within 50 ms, the address must keep the state, a reset must
 // restore every figure, and a printed page must be one.  SHOTS=FOLDER also keeps pictures.
-const { chromium } = require("playwright-core");
+const { opened } = require("./browser");
 const fs = require("fs");
 const path = require("path");
 
-const ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run",
-  "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 const VIEWS = [["light", 1280], ["dark", 1280], ["light", 390], ["dark", 390], ["light", 1920]];
 const MOST_BYTES = 400e3, MOST_MS = 50;
 
@@ -92,9 +90,7 @@ async function moved(page, file) {
 }
 
 (async () => {
-  const browser = await chromium.launch({
-    executablePath: process.env.CHROMIUM || "/usr/bin/chromium", args: ARGUMENTS,
-  });
+  const browser = await opened();
   const all = [];
   for (const file of process.argv.slice(2)) {
     const size = fs.statSync(file).size;
