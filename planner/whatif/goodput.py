@@ -61,7 +61,7 @@ def steps_between_checkpoints(
     """Steps between checkpoints at which the least is lost, at least 1.
 
     405e9 parameters on 16,384 devices: a copy takes 405e9 x 12 / (16,384 x 1e10) = 0.03 s, the
-    stall 0.8 s, and one of the devices fails every 3.1 hours: sqrt(2 x 0.83 x 11,135) = 136 s; it is
+    stall 0.8 s, and one device fails every 3.1 hours: sqrt(2 x 0.83 x 11,135) = 136 s; it is
     written in 3.2 s.
 
     >>> from planner.whatif.study import Failures
