@@ -65,7 +65,9 @@ def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: st
         assert bool(said) == above
         assert all("% likely to fit" in note for note in said)
         seen.add((found.fits, above))
-    assert seen == {(True, True), (True, False), (False, False)}
+    # The allocator of Hugging Face's stack is replayed: it reserves what a device has, never more.
+    replayed = backend == "transformers"
+    assert seen == {(True, False), (False, False)} | (set() if replayed else {(True, True)})
 
 
 @pytest.fixture(scope="module")
