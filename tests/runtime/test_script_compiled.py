@@ -113,6 +113,7 @@ def of_blocks(block: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
+@pytest.mark.spread(2)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("block", "reason"),

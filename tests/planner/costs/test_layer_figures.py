@@ -28,6 +28,7 @@ from planner.search.space import layouts
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("divided", [1, 2])
 def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:

@@ -318,6 +318,7 @@ def test_a_better_machine_is_never_slower(case: Case, what: str) -> None:
     assert after.certificate.objective_s <= before.certificate.objective_s * (1 + 1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", [ROOMY, EXPERTS], ids=lambda case: f"{case.model} {case.cluster}")
 def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     exact = usual_answer(case)

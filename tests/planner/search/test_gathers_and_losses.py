@@ -81,6 +81,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
     assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("gemma-2-2b-4xrtx-4090-4096-16")
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "batch"),

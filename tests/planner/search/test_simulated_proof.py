@@ -89,6 +89,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("schedule", "virtual", "count"), SPLITS)
 def test_nothing_simulates_below_the_bound_and_the_answer_is_the_least(
     schedule: str, virtual: int, count: int
@@ -174,6 +175,7 @@ def open_answer(prove: bool) -> Answer:
     return search(request(Pins()), effort=FULL if prove else USUAL)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("prove", [False, True])
 def test_no_layout_is_solved_below_the_bound(prove: bool) -> None:
     """The closed form's optimum of every layout, simulated."""
