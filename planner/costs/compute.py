@@ -4,10 +4,10 @@
 
 P is the peak of the job's precision times the share of it that lasts through a step, and that the
 slowest of all devices has (`slowest`), W the memory bandwidth, f and g the fractions of the
-device's curve; f differs between matrix products and attention, forward and backward.  The additive form fits measured products of ten accelerators to
-5-13 %, where a roofline (the larger term alone) is 18-34 % optimistic.  Of a communication only
-its launch and the copies beside it count here; its time on the links stands in
-`planner.costs.collectives`.
+device's curve; f differs between matrix products and attention, forward and backward.  The additive
+form fits measured products of ten accelerators to 5-13 %, where a roofline (the larger term alone)
+is 18-34 % optimistic.  Of a communication only its launch and the copies beside it count here; its
+time on the links stands in `planner.costs.collectives`.
 """
 
 from __future__ import annotations
