@@ -91,13 +91,13 @@ class OwnModel:
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
         check_loss(plan, module, recorder, batch, loss)
         self.plan = plan
-        self.place = place_of(plan, device)
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
         self.participation: Participation | None = Participation()
         self._module = module
         self._device = device
         self._styles = styles_by_name(plan, module, recorder, tensor)
+        self.place = place_of(plan, device)  # last: a plan that no module goes with needs no ranks
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
