@@ -82,14 +82,22 @@ function stepMultipliers({ plan, candidate }) {
 /** Probability of each that its futures' figure is the least of those that are known. */
 export function chancesToBeFirst(figures) {
   const known = figures.filter((figure) => figure !== null);
-  const wins = known.map(() => 0);
-  for (let k = 0; known.length && k < DRAWS; k++) {
-    let least = Infinity, tied = 0;
-    for (const figure of known) if (figure[k] < least) least = figure[k];
-    const most = least * (1 + NOTHING);
-    for (const figure of known) if (figure[k] <= most) tied++;
-    for (let at = 0; at < known.length; at++) if (known[at][k] <= most) wins[at] += 1 / tied;
+  const most = new Float64Array(DRAWS).fill(Infinity), tied = new Uint16Array(DRAWS);
+  for (const figure of known) {
+    for (let k = 0; k < DRAWS; k++) if (figure[k] < most[k]) most[k] = figure[k];
   }
+  for (let k = 0; k < DRAWS; k++) most[k] *= 1 + NOTHING;
+  const firsts = known.map((figure) => {
+    const first = [];
+    for (let k = 0; k < DRAWS; k++) {
+      if (figure[k] <= most[k]) {
+        first.push(k);
+        tied[k]++;
+      }
+    }
+    return first;
+  });
+  const shares = firsts.map((first) => first.reduce((sum, k) => sum + 1 / tied[k], 0) / DRAWS);
   let next = 0;
-  return figures.map((figure) => (figure === null ? null : wins[next++] / DRAWS));
+  return figures.map((figure) => (figure === null ? null : shares[next++]));
 }

@@ -281,6 +281,11 @@ class Failures(Part):
         Quantity, 1e10, 5e7, 2.5e10, "a copy to the host; low: training waits for the store"
     )
     """Of a checkpoint to the host's memory, while training waits."""
+    checkpoint_stall_s: Quantity = _known(
+        Quantity, 0.8, 0.1, 6.3, "high PTASYNC; low assumed, value their geometric mean"
+    )
+    """That training waits at each checkpoint beside the copy: ranks agree on what is whole, list
+    their tensors, take memory."""
     other: ShareQuantity = _known(
         ShareQuantity,
         0.2,

@@ -4,9 +4,12 @@ import { times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
 
+// Made once: a formatter takes as long to make as hundreds of numbers to format.
+const FORMATS = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US",
+  { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
 /** A number with a separator of thousands. */
-export const grouped = (value, digits = 0) => value.toLocaleString("en-US",
-  { minimumFractionDigits: digits, maximumFractionDigits: digits });
+export const grouped = (value, digits = 0) => FORMATS[digits].format(value);
 
 /** A figure with its range. */
 export function ranged(span, factor = 1) {
