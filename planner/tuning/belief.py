@@ -116,4 +116,5 @@ def _alike(options: Sequence[Option], key: Callable[[Option], Hashable]) -> Arra
     """[option, option] 1 where two have the same key, else 0."""
     numbers: dict[Hashable, int] = {}
     of = np.array([numbers.setdefault(key(one), len(numbers)) for one in options])
-    return (of[:, None] == of[None, :]).astype(float)
+    same: Array = (of[:, None] == of[None, :]).astype(float)
+    return same

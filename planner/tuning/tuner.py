@@ -27,6 +27,9 @@ NEAR = 0.02
 ENOUGH = 0.95
 """Probability that the answer is so good at which trials end."""
 DRAWS = 1_000
+ALONE = 0.3
+"""Of the rivals of an answer so many are as if independent: with that exponent the probability that
+none of them wins is so stated as it was seen (docs/tuning.md)."""
 START_S = 30.0
 """Of a trial, before its first step, where none has told better."""
 STEPS = 12
@@ -155,7 +158,8 @@ class Tuner:
         fit = rng.random((DRAWS, len(among))) < self.fits[among]
         own = steps[:, int(np.searchsorted(among, self.answer))]
         best = np.where(fit, steps, np.inf).min(axis=1)
-        return float(np.mean(best >= own + math.log1p(-NEAR)))
+        apart = float(np.mean(best >= own + math.log1p(-NEAR)))
+        return math.pow(apart, ALONE)
 
     @property
     def done(self) -> bool:
