@@ -35,7 +35,6 @@ FEWEST = 3
 WORST = 1.0
 """Regret of a sweep is capped here; so is that of an answer that does not fit in memory."""
 MOST_TRIALS = 40
-SEEDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +171,7 @@ def _parzen(sweep: Sweep, rng: random.Random) -> list[int]:
     sampler = optuna.samplers.TPESampler(seed=rng.randrange(2**31), n_startup_trials=3)
     study = optuna.create_study(sampler=sampler)
     order: list[int] = []
-    for _ in range(20 * MOST_TRIALS):
+    for _ in range(4 * MOST_TRIALS):
         if len(order) >= min(MOST_TRIALS, len(known)):
             break
         asked = study.ask()
@@ -197,8 +196,8 @@ POLICIES: dict[str, Policy] = {
     "DeepSpeed's order": _in_order(_by_stage),
     "optuna TPE": _in_order(_parzen),
 }
-REPEATED = ("random", "optuna TPE")
-"""Policies that draw, and are replayed from several seeds."""
+REPEATED = {"random": 5, "optuna TPE": 1}
+"""Policies that draw, and from how many seeds they are replayed."""
 
 
 @dataclass(slots=True)
@@ -279,7 +278,7 @@ def by_source(sweeps: Sequence[Sweep], name: str | None) -> dict[str, Score]:
     for sweep in sweeps:
         score = scores[sweep.source]
         policy = _learning(score) if name is None else POLICIES[name]
-        for seed in range(SEEDS if name in REPEATED else 1):
+        for seed in range(REPEATED.get(name or "", 1)):
             replay(sweep, seed, score, policy)
     return scores
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli import figures, plans, runs
+from meshwright.cli import figures, plans, runs, tunes
 from meshwright.cli.console import say
 from meshwright.examples import epilog
 from planner.errors import MeshwrightError
@@ -69,6 +69,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import": plans.import_,
     "predict": plans.predict,
     "solve": plans.solve,
+    "tune": tunes.tune,
     "launch": runs.launch,
     "run": runs.run,
     "export": plans.export,

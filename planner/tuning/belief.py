@@ -4,11 +4,13 @@
     measured_i = y_i + noise
 
 p_i is the predicted step, x_i its sensitivities, θ the constants of the cluster.  All terms are
-normal with mean 0 and the spreads below, times one unknown scale whose square is inverse-gamma:
-clusters differ in how far predictions miss.  After trials I with residuals r = measured - ln p
+normal with mean 0; what the options have in common is K, times one unknown scale s whose inverse
+is gamma with ν degrees of freedom: clusters differ in how far predictions miss.  After trials I
+with residuals r = measured - ln p
 
-    mean  = ln p + K[:, I] S⁻¹ r,     S = K[I, I] + noise²
-    covariance = (ν + r·S⁻¹r) / (ν + |I|) (K - K[:, I] S⁻¹ K[I, :]),   ν + |I| degrees of freedom
+    s     = (ν + r·(K[I, I] + noise²)⁻¹ r) / (ν + |I|)
+    mean  = ln p + sK[:, I] S⁻¹ r,     S = sK[I, I] + noise²
+    covariance = sK - sK[:, I] S⁻¹ sK[I, :],     of a t with ν + |I| degrees of freedom
 
 (docs/tuning.md has a worked number.)
 """
@@ -94,19 +96,21 @@ class Belief:
         """Return the belief that follows from trials."""
         at = [trial.option for trial in trials]
         residuals = np.log([t.step_s for t in trials]) - self._predicted[at] if at else np.zeros(0)
-        seen = self._prior[np.ix_(at, at)] + np.diag([trial.noise**2 for trial in trials])
-        gains = np.linalg.solve(seen, self._prior[at]).T  # [option, trial]
-        misfit = float(residuals @ np.linalg.solve(seen, residuals))
+        noise = np.diag([trial.noise**2 for trial in trials])
+        misfit = residuals @ np.linalg.solve(self._prior[np.ix_(at, at)] + noise, residuals)
         degrees = DEGREES_OF_FREEDOM + len(at)
-        scale = (DEGREES_OF_FREEDOM + misfit) / degrees
-        of_constants = np.linalg.solve(seen, self._rows[at] * self._weights).T
-        left = self._weights - np.einsum("ct,tc->c", of_constants, self._rows[at] * self._weights)
+        scale = (DEGREES_OF_FREEDOM + float(misfit)) / degrees
+        prior, weights = scale * self._prior, scale * self._weights
+        seen = prior[np.ix_(at, at)] + noise
+        gains = np.linalg.solve(seen, prior[at]).T  # [option, trial]
+        of_constants = np.linalg.solve(seen, self._rows[at] * weights).T  # [constant, trial]
+        left = weights - np.einsum("ct,tc->c", of_constants, self._rows[at] * weights)
         return Posterior(
             mean=self._predicted + gains @ residuals,
-            covariance=scale * (self._prior - gains @ self._prior[at]),
+            covariance=prior - gains @ prior[at],
             degrees=degrees,
             constants=tuple(
-                Told(name=name, mean=float(mean), spread=math.sqrt(max(0.0, scale * float(rest))))
+                Told(name=name, mean=float(mean), spread=math.sqrt(max(0.0, float(rest))))
                 for name, mean, rest in zip(CONSTANTS, of_constants @ residuals, left, strict=True)
             ),
         )

@@ -45,7 +45,7 @@ CONSTANTS: Mapping[str, Constant] = {
 """Spreads are those under which the residuals of published sweeps are most likely
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
 
-SURE, NEVER = 1 - 1e-9, 1e-9
+SURE, NEVER = 1 - 1e-12, 1e-12
 """Probabilities beyond which a margin of memory is not told apart."""
 
 
@@ -93,9 +93,14 @@ class Option:
 
     @property
     def margin(self) -> float:
-        """Logarithm of the room of the fullest device over what is predicted to be needed."""
-        probability = min(SURE, max(NEVER, self.fit_probability))
-        return self.memory_spread * NormalDist().inv_cdf(probability)
+        """Logarithm of the room of the fullest device over its predicted need, in memory spreads.
+
+        >>> one = Option(layout=Layout(), kept="", step_s=1.0, parts={}, devices_per_node=8,
+        ...              fit_probability=0.5)
+        >>> one.margin
+        0.0
+        """
+        return NormalDist().inv_cdf(min(SURE, max(NEVER, self.fit_probability)))
 
     def sensitivities(self) -> dict[str, float]:
         """Return by how much each constant moves the logarithm of the step.

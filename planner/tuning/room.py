@@ -2,9 +2,10 @@
 
     an option fits  <=>  δ + e_i < margin_i,      δ ~ N(0, COMMON²),  e_i ~ N(0, OWN²)
 
-δ is how far needs of memory on this cluster lie above their predictions, as a logarithm; what a run
-held tells δ + e_i, and a run out of memory that it passed the margin.  δ is one number, so its
-distribution is kept on a grid and no approximation is made.
+δ is how far needs of memory on this cluster lie above their predictions, as a logarithm, in units
+of the spread behind the predicted probabilities; COMMON² + OWN² = 1, so that those hold before any
+trial.  What a run held tells δ + e_i, and a run out of memory that it passed the margin.  δ is one
+number, so its distribution is kept on a grid and no approximation is made.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from numpy.typing import NDArray
 
 from planner.tuning.options import Option
 
-COMMON, OWN = 0.08, 0.08
-"""Standard deviations of logarithms: shared by the plans of a cluster, and of one of them."""
-GRID = np.linspace(-0.4, 0.4, 81)
+COMMON = OWN = math.sqrt(0.5)
+"""Standard deviations: shared by the plans of a cluster, and of one of them."""
+GRID = np.linspace(-4.0, 4.0, 81)
 IMPROBABLE = 1e-6
 
 
@@ -50,7 +51,8 @@ def fit_probabilities(options: Sequence[Option], trials: Sequence[Held]) -> NDAr
         fits = _below(margins[trial.option] - GRID)
         weights += np.log(np.maximum(fits if trial.ran else 1 - fits, IMPROBABLE))
         if trial.ran and trial.ratio:
-            weights -= 0.5 * ((math.log(trial.ratio) - GRID) / OWN) ** 2
+            above = math.log(trial.ratio) / options[trial.option].memory_spread
+            weights -= 0.5 * ((above - GRID) / OWN) ** 2
     density = np.exp(weights - weights.max())
     found: NDArray[np.float64] = _below(margins[:, None] - GRID) @ (density / density.sum())
     for trial in trials:

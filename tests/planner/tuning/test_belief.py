@@ -25,8 +25,12 @@ def test_conditioning_equals_the_one_of_the_joint_distribution() -> None:
     """The oracle conditions by adding trials one at a time, from the definition."""
     options = [option(1.0, 0.1 * k, micro_batch=1 + k % 2, tensor=2 ** (k % 3)) for k in range(5)]
     trials = [Timed(option=1, step_s=1.3), Timed(option=4, step_s=0.9, noise=0.05)]
-    mean = np.zeros(5)
-    covariance = Belief(options).after([]).covariance
+    prior = Belief(options).after([]).covariance
+    at = [trial.option for trial in trials]
+    residuals = np.log([trial.step_s for trial in trials])
+    seen = prior[np.ix_(at, at)] + np.diag([trial.noise**2 for trial in trials])
+    scale = (6 + residuals @ np.linalg.inv(seen) @ residuals) / 8
+    mean, covariance = np.zeros(5), scale * prior
     for trial in trials:
         gain = covariance[:, trial.option] / (
             covariance[trial.option, trial.option] + trial.noise**2
@@ -37,8 +41,7 @@ def test_conditioning_equals_the_one_of_the_joint_distribution() -> None:
     found = Belief(options).after(trials)
 
     assert found.mean == pytest.approx(mean)
-    ratio = found.covariance / covariance
-    assert ratio == pytest.approx(np.full((5, 5), ratio[0, 0]))  # one scale, and no more
+    assert found.covariance == pytest.approx(covariance)
 
 
 def test_slow_links_make_plans_of_many_collectives_slower_than_others() -> None:
@@ -55,8 +58,11 @@ def test_slow_links_make_plans_of_many_collectives_slower_than_others() -> None:
 
 def test_a_measured_plan_is_known_to_its_noise_and_no_better() -> None:
     found = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=1.0)])
+    busy = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=20.0)])
 
-    assert NOISE / 2 < found.spread(0) < 1.1 * NOISE
+    assert NOISE / 2 < found.spread(0) < NOISE
+    assert busy.spread(0) < NOISE  # however far the prediction was off
+    assert busy.spread(1) > 3 * found.spread(1)
     assert found.spread(1) > LAYOUT / 2
 
 
@@ -78,8 +84,8 @@ def test_memory_that_was_measured_lower_than_predicted_makes_room() -> None:
     roomy = fit_probabilities(options, [Held(option=0, ran=True, ratio=0.8)])
     tight = fit_probabilities(options, [Held(option=0, ran=True, ratio=1.2)])
 
-    assert tight[1] < 0.2
-    assert roomy[1] > 0.8
+    assert tight[1] < 0.3
+    assert roomy[1] > 0.7
 
 
 def test_the_answer_is_a_plan_that_ran_and_never_one_out_of_memory() -> None:
