@@ -81,11 +81,25 @@ class Effort:
     """CPU seconds, where the user has set a time."""
     program_s: float = math.inf
     """Of them, for one program."""
+    further: Effort | None = None
+    """What it may take while the gap is above `GOAL`."""
 
 
 NEAR = 0.05
 """How far the estimate of a layout is above what it simulates at most, relatively."""
-USUAL = Effort()
+GOAL = 0.01
+"""The gap above which a proof takes its further effort."""
+USUAL = Effort(
+    further=Effort(
+        families=6_000,
+        memory_stages=16_000,
+        cut_stages=5_000,
+        solved=60,
+        programs=60,
+        actions=70_000,
+        columns=600,
+    )
+)
 BRIEF = Effort(
     likely=16,
     tried=4,
@@ -171,7 +185,7 @@ class _Search:
         self._bounded = [SimulatedCandidates.of(one) for one in every]
         self._solve = solve
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
-        self._effort = effort
+        self._effort = self._allowed = effort
         self._owner, self._best = start
         self._found: list[tuple[Candidates, Ranked]] = []
         self._polished: dict[tuple[int, Layout], float] = {}
@@ -296,7 +310,9 @@ class _Search:
         if layout.pipeline > 1 and self._effort.programs:
             self._spent[SOLVED] += 1
             place = self._place
-            self._polished[place, layout] = self._settled_s(place, layout)
+            low_s = self._settled_s(place, layout)
+            if low_s > 0.0:
+                self._polished[place, layout] = low_s
 
     def _lowest(self) -> int | None:
         """Return the level of the lowest entry that may get another bound; None if none may.
@@ -304,6 +320,9 @@ class _Search:
         Where the lowest of all may not, the proof ends there, and the others are only looked at for
         faster plans.
         """
+        further = self._effort.further
+        if further is not None:
+            self._allowed = further if self._gap() > GOAL else self._effort
         tops = sorted((heap[0][:2], level) for level, heap in enumerate(self._left) if heap)
         if tops and not self._may(tops[0][1]) and not self._may(CUT):
             tops = [top for top in tops if top[1] == SOLVED]
@@ -313,7 +332,7 @@ class _Search:
         return None
 
     def _may(self, level: int) -> bool:
-        effort, spent = self._effort, self._spent
+        effort, spent = self._allowed, self._spent
         if time.process_time() - self._started > effort.seconds:
             return False
         if level < LAYOUT:
@@ -474,9 +493,9 @@ class _Search:
         return choices.optimum(
             self._limit_s,
             lambda solution: self._try(candidates, layout, solution),
-            actions=self._effort.actions,
-            nodes=self._effort.nodes,
-            most_columns=self._effort.columns,
+            actions=self._allowed.actions,
+            nodes=self._allowed.nodes,
+            most_columns=self._allowed.columns,
             until=min(
                 self._started + self._effort.seconds,
                 time.process_time() + self._effort.program_s,
