@@ -13,7 +13,7 @@ from planner.documents.units import seconds_text
 from planner.errors import NoPlanFits
 from planner.formats.configuration import FRAMEWORKS, configuration
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 CASES = (

@@ -20,7 +20,7 @@ from planner.documents.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from runtime.factory import graph_of_factory
 from runtime.train import token_engine
 from tests.runtime import cases, networks, test_groups

@@ -33,9 +33,11 @@ from numpy.typing import NDArray
 
 from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL, ROUNDING
-from planner.search.certificate import DOMINATED, UNFINISHED
+from planner.search.certificate import BOUNDS, DOMINATED, MEMORY
+from planner.search.certificate import SOLVED as BY_OPTIMUM
 from planner.search.dominance import dominates, no_slower, twins
-from planner.search.layout_queue import Bound, Found, Lost
+from planner.search.goals import Found
+from planner.search.queue import Bound, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import paces
 from planner.search.simulated_program import (
@@ -54,7 +56,6 @@ from planner.search.spaces.simulated import (
     SOLVED,
     BySimulation,
     Tried,
-    settled,
 )
 from planner.search.spaces.simulated_graph import GraphColumns, places_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
@@ -82,7 +83,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
         first, shared, _ = super().bounds
-        return [first, shared, ("within memory", self._memory_s)]
+        memory = BOUNDS[MEMORY], self._memory_s
+        return [first, shared, memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space is no slower whatever the split, on every group.
@@ -218,13 +220,10 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     # Splits.
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
-        """Return the best split that is found, and what none of the layout simulates below."""
-        if not self.tried.may(SOLVED, self.tried.effort.solved):
-            return Lost(UNFINISHED, bound_s=0.0)
-        search = _LayoutSearch(self, layout, cutoff_s)
-        low_s = search.bounded_s()
-        return settled(layout, search.best, low_s, cutoff_s)
+    def solved_s(self, layout: Layout) -> float:
+        """Return seconds that no split of a layout simulates below, or the limit."""
+        self.tried.looked_at[SOLVED] += 1
+        return _LayoutSearch(self, layout, self.tried.goal.step_s).bounded_s()
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, of cuts with the least each rank takes."""

@@ -28,7 +28,7 @@ from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.requests.setup import Setup
-from planner.search.best_first import search
+from planner.search.search import search
 
 ROW = {
     "id": "x",

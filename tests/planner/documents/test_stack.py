@@ -28,7 +28,7 @@ from planner.documents.stack import (
 )
 from planner.errors import DocumentError
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 PLAIN = {"format": 1, "name": "plain", "summary": "the defaults"}
 

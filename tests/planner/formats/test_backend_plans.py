@@ -19,7 +19,7 @@ from planner.formats.configuration import configuration, in_the_script
 from planner.formats.imported import imported
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from tests.planner.formats import frameworks
 
 TABLE = (

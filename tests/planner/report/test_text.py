@@ -16,7 +16,7 @@ from planner.report.text import answer_text, stages_text, why_text
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Alternative, Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.certificate import of_plan
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)

@@ -21,7 +21,7 @@ from planner.requests.request import Request
 from planner.search import candidates as candidates_module
 from planner.search import space
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
 from planner.search.space import Family, complexity, kind

@@ -13,7 +13,7 @@ from planner.documents.plan import Job, Plan
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
 from planner.schedules import schedule_of
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import layouts
 
 MODEL = resolve_model("gpt2")

@@ -14,7 +14,7 @@ from planner.documents.plan import Job, Layout
 from planner.layers.arithmetic import local_parameters, traced
 from planner.layers.operator_table import ManySettings, Setting
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.space import complexity
 from planner.solver.frontier import FrontierStore

@@ -15,7 +15,7 @@ from planner.documents.prediction import Simulated
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 
 CASES = {
     "pipelines": (

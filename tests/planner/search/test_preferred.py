@@ -17,7 +17,7 @@ from planner.errors import NoneFaster, NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.preferred import (
     AXES,
     NEAR,

@@ -12,7 +12,7 @@ from planner.documents.plan import Job
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.savings import Saving, activations, reaches_host, savings
 from planner.solver.instance import Solution

@@ -26,7 +26,7 @@ from planner.documents.stack_space import EVERYTHING
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
 from planner.search.layer_options import recomputes_of

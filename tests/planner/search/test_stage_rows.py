@@ -15,7 +15,7 @@ from planner.errors import NoPlanFits
 from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import Shares, shares_of
 from planner.search.spaces.chain import ChainSpace

@@ -16,7 +16,7 @@ from planner.errors import NoPlanFits
 from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins, read_pins, without_effect
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.stacks.native import obstacle, refusal
 
 LLAMA = resolve_model("llama-3.1-8b")

@@ -20,7 +20,7 @@ from planner.documents.training import Lora
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.stacks.executable import rules_of
 from planner.whatif.fine_tuning import tuned
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.plan import Job
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.whatif.candidates import candidates_of
 from planner.whatif.changes import changed
 from planner.whatif.economics import carbon_kg, energy_kwh, hours

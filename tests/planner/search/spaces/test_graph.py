@@ -24,7 +24,7 @@ from planner.requests.request import Request
 from planner.schedules.schedule import orders
 from planner.schedules.simulate import timeline
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.finalists import MARGIN
 from planner.search.layout_queue import Found

@@ -25,7 +25,7 @@ from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.layout_queue import Found
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace

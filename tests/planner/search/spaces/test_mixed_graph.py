@@ -14,7 +14,7 @@ from planner.documents.plan import Job
 from planner.errors import NoPlanFits
 from planner.requests.pins import Allowance, Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.spaces.mixed import MixedGraphSpace
 from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model

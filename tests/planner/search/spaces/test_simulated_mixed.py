@@ -13,9 +13,9 @@ from planner.catalog.expressions import resolve_cluster
 from planner.documents.plan import Job, Layout
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.layout_queue import Found
-from planner.search.simulated_proof import FULL, USUAL
+from planner.search.effort import FULL, USUAL
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed

@@ -14,7 +14,7 @@ from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import SCHEDULES
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.ranks import run_of
 from tests.planner.search.spaces.test_graph import layer, unet
 
