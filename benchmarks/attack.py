@@ -83,10 +83,10 @@ from planner.requests.pins import Pins, read_allowances
 from planner.requests.request import Request
 from planner.schedules.pipeline_model import pace
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.certificate import UNSEARCHED
-from planner.search.ranks import shares_of
 from planner.search.effort import EFFORTS, Prove
+from planner.search.ranks import shares_of
+from planner.search.search import search
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""

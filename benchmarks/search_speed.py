@@ -24,14 +24,13 @@ from planner.documents.plan import Job
 from planner.errors import NoPlanFits
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.certificate import (
     BOUNDS,
     COMPUTATION,
-    DOMINATED,
-    MEMORY,
     CUTS,
+    DOMINATED,
     LEFT,
+    MEMORY,
     OUT_OF_MEMORY,
     PROGRAM,
     REFUSED,
@@ -41,6 +40,7 @@ from planner.search.certificate import (
     SOLVED,
 )
 from planner.search.preferred import with_preference
+from planner.search.search import search
 from planner.stacks.native import Rules, limit
 
 

@@ -220,7 +220,7 @@ class Certificate(Document):
     configurations: Positive
     counts: dict[Text, Count]
     """How many configurations fell to which argument; they add up to `configurations`."""
-    looked_at: dict[Text, Count] = {}
+    looked_at: dict[Text, Count] | None = None
     """How many entries of the search got which bound."""
     runners_up: tuple[Loser, ...] = ()
     layout: Text | None = None
@@ -258,7 +258,7 @@ def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
         "gap": gap,
         "optimal": gap <= EQUAL,
         "layout": simulated.get("layout", old.get("layout")),
-        "looked_at": simulated.get("looked_at") or {},
+        "looked_at": simulated.get("looked_at"),
         "runners_up": [
             {name: one[name] for name in ("layout", "lower_bound_s", "reason")}
             for one in old.get("runners_up", ())

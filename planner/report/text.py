@@ -300,7 +300,9 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     for loser in certificate.runners_up:
         figure = f">= {loser.lower_bound_s:.6g} s"
         yield Fact(label="loser", text=f"{loser.layout}: {figure} ({loser.reason})")
-    looked_at = ", ".join(f"{name} {count:,}" for name, count in certificate.looked_at.items())
+    looked_at = ", ".join(
+        f"{name} {count:,}" for name, count in (certificate.looked_at or {}).items()
+    )
     if looked_at:
         yield Fact(label="bounds", text=looked_at)
     for one in certificate.finalists:

@@ -42,6 +42,8 @@ class Effort:
     """Of the tree of one program."""
     columns: int = 1_000
     """Of a program that is tried: the relaxation of a larger one may take minutes."""
+    iterations: int = 1 << 30
+    """Of the simplex algorithm, about 0.3 ms each, in all rounds of one program."""
     seconds: float = math.inf
     """CPU seconds, where the user has set a time."""
     program_s: float = math.inf
@@ -61,6 +63,7 @@ USUAL = Effort(
         programs=60,
         actions=70_000,
         columns=600,
+        iterations=2_000,
     )
 )
 BRIEF = Effort(

@@ -206,7 +206,7 @@ class Simulated:
         """Plans that fit, each with the space that simulated it."""
         self.blocked = False
         """Whether the lowest entry may not be bounded further."""
-        self._efforts = effort, effort.further or effort
+        self._efforts = effort.further or effort, effort
         self._told = told
         self._started = time.process_time()
 
@@ -246,9 +246,12 @@ class Simulated:
     def lowest(self, entry: Entry) -> None:
         """Hear which entry has the lowest bound: it decides how much more may be done."""
         gap = max(0.0, 1 - entry.bound_s / self.step_s)
-        self.effort = self._efforts[gap > GOAL]
         self.blocked = False
-        self.blocked = not entry.space.may(entry.level)
+        for effort in self._efforts if gap > GOAL else self._efforts[1:]:
+            self.effort = effort
+            self.blocked = not entry.space.may(entry.level)
+            if not self.blocked:
+                break
         if self._told is not None:
             self._told(gap)
 

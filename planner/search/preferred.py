@@ -25,10 +25,10 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import PLAIN
 from planner.search.answer import Alternative, Answer
-from planner.search.search import search
+from planner.search.effort import Effort
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
-from planner.search.effort import Effort
+from planner.search.search import search
 from planner.search.space import kind
 from planner.stacks.executable import rules_of
 

@@ -54,7 +54,7 @@ class Group(Protocol):
         """Yield those among which is the one that holds least on a stage."""
 
 
-Item = Layout | Any
+Item = Any
 """A layout, or a `Group`."""
 Bound = Callable[[Layout], float | Lost]
 """Least seconds of a layout, inf if it does not fit; or why it need not be looked at."""
@@ -226,7 +226,7 @@ class Layouts:
         """Return why no plan is made of a layout, or None if one can be."""
         raise NotImplementedError
 
-    def repeats(self, _: Layout) -> bool:
+    def repeats(self, layout: Layout) -> bool:
         """Whether another layout of the space does the same."""
         return False
 

@@ -10,7 +10,6 @@ space for each choice.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -153,9 +152,7 @@ class _Proof:
             kept.setdefault((_recompute(space), one.plan.layout.text()), one)
         order = [(beside, one) for (beside, _), one in kept.items()]
         return [
-            each
-            for at, each in enumerate(order)
-            if at < MOST_LISTED or each[1] is self._optimum
+            each for at, each in enumerate(order) if at < MOST_LISTED or each[1] is self._optimum
         ]
 
     def certificate(self, solver: str) -> Certificate:
@@ -170,9 +167,7 @@ class _Proof:
             outcome = entry.space.levels[entry.level] if goal.over(entry.bound_s) else LEFT
             account.settled(outcome, entry.size)
             if len(runners_up) < RUNNERS_UP:
-                one = Loser(
-                    layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome
-                )
+                one = Loser(layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome)
                 runners_up.append(one)
         finalists = [
             Finalist(
@@ -238,7 +233,9 @@ def _near(queue: Queue, closed_form: ClosedForm, best: Ranked) -> list[Ranked]:
     queue.run()
     home = closed_form.home(winner)
     others = [
-        (space, one) for space, one in goal.found if one.layout != winner.layout or space is not home
+        (space, one)
+        for space, one in goal.found
+        if one.layout != winner.layout or space is not home
     ]
     others.sort(key=lambda one: one[1].rank)
     return [best, *(space.ranked(one) for space, one in others[:MOST_LISTED])]

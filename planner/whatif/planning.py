@@ -23,8 +23,8 @@ from planner.process.collector import uncollected
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.effort import BRIEF
+from planner.search.search import search
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned

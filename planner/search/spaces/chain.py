@@ -54,8 +54,14 @@ class Families(Layouts):
 
     def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
-        self.refusal = candidates.refusal
-        self.repeats = candidates.repeats
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self.candidates.refusal(layout)
+
+    def repeats(self, layout: Layout) -> bool:
+        """Whether another layout of the space does the same."""
+        return self.candidates.repeats(layout)
 
     def batch(self, level: int) -> int:
         """Return how many entries of a level are bounded together."""
@@ -163,9 +169,7 @@ def _together(
     """Return the bounds of groups; those that are not `known` are worked out at once."""
     new = [one for one in groups if id(one) not in known]
     if new:
-        known |= {
-            id(one): (one, bounds) for one, bounds in zip(new, bounds_of(new), strict=True)
-        }
+        known |= {id(one): (one, bounds) for one, bounds in zip(new, bounds_of(new), strict=True)}
     return [known[id(one)][1] for one in groups]
 
 

@@ -4,8 +4,8 @@ Every configuration has a lower bound of its simulated step (`planner.search.sim
 families by their computation, parts of one ZeRO level and schedule within memory, layouts with what
 sharding takes and what each rank holds, then all cuts by paths that stay with a rank
 (`planner.search.simulated_cuts`), the exact optimum of the bound, and the program of the layout
-(`planner.search.simulated_program`).  Where the plan of such an optimum, or that of the closed form,
-simulates faster than the answer, it takes the answer's place.
+(`planner.search.simulated_program`).  Where the plan of such an optimum, or that of the closed
+form, simulates faster than the answer, it takes the answer's place.
 
 How far that is followed is counted, for all candidates of a request together.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -31,7 +31,7 @@ from planner.search.queue import Bound, Entry, Item, Lost, Next
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
-from planner.search.space import canonical, kind, timetables
+from planner.search.space import Family, canonical, kind, timetables
 from planner.search.spaces.chain import LAYOUT, ChainSpace, Families
 from planner.solver import bounds
 from planner.solver.instance import Fathomed, Infeasible, Solution, priced
@@ -117,9 +117,10 @@ class SimulatedChain(Families):
             return False
         return self.spent.may(level, goal.effort)
 
-    def bundles(self, refused: Counter[str]) -> list[tuple[float, Item]]:
-        """Return the families with their seconds by computation alone."""
-        return [(self._raised(s, item), item) for s, item in super().bundles(refused)]
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+        """Yield the families with their seconds by computation alone."""
+        for bound_s, family in super().bundles(refused):
+            yield self._raised(bound_s, family), family
 
     def advance(self, level: int, some: Sequence[Entry]) -> list[Next | Lost | None]:
         """Return what takes the place of entries."""
@@ -201,6 +202,7 @@ class SimulatedChain(Families):
             actions=effort.actions,
             nodes=effort.nodes,
             most_columns=effort.columns,
+            iterations=effort.iterations,
             until=self.goal.until_s,
         )
 

@@ -21,7 +21,6 @@ from planner.search.certificate import SOLVED as BY_OPTIMUM
 from planner.search.effort import NEAR
 from planner.search.goals import Simulated
 from planner.search.queue import Bound, Lost
-from planner.search.ranked import Ranked
 from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.shares import ShareSpace
@@ -68,7 +67,7 @@ class SimulatedShares(BySimulation, ShareSpace):
         return max(each) - min(each)
 
     def solved_s(self, layout: Layout) -> float | Lost:
-        """Return what no shares of a layout simulate below; the best by the closed form is tried."""
+        """Return what no shares of a layout simulate below; those of the closed form are tried."""
         answer = self._own.solve(layout, self.tried.goal.step_s)
         if isinstance(answer, Lost):
             return bound_of(answer)
@@ -105,7 +104,7 @@ def look_near(every: Sequence[Any], goal: Simulated) -> None:
     the fastest the program chooses stages and recomputation.
     """
     best, layout, effort = goal.best, goal.best.plan.layout, goal.effort
-    groups = {stage.group for stage in known.plan.stages}
+    groups = {stage.group for stage in best.plan.stages}
     space = next(
         (
             one

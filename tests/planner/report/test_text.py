@@ -16,8 +16,8 @@ from planner.report.text import answer_text, stages_text, why_text
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Alternative, Answer
-from planner.search.search import search
 from planner.search.certificate import of_plan
+from planner.search.search import search
 
 OPTIMUM = Layout(pipeline=2, schedule="interleaved", virtual_stages=4)
 PLAN = replace(OPTIMUM, virtual_stages=3)

@@ -24,8 +24,8 @@ from planner.schedules.pipeline_model import closed_form, held, most_on_first_st
 from planner.schedules.record import DRAINED, SPLIT
 from planner.schedules.schedule import in_flight, obstacle, orders
 from planner.schedules.simulate import peak_alive, timeline
-from planner.search.search import Answer, search
 from planner.search.formulation import instance_of, plan_of
+from planner.search.search import Answer, search
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
+from planner.search.finalists import MARGIN
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.cluster import ClusterSpec
@@ -21,9 +22,8 @@ from planner.requests.request import Request
 from planner.search import candidates as candidates_module
 from planner.search import space
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.candidates import Candidates
-from planner.search.finalists import MARGIN
+from planner.search.search import search
 from planner.search.space import Family, complexity, kind
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve

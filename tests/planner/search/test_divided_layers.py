@@ -14,8 +14,8 @@ from planner.documents.plan import Job, Layout
 from planner.layers.arithmetic import local_parameters, traced
 from planner.layers.operator_table import ManySettings, Setting
 from planner.requests.request import Request
-from planner.search.search import search
 from planner.search.candidates import Candidates
+from planner.search.search import search
 from planner.search.space import complexity
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve

@@ -18,8 +18,8 @@ from planner.documents.training import Lora
 from planner.errors import DocumentError
 from planner.requests.pins import SHORT_NAMES, read_pins
 from planner.requests.request import Request
-from planner.search.search import search
 from planner.search.savings import Saving
+from planner.search.search import search
 from planner.search.space import Degrees, complexity, gathers, layouts, losses
 from planner.search.ways_out import written_pin
 from planner.solver.inner import solve

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from planner.search.layout_queue import Bundle, Bundles, Found, Lost, Queue
 
 from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS, CHOSEN, OUT_OF_MEMORY, SLOWER, Account
-from planner.search.layout_queue import Bundle, Bundles, Found, Lost, Queue
 from planner.search.space import complexity, kind
 
 Seconds = dict[Layout, float]

@@ -17,7 +17,6 @@ from planner.errors import NoneFaster, NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.preferred import (
     AXES,
     NEAR,
@@ -25,6 +24,7 @@ from planner.search.preferred import (
     not_worth_eight_bits,
     with_preference,
 )
+from planner.search.search import search
 
 CASES = [
     ("llama-3.1-8b", "8xh100-sxm-80gb", 64, "native"),

@@ -23,9 +23,9 @@ from planner.requests.pins import Pins, read_allowances
 from planner.requests.request import Request
 from planner.schedules.pipeline_model import held, most_on_first_stage
 from planner.schedules.schedule import obstacle, orders, rank_of_stage
-from planner.search.search import search
 from planner.search.formulation import instance_of, plan_of
 from planner.search.ranks import Run, longest_run, shares_of, virtual_stages
+from planner.search.search import search
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution, priced
 

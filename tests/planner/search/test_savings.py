@@ -12,9 +12,9 @@ from planner.documents.plan import Job
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.savings import Saving, activations, reaches_host, savings
+from planner.search.search import search
 from planner.solver.instance import Solution
 from planner.solver.requirements import Requirement, read_requirements
 from planner.solver.solve import solve_chain

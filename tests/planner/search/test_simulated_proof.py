@@ -16,12 +16,12 @@ from planner.documents.plan import Job, Layout
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.dominance import covers
-from planner.search.ranked import ranked
-from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.effort import FULL, USUAL
+from planner.search.ranked import ranked
+from planner.search.search import search
+from planner.search.simulated_bounds import SimulatedCandidates
 from planner.solver.inner import solve
 from planner.solver.instance import Solution, priced
 

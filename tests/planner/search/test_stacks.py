@@ -26,11 +26,11 @@ from planner.documents.stack_space import EVERYTHING
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
-from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
 from planner.search.layer_options import recomputes_of
 from planner.search.ranked import ranked
+from planner.search.search import search
 from planner.search.simulated_program import of_chain
 from planner.search.space import layouts
 from planner.solver.instance import Solution, fits, priced

@@ -15,9 +15,9 @@ from planner.errors import NoPlanFits
 from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.search import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import Shares, shares_of
+from planner.search.search import search
 from planner.search.spaces.chain import ChainSpace
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.stage_rows import rows_of

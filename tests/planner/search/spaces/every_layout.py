@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from planner.documents.plan import Layout
 from planner.search.layout_queue import Space, runnable
+
+from planner.documents.plan import Layout
 
 
 def layouts_of(space: Space[Any]) -> list[Layout]:

@@ -9,6 +9,8 @@ import random
 from typing import Any
 
 import pytest
+from planner.search.finalists import MARGIN
+from planner.search.layout_queue import Found
 
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.crossings import crossings, crossings_of, in_order, sink_kind, widest_bytes
@@ -24,10 +26,8 @@ from planner.requests.request import Request
 from planner.schedules.schedule import orders
 from planner.schedules.simulate import timeline
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.candidates import Candidates
-from planner.search.finalists import MARGIN
-from planner.search.layout_queue import Found
+from planner.search.search import search
 from planner.search.spaces.graph import GraphSpace
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of

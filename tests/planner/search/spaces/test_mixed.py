@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from planner.search.layout_queue import Found
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.group_costs import GroupCosts
@@ -26,7 +27,6 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.search import search
-from planner.search.layout_queue import Found
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.requirements import read_requirements

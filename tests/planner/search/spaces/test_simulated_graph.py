@@ -18,10 +18,10 @@ from planner.documents.plan import Job
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.search import search
 from planner.search.candidates import Candidates
-from planner.search.layer_options import allowed
 from planner.search.effort import FULL, USUAL
+from planner.search.layer_options import allowed
+from planner.search.search import search
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.mixed import MixedGraphSpace
 from planner.solver.graph_instance import GraphInstance

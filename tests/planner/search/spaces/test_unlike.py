@@ -14,8 +14,8 @@ from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import SCHEDULES
-from planner.search.search import search
 from planner.search.ranks import run_of
+from planner.search.search import search
 from tests.planner.search.spaces.test_graph import layer, unet
 
 JOB = Job(seq_len=64, global_batch=16, precision="fp32")
