@@ -107,6 +107,7 @@ def search(
         top=(chosen, *others)[:top],
         finalists=tuple(order),
         closed_form=every[0],
+        closed_form_bound_s=goal.bound_s(),
         solved=goal.solved,
         candidates=tuple(one.candidates for one in spaces if isinstance(one, ChainSpace)),
     )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 from planner.search.certificate import UNFINISHED
 from planner.search.goals import Simulated
-from planner.search.queue import Bound, Lost
+from planner.search.queue import Layouts, Lost
 from planner.search.ranked import Ranked
 
 BOUNDED, SOLVED, PROGRAMS = (
@@ -47,17 +46,11 @@ class Tried:
         return self.goal.offer(self, plan)
 
 
-class BySimulation:
+class BySimulation(Layouts):
     """The last bound of a layout is what its splits, which are tried, leave unproven."""
 
     keeps_ties = False
     tried: Tried
-    groups: int
-
-    @property
-    def bounds(self) -> Sequence[tuple[str, Bound]]:
-        """Lower bounds on a layout's simulated step, and what falls to each."""
-        raise NotImplementedError
 
     def may(self, level: int) -> bool:
         """Whether an entry of a level may get another bound: so many layouts are solved."""

@@ -229,7 +229,7 @@ def test_surer_plans_are_no_faster() -> None:
                 stack="megatron",
                 fit_probability=probability,
             )
-        ).certificate.objective_s
+        ).closed_form.objective_s
         for probability in (0.5, 0.95, 0.999)
     ]
 

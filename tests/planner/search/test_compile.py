@@ -30,8 +30,8 @@ def test_the_answer_is_the_better_of_both_choices() -> None:
         for pins in ({}, {"compile": "none"}, {"compile": "block"})
     )
 
-    every = [one.certificate.objective_s for one in (none, block)]
-    assert free.certificate.objective_s == pytest.approx(min(every), rel=1e-9)
+    every = [one.closed_form.objective_s for one in (none, block)]
+    assert free.closed_form.objective_s == pytest.approx(min(every), rel=1e-9)
     assert (free.plan.compile, none.plan.compile) == ("block", "none")
 
 

@@ -140,7 +140,7 @@ def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
             step_s = solution.objective_s + candidates.costs(layout).step_s
             assert candidates.memory_s(layout) <= step_s * (1 + 1e-9)
             least_s = min(least_s, step_s)
-    assert found.certificate.objective_s == pytest.approx(least_s)
+    assert found.closed_form.objective_s == pytest.approx(least_s)
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,11 @@ def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int,
             other = pinned(request, kept, schedule)
             assert other is None or other.prediction.step_time_s > limit_s
     # The proof is about the fastest, and says where the chosen plan stands.
-    assert answer.certificate.objective_s == found.certificate.objective_s
+    assert answer.closed_form.objective_s == found.closed_form.objective_s
     assert answer.certificate.plan is not None
     assert answer.certificate.plan.layout == answer.plan.layout.text()
-    assert answer.certificate.plan.closed_form_s >= found.certificate.lower_bound_s
+    assert answer.certificate.plan.step_time_s == answer.prediction.step_time_s
+    assert answer.certificate.plan.lower_bound_s == found.certificate.lower_bound_s
 
 
 def test_usual_plans_are_the_best_of_their_kind() -> None:
@@ -119,7 +120,7 @@ def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(sta
     for pins in PINNED:
         other = replace(request, pins=pins)
         scratch = search(other)
-        below_s = scratch.certificate.objective_s * 1.01
+        below_s = scratch.closed_form.objective_s * 1.01
         for limit_s in (1e30, below_s):
             onward = search(other, known=known, below_s=limit_s)
             assert onward.plan == scratch.plan
@@ -128,7 +129,7 @@ def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(sta
                 one.plan.digest for one in scratch.finalists
             }
         with pytest.raises(NoneFaster):
-            search(other, known=known, below_s=scratch.certificate.objective_s)
+            search(other, known=known, below_s=scratch.closed_form.objective_s)
     # What others have gone on from still answers the first request.
     assert search(request, known=known).plan == search(request).plan
 

@@ -74,7 +74,7 @@ def test_where_it_is_allowed_the_search_weighs_both(
     def least_s(**changes: object) -> float:
         asked = Request(model, resolve_cluster(cluster), job, replace(pins, **changes))  # type: ignore[arg-type]
         try:
-            return search(asked).certificate.objective_s
+            return search(asked).closed_form.objective_s
         except NoPlanFits:
             return math.inf
 

@@ -130,7 +130,7 @@ def test_no_layout_of_any_tuner_is_faster(
         answer = tuned(request, quantised=quantised)
         assert answer.prediction.step_time_s == pytest.approx(best_s, rel=1e-9)
         assert answer.certificate.optimal
-        assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
+        assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("stack", ["megatron", "transformers"])

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from planner.search.layout_queue import Found
 
 from planner.catalog.expressions import resolve_cluster
 from planner.documents.plan import Job, Layout
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.effort import FULL, USUAL
+from planner.search.goals import Found
 from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
