@@ -310,7 +310,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed(self, layout, order, ends, options)
+        return closed(self.own, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
@@ -349,7 +349,7 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return closed(self, layout, order, cuts, options, layers)
+        return closed(self.own, layout, order, cuts, options, layers)
 
     def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the problem of ranks that nothing but computation takes time on.
@@ -483,13 +483,13 @@ class _LayoutSearch:
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed(self._space, self._layout, order, cuts, options)
+        return closed(self._space.own, self._layout, order, cuts, options)
 
     def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = found.split
         return closed(
-            self._space, self._layout, found.types, split.cuts, split.options, found.order
+            self._space.own, self._layout, found.types, split.cuts, split.options, found.order
         )
 
 
@@ -518,7 +518,7 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def closed(
-    space: SimulatedMixed,
+    own: MixedSpace,
     layout: Layout,
     order: Sequence[int],
     cuts: Sequence[int],
@@ -526,7 +526,7 @@ def closed(
     layers: Sequence[int] = (),
 ) -> GraphSolution:
     """Return a split with what it takes in the closed form, of `layers` in their order."""
-    problem: GraphInstance = space.own.instance(layout)
+    problem: GraphInstance = own.instance(layout)
     layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
     split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(

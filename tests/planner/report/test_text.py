@@ -1,4 +1,4 @@
-"""An answer's text: one plan, both measures of its step, and what is proven in each."""
+"""An answer's text: one plan, its step, and what is proven of it."""
 
 from __future__ import annotations
 

@@ -509,8 +509,7 @@ def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() 
         limit_s = answer.closed_form.objective_s * (1 + MARGIN)
         assert all(one.objective_s <= limit_s * (1 + 1e-12) for one in answer.finalists)
         assert len({one.plan.layout for one in answer.finalists}) == len(steps_s)
-        assert answer.certificate.simulated is not None
-        assert len(answer.certificate.simulated.finalists) == len(steps_s)
+        assert len(answer.certificate.finalists) == len(steps_s)
         assert len(steps_s) > 1
 
 
