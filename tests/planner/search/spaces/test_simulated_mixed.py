@@ -13,6 +13,7 @@ from planner.catalog.expressions import resolve_cluster
 from planner.documents.plan import Job, Layout
 from planner.requests.pins import Pins
 from planner.requests.request import Request
+from planner.search.certificate import PROVEN
 from planner.search.effort import FULL, USUAL
 from planner.search.goals import Found, Simulated
 from planner.search.ranked import Ranked
@@ -94,7 +95,7 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     assert bounds_s[-2] == pytest.approx(least_s, rel=1e-5)
     assert space.tried.goal.step_s == pytest.approx(least_s, rel=1e-9)
     unbeaten = simulated(own, plans[0])
-    assert unbeaten.solved_s(layout) >= least_s * (1 - 1e-6)
+    assert unbeaten.solved_s(layout) >= least_s * (1 - PROVEN)
     assert unbeaten.tried.goal.best is plans[0]
 
 
