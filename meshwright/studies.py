@@ -150,6 +150,7 @@ def study_of(
     power_cap: float | None = None,
     confidence: float | None = None,
     by: Order = "cost",
+    day_usd: float | None = None,
     tuning: Tuning = "pretrain",
     backend: str | None = None,
     precision: str | None = None,
@@ -188,6 +189,7 @@ def study_of(
         "power_cap_w": power_cap,
         "confidence": confidence,
         "by": by,
+        "day_usd": day_usd,
     }
     assumptions = {
         "electricity_usd_per_kwh": electricity,

@@ -16,7 +16,7 @@ from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.economics import SECONDS_PER_DAY
 from planner.whatif.outcome import Outcome
-from planner.whatif.ranking import tie
+from planner.whatif.ranking import sure, tie
 from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 
@@ -34,6 +34,7 @@ def answers(result: Result) -> list[str]:
         *_fitting(result),
         *_changed_candidates(result),
         *_against_the_first(result),
+        *worth_of_a_day(result),
         *_worth(result),
         *_plan_changes(result),
         *_solved(result),
@@ -161,6 +162,36 @@ def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
             f"{its.value:.2f}"
         )
     return f"{text}."
+
+
+def worth_of_a_day(result: Result) -> Iterator[str]:
+    """Say at which worth of a day another candidate becomes the first."""
+    goal = result.study.goal
+    if goal.by != "weighted" or goal.day_usd is None:
+        return
+    for model in result.study.models:
+        best = result.best_of(model)
+        ranks = [
+            rank
+            for rank in result.ranks[model]
+            if "weighted" in rank.first and sure(result.study, rank.outcome)
+        ]
+        if best is None or best.usd is None or best.result_hours is None:
+            continue
+        turns = []
+        for other in (rank.outcome for rank in ranks if rank.outcome is not best):
+            assert other.usd is not None and other.result_hours is not None  # it is weighted
+            days = (best.result_hours.value - other.result_hours.value) / 24
+            if days != 0:
+                turns.append(((other.usd.value - best.usd.value) / days, other.candidate))
+        below = max((turn for turn in turns if 0 < turn[0] <= goal.day_usd), default=None)
+        above = min((turn for turn in turns if turn[0] > goal.day_usd), default=None)
+        said = [
+            *([f"below {below[0]:,.0f} USD {below[1]} ranks first"] if below else []),
+            *([f"above {above[0]:,.0f} USD {above[1]}"] if above else []),
+        ]
+        text = f"A day sooner is worth {goal.day_usd:,.0f} USD: {best.candidate} ranks first"
+        yield f"{text}; {', '.join(said)}." if said else f"{text}, as at any other worth."
 
 
 def _worth(result: Result) -> Iterator[str]:

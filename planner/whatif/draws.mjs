@@ -19,6 +19,10 @@ export function drawnFigures(outcome) {
   return {
     time: times(outcome, duration),
     cost: costs(outcome, duration),
+    get weighted() {
+      if (outcome.weightedUsd === null) return null;
+      return this.cost.map((usd, k) => usd + outcome.dayUsd / 24 * this.time[k]);
+    },
     get energy() { return energies(outcome, duration); },
     get carbon() {
       return this.energy?.map((each) => each * outcome.assumed.grams_per_kwh) ?? null;

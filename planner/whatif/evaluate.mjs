@@ -44,7 +44,7 @@ export function evaluate(candidate, assumed, goal, drawn = true) {
     leadDays: priced.purchase ? assumed.lead_days : null,
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: null, usd: null, energyKwh: null, carbonKg: null,
-    resultHours: null,
+    resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
     tokens: tokensOf(goal, plan.parameters),
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
@@ -72,6 +72,9 @@ function withRun(outcome) {
     const paid = atLeast(outcome.hours, priced.minimumHours);
     outcome.usd = rentUsd(devices, paid, outcome.usdPerDeviceHour);
     outcome.outlayUsd ??= outcome.usd;
+    if (outcome.dayUsd !== null) {
+      outcome.weightedUsd = outcome.usd.value + outcome.dayUsd * outcome.resultHours.value / 24;
+    }
   }
   if (watts !== null) {
     outcome.energyKwh = energyKwh(watts, outcome.hours);

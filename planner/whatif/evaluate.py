@@ -122,6 +122,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         grams_per_kwh=None if watts is None else grams,
         goodput=goodput(candidate, outcome.parameters, idle=outcome.idle),
         lead_days=candidate.lead_days,
+        day_usd=goal.day_usd,
         **_prices(candidate),
     )
     tokens = goal.tokens_of(outcome.parameters)

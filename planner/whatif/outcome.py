@@ -49,6 +49,8 @@ class Outcome:
     """Until bought devices are there and a run can begin."""
     usd: Span | None = None
     usd_per_device_hour: Span | None = None
+    day_usd: float | None = None
+    """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
@@ -87,6 +89,13 @@ class Outcome:
         if self.hours is None or self.lead_days is None:
             return self.hours
         return total([self.lead_days.times(24), self.hours])
+
+    @property
+    def weighted_usd(self) -> float | None:
+        """What it costs, and what its days until the result are worth; None if one is unknown."""
+        if self.usd is None or self.day_usd is None or self.result_hours is None:
+            return None
+        return self.usd.value + self.day_usd * self.result_hours.value / 24
 
     @property
     def utilisation(self) -> Span:

@@ -1,7 +1,7 @@
 /** Outcomes compared: order with ties, Pareto front, price of a tie.  The twin of ranking.py. */
 import { chancesToBeFirst } from "./draws.mjs";
 
-const ORDERS = ["cost", "time", "energy", "carbon"];
+const ORDERS = ["cost", "time", "energy", "carbon", "weighted"];
 const FRONT = ["time", "cost", "energy"];
 
 /** What outcomes are ranked by: the goal's figure, or time where none has it. */
@@ -22,6 +22,7 @@ export function figureOf(outcome, by) {
     return outcome.carbonKg === null ? figureOf(outcome, "energy") * outcome.assumed.grams_per_kwh
       : outcome.carbonKg.value;
   }
+  if (by === "weighted") return outcome.weightedUsd ?? Infinity;
   if (outcome.usd !== null) return outcome.usd.value;
   const hourly = outcome.usdPerDeviceHour;
   return hourly === null ? Infinity : hourly.value * outcome.devices / rate;

@@ -147,6 +147,8 @@ def _figure(outcome: Outcome, by: Order) -> float | None:
             price = outcome.usd_per_device_hour
             rate = None if price is None else price.times(outcome.devices)
             return _value(outcome.usd, outcome, rate)
+        case "weighted":
+            return outcome.weighted_usd
         case _:
             assert_never(by)
 
@@ -204,7 +206,7 @@ def doubts(study: Study, best: Outcome) -> list[Doubt]:
     if best.hours is not None:
         assert best.goodput is not None  # it has hours
         widths.append((GOODPUT, _width(best.goodput) ** 2))
-    if study.goal.by == "cost" and best.usd_per_device_hour is not None:
+    if study.goal.by in ("cost", "weighted") and best.usd_per_device_hour is not None:
         widths.append((PRICE, _width(best.usd_per_device_hour) ** 2))
     whole = sum(width for _, width in widths)
     if whole == 0:

@@ -81,7 +81,7 @@ USUAL: dict[ChangeName, tuple[float, ...]] = {
 }
 """What is changed where a study does not say."""
 Tuning = Literal["pretrain", "full", "lora", "qlora"]
-Order = Literal["cost", "time", "energy", "carbon"]
+Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
 PUBLIC = "public"
@@ -121,7 +121,10 @@ class Goal(Part):
     """Least probability of keeping each of these; what keeps one at its midpoint alone comes after
     what keeps all so surely."""
     by: Order = "cost"
-    """What candidates are ranked by; those without a price come last."""
+    """What candidates are ranked by; those without a price come last.  `weighted` is the cost and
+    what the days until the result are worth."""
+    day_usd: Rate | None = None
+    """What the result is worth more, a day sooner."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -130,6 +133,8 @@ class Goal(Part):
             raise ValueError("tokens, tokens_per_parameter and epochs exclude each other")
         if (self.epochs is None) != (self.dataset_tokens is None):
             raise ValueError("epochs and dataset_tokens go together")
+        if self.by == "weighted" and (self.day_usd is None or self.tokens_of(1.0) is None):
+            raise ValueError("by: weighted weighs days against money; give day_usd and tokens")
         return self
 
     def tokens_of(self, parameters: float) -> float | None:

@@ -65,7 +65,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
         known = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
-        if best is None or best not in known or by in ("energy", "carbon"):
+        if best is None or best not in known or by in ("energy", "carbon", "weighted"):
             continue
         first = min(known, key=lambda outcome: _native_figure(outcome, by))
         if _native_figure(first, by) < _native_figure(best, by):
@@ -92,6 +92,7 @@ FIRST_IN: dict[Order, str] = {
     "time": "fastest",
     "energy": "lowest in energy",
     "carbon": "lowest in CO2",
+    "weighted": "best by cost and days together",
 }
 OLD_MONTHS = 6
 """Age above which a price is no basis for an order."""

@@ -4,7 +4,7 @@
  * `data` is what page_data.py writes.  `values` has by a control's id what the reader set; what is not
  * in it stands as the study has it.
  */
-import { evaluate } from "../../whatif/evaluate.mjs";
+import { evaluate, tokensOf } from "../../whatif/evaluate.mjs";
 import { exact, spanOf, times } from "../../whatif/span.mjs";
 
 /**
@@ -18,6 +18,8 @@ const CONTROLS = [
     most: 1e4, now: (data) => data.goal.deadline_days },
   { id: "budget", label: "Budget", unit: "USD", path: ["goal", "budget_usd"], least: 1, most: 1e12,
     now: (data) => data.goal.budget_usd },
+  { id: "day", label: "What a day sooner is worth", unit: "USD", path: ["goal", "day_usd"], least: 0.01,
+    most: 1e9, now: (data) => data.goal.day_usd },
   { id: "utilisation", label: "Utilisation of what is bought or reserved", unit: "share of hours",
     path: ["assumptions", "utilisation"], least: 0.01, most: 1,
     now: (data) => data.assumed.utilisation },
@@ -123,7 +125,9 @@ export function goalOf({ goal }, values) {
   }
   if ("deadline" in values) moved.deadline_days = values.deadline;
   if ("budget" in values) moved.budget_usd = values.budget;
+  if ("day" in values) moved.day_usd = values.day;
   if ("by" in values) moved.by = values.by;
+  if (moved.by === "weighted" && !(moved.day_usd && tokensOf(moved, 1))) moved.by = "cost";
   return moved;
 }
 
@@ -164,7 +168,7 @@ export function changedDocument(data, values) {
     for (const name of ["tokens_per_parameter", "epochs", "dataset_tokens"]) delete document.goal[name];
   }
   if ("residual" in values) delete document.assumptions.owning.residual_by_age;
-  if ("by" in values) put(["goal", "by"], values.by);
+  if ("by" in values || "day" in values) put(["goal", "by"], goalOf(data, values).by);
   document.offers = document.offers.flatMap((offer, place) => pricedOffers(data, values, offer, place));
   return document;
 }
@@ -212,7 +216,7 @@ export const fragmentOf = (values) => new URLSearchParams(
 export function valuesFrom(fragment, controls) {
   const values = {};
   for (const [id, text] of new URLSearchParams(fragment)) {
-    if (id === "by" && ["cost", "time", "energy", "carbon"].includes(text)) values.by = text;
+    if (id === "by" && ["cost", "time", "energy", "carbon", "weighted"].includes(text)) values.by = text;
     const control = controls.find((one) => one.id === id);
     if (control && text === "" && clearable(id)) values[id] = null;
     const number = Number(text);
@@ -224,4 +228,4 @@ export function valuesFrom(fragment, controls) {
 }
 
 /** Whether a control may be left empty: a limit that is not set. */
-export const clearable = (id) => id === "deadline" || id === "budget";
+export const clearable = (id) => ["deadline", "budget", "day"].includes(id);

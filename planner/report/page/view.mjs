@@ -17,7 +17,7 @@ import {
 
 const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10;
 const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
-const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2" };
+const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2", weighted: "USD, days counted" };
 
 const at = (id) => document.getElementById(id);
 const data = JSON.parse(at("data").textContent);

@@ -28,7 +28,8 @@ export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 /** A price, with as many digits as one signs. */
 export const price = (usd) => (usd >= 1000 ? grouped(usd) : usd.toFixed(2));
 
-const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2" };
+const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2",
+  weighted: "best by cost and days together" };
 
 /** The verdict in one sentence, and what stands beside it. */
 export function verdict(goal, ranks) {

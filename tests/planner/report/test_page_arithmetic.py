@@ -248,6 +248,8 @@ SET: list[dict[str, Any]] = [
     {"price.5": 3.3, "price.6": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
     {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
     {"by": "carbon", "electricity": 0.2},
+    {"by": "weighted", "day": 40.0, "price.0": 1.7},
+    {"by": "weighted"},
 ]
 
 
