@@ -172,9 +172,11 @@ def _study(sent: bytes, known: Study) -> Study:
         study = Study.parse(sent.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text") from error
-    own = {*known.models, *(offer.cluster for offer in known.offers)}
+    jobs = {job.model for job in known.jobs}
+    own = {*known.models, *jobs, *(offer.cluster for offer in known.offers)}
     for path, name in (
         *(("models", model) for model in study.models),
+        *(("jobs", job.model) for job in study.jobs),
         *(("offers", offer.cluster) for offer in study.offers),
     ):
         if name not in own and (":" in name or is_file(name) or is_folder(name)):

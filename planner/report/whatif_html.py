@@ -36,6 +36,7 @@ ARITHMETIC = (
     "goodput",
     "chances",
     "draws",
+    "queue",
     "terms",
     "evaluate",
     "ranking",
@@ -152,7 +153,7 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
 
 def _cells(result: Result) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return each model's figures on each candidate, with how they compare to the row's best."""
-    models, names = result.study.models, list(result.candidates)
+    models, names = result.study.rows, list(result.candidates)
     if len(models) == 1:
         return []
     found = {(o.model, o.candidate): o for o in result.outcomes}

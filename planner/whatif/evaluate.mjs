@@ -9,6 +9,7 @@ import {
   carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, rentUsd, SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
+import { load } from "./queue.mjs";
 import { exact, inverse, product, times, total } from "./span.mjs";
 import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
 
@@ -28,24 +29,21 @@ export function tokensOf(goal, parameters) {
  * @param {object} goal       days, USD, W, kg
  * @param {boolean} drawn     whether futures are drawn; without, no probability is known
  */
-export function evaluate(candidate, assumed, goal, drawn = true) {
+export function evaluate(candidate, given, goal, drawn = true) {
   const { plan, devices } = candidate;
+  const goodput = goodputFor(candidate, given);
+  const tokensPerS = product([exact(plan.tokens_per_step), inverse(plan.step_s)]);
+  const tokens = tokensOf(goal, plan.parameters);
+  const jobs = plan.jobs.length ? yearly(plan, tokens, hours(tokens, tokensPerS, goodput)) : [];
+  const assumed = jobs.length ? { ...given, utilisation: Math.min(1, load(jobs)) } : given;
   const priced = pricedOf(candidate, assumed);
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
-    candidate, assumed, priced, plan, devices, watts,
-    tokensPerS: product([exact(plan.tokens_per_step), inverse(plan.step_s)]),
-    goodput: assumed.goodput ?? goodputOf(assumed.failures, {
-      parameters: plan.parameters,
-      devices: devices - plan.idle,
-      nodes: Math.round(candidate.nodes * (1 - plan.idle / devices)),
-      spot: candidate.spot,
-    }),
-    leadDays: priced.purchase ? assumed.lead_days : null,
+    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens,
+    leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: null, usd: null, energyKwh: null, carbonKg: null,
     resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
-    tokens: tokensOf(goal, plan.parameters),
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
   if (bound !== null) outcome.capitalUsd = bound * devices;
@@ -62,6 +60,20 @@ export function evaluate(candidate, assumed, goal, drawn = true) {
   outcome.chance = Math.min(1, ...Object.values(outcome.chances));
   return outcome;
 }
+
+const goodputFor = ({ plan, devices, nodes, spot }, assumed) => assumed.goodput
+  ?? goodputOf(assumed.failures, {
+    parameters: plan.parameters,
+    devices: devices - plan.idle,
+    nodes: Math.round(nodes * (1 - plan.idle / devices)),
+    spot,
+  });
+
+/** [runs a year, hours of a run] of each job; where a year has more tokens, there are more runs. */
+const yearly = ({ jobs, tokens_per_step: planned }, tokens, yearHours) => jobs.map((job) => {
+  const runs = job.runs_a_year * tokens / planned;
+  return [runs, job.share * yearHours.value / runs];
+});
 
 function withRun(outcome) {
   const { devices, watts, priced, assumed } = outcome;
@@ -91,6 +103,8 @@ const atLeast = (span, least) => ({
 function limitsOf(goal, outcome) {
   const value = (span, factor = 1) => (span === null ? null : span.value * factor);
   return [
+    { name: "hours of a year", figure: value(outcome.hours),
+      limit: outcome.jobs.length ? HOURS_PER_YEAR : null, unit: "hours" },
     { name: "deadline", figure: value(outcome.resultHours, 1 / 24), limit: goal.deadline_days,
       unit: "days" },
     { name: "budget", figure: value(outcome.outlayUsd), limit: goal.budget_usd, unit: "USD" },
@@ -108,6 +122,7 @@ function share(drawn, most) {
 }
 
 function chanceOf(name, outcome, limit) {
+  if (name === "hours of a year") return share(outcome.drawn.time, limit);
   if (name === "deadline") return share(outcome.drawn.time, 24 * limit);
   if (name === "emission cap") {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
 from planner.whatif.goals import chances_of, misses
 from planner.whatif.goodput import goodput_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import Outcome, YearlyRun
 from planner.whatif.planning import Planned, planned
+from planner.whatif.queue import load
 from planner.whatif.span import Span, exact, product, span_of
 from planner.whatif.study import Goal, Study
 
@@ -55,7 +57,7 @@ def evaluate(
         low=prediction.step_time_low_s,
         high=prediction.step_time_high_s,
     )
-    tokens = exact(float(found.job.global_batch * found.job.seq_len))
+    tokens = exact(found.tokens_per_step)
     idle = 0
     if plan is not None and len(candidate.cluster.groups) == 1:
         idle = candidate.devices - plan.mesh.devices
@@ -82,7 +84,29 @@ def evaluate(
         optimal=found.optimal,
         plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
+    outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
+    if found.runs:
+        outcome = replace(outcome, jobs=tuple(_yearly(found, outcome)))
+        candidate = loaded(candidate, outcome)
     return _with_goal(study, candidate, outcome)
+
+
+def _yearly(found: Planned, outcome: Outcome) -> Iterator[YearlyRun]:
+    """Yield what a run of each job of a year takes on the wall clock."""
+    assert outcome.goodput is not None  # it fits
+    for job, plan in found.runs:
+        steps = job.tokens / plan.tokens_per_step
+        hours = steps * plan.step_s / economics.SECONDS_PER_HOUR / outcome.goodput.value
+        yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
+
+
+def loaded(candidate: Candidate, outcome: Outcome) -> Candidate:
+    """Return a candidate of whose hours a year of jobs uses what it takes."""
+    if not outcome.jobs:
+        return candidate
+    used = min(1.0, load(outcome.arrivals))
+    assumed = candidate.assumed.model_copy(update={"utilisation": used})
+    return replace(candidate, assumed=assumed)
 
 
 def binding_of(prediction: Prediction) -> str:
@@ -120,12 +144,11 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         outcome,
         watts=watts,
         grams_per_kwh=None if watts is None else grams,
-        goodput=goodput(candidate, outcome.parameters, idle=outcome.idle),
-        lead_days=candidate.lead_days,
+        lead_days=None if outcome.jobs else candidate.lead_days,
         day_usd=goal.day_usd,
         **_prices(candidate),
     )
-    tokens = goal.tokens_of(outcome.parameters)
+    tokens = study.tokens_of(outcome.parameters)
     assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
     if tokens is not None:
         run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)

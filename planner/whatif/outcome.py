@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.costs.uncertainty import link_seconds
 from planner.documents.plan import Plan
 from planner.whatif.span import Span, exact, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YearlyRun:
+    """A job of a year on one candidate."""
+
+    name: str
+    runs_a_year: float
+    hours: float
+    """Of one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +54,9 @@ class Outcome:
     goodput: Span | None = None
     """Share of the wall clock that trains."""
     hours: Span | None = None
-    """Of the run."""
+    """Of the run; of a year of jobs, those that they take."""
+    jobs: tuple[YearlyRun, ...] = ()
+    """Of a year of jobs: each of them."""
     lead_days: Span | None = None
     """Until bought devices are there and a run can begin."""
     usd: Span | None = None
@@ -82,6 +94,11 @@ class Outcome:
     def chance(self) -> float:
         """The least probability of keeping a goal; 1 where there is none."""
         return min(self.chances.values(), default=1.0)
+
+    @property
+    def arrivals(self) -> list[tuple[float, float]]:
+        """Runs a year, and hours of a run, of each job."""
+        return [(job.runs_a_year, job.hours) for job in self.jobs]
 
     @property
     def result_hours(self) -> Span | None:
@@ -122,6 +139,8 @@ class Outcome:
             value = getattr(self, name)
             if isinstance(value, Span):
                 value = value.as_dict()
+            elif name == "jobs":
+                value = [asdict(job) for job in self.jobs]
             elif isinstance(value, Plan):
                 value = value.model_dump(mode="json", exclude_none=True)
             result[name] = value

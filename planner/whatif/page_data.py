@@ -27,9 +27,12 @@ def page_data(result: Result) -> dict[str, Any]:
     study = result.study
     return {
         "document": document_of(study),
-        "models": list(study.models),
+        "models": list(study.rows),
         "question": study.question or study.name,
-        "goal": study.goal.model_dump(mode="json"),
+        "goal": {
+            **study.goal.model_dump(mode="json"),
+            **({"tokens": study.tokens_of(1.0)} if study.jobs else {}),
+        },
         "assumed": assumed_data(study.assumptions),
         "made": datetime.date.today().isoformat(),
         "candidates": [
@@ -181,6 +184,15 @@ def _plan(outcome: Outcome) -> dict[str, Any]:
         "layout": outcome.layout,
         "binding": outcome.binding,
         "native_step_s": outcome.native_step_s,
+        "jobs": [
+            {
+                "name": job.name,
+                "runs_a_year": job.runs_a_year,
+                "share": job.runs_a_year * job.hours / outcome.hours.value,
+            }
+            for job in outcome.jobs
+            if outcome.hours is not None
+        ],
     }
 
 

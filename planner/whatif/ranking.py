@@ -245,10 +245,10 @@ def measured_first(study: Study, best: Outcome) -> list[str]:
         share = f"{100 * doubt.share:.0f} % of the uncertainty"
         if doubt.cause == KERNELS and best.step_s is not None:
             hours = 20 * best.step_s.value * best.devices / 3600
+            steps = f", then 20 steps of the plan ({hours:,.1f} device hours)"
             said.append(
                 f"{KERNELS}, {share}: `meshwright profile` on one node, which times its products "
-                f"(about {node * PROFILE_HOURS:g} device hours), then 20 steps of the plan "
-                f"({hours:,.1f} device hours)"
+                f"(about {node * PROFILE_HOURS:g} device hours)" + ("" if best.jobs else steps)
             )
         elif doubt.cause == LINKS:
             nodes = min(best.devices, 2 * node)

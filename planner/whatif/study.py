@@ -84,6 +84,7 @@ Tuning = Literal["pretrain", "full", "lora", "qlora"]
 Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
+YEAR = "a year of jobs"
 PUBLIC = "public"
 """As a backend: the public stack that is fastest there."""
 
@@ -144,6 +145,25 @@ class Goal(Part):
         if self.tokens_per_parameter is not None:
             return self.tokens_per_parameter * parameters
         return self.tokens
+
+
+class Job(Part):
+    """A kind of training that comes again through a year, at random times.
+
+    One job at a time has the whole cluster.
+    """
+
+    name: Line
+    model: Line
+    """As on the command line."""
+    tokens: Rate
+    """Of one run."""
+    runs_a_year: Rate
+    tuning: Tuning = "pretrain"
+    seq_len: SampleTokens | None = None
+    """Instead of the study's own."""
+    global_batch: Samples | None = None
+    """Instead of the study's own."""
 
 
 class Rental(Part):
@@ -493,8 +513,10 @@ class Study(Document):
 
     name: Line
     question: Text | None = None
-    models: tuple[Line, ...]
+    models: tuple[Line, ...] = ()
     """As on the command line: catalogue names, configurations."""
+    jobs: tuple[Job, ...] = ()
+    """Instead of models: all that is trained in a year."""
     work: Work = Work()
     goal: Goal = Goal()
     offers: tuple[Offer, ...]
@@ -504,8 +526,36 @@ class Study(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.models:
-            raise ValueError("models is empty; name at least one")
+        if not (self.models or self.jobs):
+            raise ValueError("models is empty; name at least one, or jobs")
+        if self.jobs:
+            self._check_jobs()
         if not self.offers:
             raise ValueError("offers is empty; name at least one cluster")
         return self
+
+    def _check_jobs(self) -> None:
+        """Refuse what is of one training beside a year of jobs."""
+        goal = self.goal
+        one_run = (goal.tokens_of(1.0), goal.deadline_days, goal.budget_usd, goal.day_usd)
+        if self.models or any(figure is not None for figure in one_run):
+            raise ValueError(
+                "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
+                "day_usd are of one training"
+            )
+        changed = any(offer.solve or offer.tuning for offer in self.offers)
+        if changed or self.marginal or self.curves:
+            raise ValueError("jobs go with neither solve, an offer's tuning, marginal nor curves")
+        if len({job.name for job in self.jobs}) < len(self.jobs):
+            raise ValueError("two jobs have one name")
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What candidates are ranked for: each model, or a year of all jobs."""
+        return (YEAR,) if self.jobs else self.models
+
+    def tokens_of(self, parameters: float) -> float | None:
+        """Return the tokens to train a model of so many parameters on, or those of a year."""
+        if self.jobs:
+            return sum(job.tokens * job.runs_a_year for job in self.jobs)
+        return self.goal.tokens_of(parameters)

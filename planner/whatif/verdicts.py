@@ -12,6 +12,7 @@ from itertools import pairwise
 from planner.documents.units import seconds_text
 from planner.whatif.candidates import Candidate
 from planner.whatif.outcome import Outcome
+from planner.whatif.queue import load
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
 from planner.whatif.study import Order
@@ -21,7 +22,7 @@ from planner.whatif.words import days_text, listed, price_ages, usd_text
 def verdicts(result: Result) -> list[str]:
     """Return the headline: a sentence for each model, then what they say together."""
     if result.interrupted:
-        left = len(result.candidates) * len(result.study.models) - len(result.outcomes)
+        left = len(result.candidates) * len(result.study.rows) - len(result.outcomes)
         return [f"Interrupted: {len(result.outcomes)} done, {left} not looked at."]
     said = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
     if len(result.ranks) > 1:
@@ -136,7 +137,9 @@ def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 
 def _costs(outcome: Outcome) -> str:
     parts = []
-    if outcome.step_s is not None:
+    if outcome.jobs:
+        parts.append(f"{100 * load(outcome.arrivals):.0f} % of a year's hours used")
+    elif outcome.step_s is not None:
         parts.append(f"step {seconds_text(outcome.step_s.value)}")
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
@@ -244,7 +247,7 @@ def _crossover(result: Result) -> Iterator[str]:
 
 def _mixed(result: Result) -> Iterator[str]:
     """Say whether to keep, add and split, mix or replace, where some devices are owned."""
-    for model in result.study.models:
+    for model in result.study.rows:
         ways = ways_of(result, model)
         known = {name: way for name, way in ways.items() if way is not None}
         if "keep" not in known or len(known) < 2:

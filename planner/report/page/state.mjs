@@ -37,6 +37,10 @@ const CONTROLS = [
     path: ["assumptions", "lead_days"], now: (data) => data.assumed.lead_days.value },
 ];
 
+const OF_ONE_RUN = ["tokens", "deadline", "budget", "day", "utilisation"];
+const RUNS = { id: "runs", label: "Runs of all jobs", unit: "times the study's", path: [], ranged: false,
+  least: 0.01, most: 100, now: 1 };
+
 /** Id of the price that a candidate has in common with others of its offer. */
 export function priceId(data, { place, provider }) {
   const each = data.document.offers[place].rent?.each_provider;
@@ -45,7 +49,10 @@ export function priceId(data, { place, provider }) {
 
 /** All controls of a study's page. @returns {Control[]} */
 export function controlsOf(data) {
-  const assumed = CONTROLS.map((c) => ({ ranged: false, ...c, now: c.now(data) ?? null }));
+  const jobs = data.document.jobs?.length > 0; // which use what they take, and have no deadline
+  const assumed = CONTROLS.filter(({ id }) => !(jobs && OF_ONE_RUN.includes(id)))
+    .map((c) => ({ ranged: false, ...c, now: c.now(data) ?? null }));
+  if (jobs) assumed.unshift(RUNS);
   const prices = new Map();
   for (const candidate of data.candidates) {
     const { kind, bought, commitment, quote } = candidate.terms, id = priceId(data, candidate);
@@ -123,6 +130,7 @@ export function goalOf({ goal }, values) {
   if ("tokens" in values) {
     Object.assign(moved, { tokens: values.tokens, tokens_per_parameter: null, epochs: null });
   }
+  if ("runs" in values) moved.tokens = goal.tokens * values.runs;
   if ("deadline" in values) moved.deadline_days = values.deadline;
   if ("budget" in values) moved.budget_usd = values.budget;
   if ("day" in values) moved.day_usd = values.day;
@@ -163,6 +171,9 @@ export function changedDocument(data, values) {
   for (const { id, path, ranged } of CONTROLS.filter((control) => control.id in values)) {
     const moved = ranged && quantities(assumptionsOf(data.assumed, values))[id];
     put(path, ranged ? { ...moved, source } : values[id]);
+  }
+  if ("runs" in values) {
+    for (const job of document.jobs) job.runs_a_year *= values.runs;
   }
   if ("tokens" in values) {
     for (const name of ["tokens_per_parameter", "epochs", "dataset_tokens"]) delete document.goal[name];

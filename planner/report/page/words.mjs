@@ -1,5 +1,6 @@
 /** Figures and verdicts of a study in words. */
 import { eligible, orderedBy } from "../../whatif/ranking.mjs";
+import { load } from "../../whatif/queue.mjs";
 import { times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
@@ -42,7 +43,8 @@ export function verdict(goal, ranks) {
     return `No candidate reaches the goal; ${name} comes closest and misses ${missed.join("; ")}.`;
   }
   const said = [verb(outcome) + name];
-  if (outcome.hours) {
+  if (outcome.jobs.length) said.push(`${percent(load(outcome.jobs))} of a year's hours used`);
+  else if (outcome.hours) {
     said.push(outcome.leadDays ? `result after ${duration(outcome.resultHours)} with delivery`
       : duration(outcome.hours));
   }
