@@ -32,6 +32,7 @@ from planner.whatif.words import days_text, usd_text
 
 ARITHMETIC = (
     "span",
+    "financing",
     "economics",
     "goodput",
     "chances",

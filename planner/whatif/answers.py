@@ -7,14 +7,15 @@ none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.catalog import facility
-from planner.whatif.break_even import Against, over_years
+from planner.whatif.break_even import Against, over_years, present_value_usd
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.economics import SECONDS_PER_DAY
+from planner.whatif.financing import AT_ONCE
 from planner.whatif.outcome import Outcome
 from planner.whatif.queue import load, shortest_first_h, wait_h
 from planner.whatif.ranking import sure, tie
@@ -49,6 +50,7 @@ def answers(result: Result) -> list[str]:
         *_side_by_side(result),
         *_replacing(result),
         *_buying(result),
+        *financed_texts(result),
         *_under_a_cap(result),
         *_carbon(result),
     ]
@@ -439,6 +441,32 @@ def _buying(result: Result) -> Iterator[str]:
                 f"{against.waiting_usd:,.0f} USD."
             )
         yield text
+
+
+def financed_texts(result: Result) -> Iterator[str]:
+    """Say what loans and leases take a month, and what a loan is worth against paying at once."""
+    for candidate in list(result.candidates.values()):
+        purchase = candidate.priced.purchase
+        if purchase is None or len(purchase.instalments) == 1:
+            continue
+        each = purchase.hardware_usd.value * candidate.devices
+        monthly = purchase.instalments[1].share * each
+        text = f"{candidate.name}: {monthly:,.0f} USD a month for the hardware of all devices"
+        if purchase.leased:
+            useful = purchase.hourly.at(candidate.assumed.utilisation).value
+            yield f"{text}, and nothing to sell in the end; {useful:.2f} USD a useful device-hour."
+            continue
+        at_once = replace(purchase, instalments=AT_ONCE, bound_share=1.0)
+        paid_at_once = replace(
+            candidate,
+            priced=replace(candidate.priced, purchase=at_once, hourly=at_once.hourly),
+        )
+        usd = [present_value_usd(c).value for c in (candidate, paid_at_once)]
+        dearer = "more" if usd[0] > usd[1] else "less"
+        yield (
+            f"{text}; NPV of all costs {usd[0]:,.0f} USD, {abs(usd[0] - usd[1]):,.0f} {dearer} "
+            f"than if it is paid at once, at {100 * candidate.assumed.interest:g} % a year."
+        )
 
 
 def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:

@@ -168,7 +168,7 @@ def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
 def _payback_years(candidate: Candidate, rent: Hourly) -> float | None:
     """Return hardware's price over what a year of use saves against a rent, without interest."""
     purchase, used = candidate.priced.purchase, candidate.assumed.utilisation
-    if purchase is None:
+    if purchase is None or purchase.leased:
         return None
     rent_usd = rent.at(used).value * used
     saved = HOURS_PER_YEAR * (rent_usd - purchase.owning_usd_per_hour(used).value)

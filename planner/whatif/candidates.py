@@ -25,12 +25,20 @@ from planner.whatif.economics import (
     prepaid_factor,
     residual_share,
 )
+from planner.whatif.financing import (
+    Instalments,
+    lease_instalments,
+    lease_months,
+    loan_instalments,
+)
 from planner.whatif.offers import price_of, rent_of
 from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import (
     Assumptions,
     Buying,
     ChangeName,
+    Lease,
+    Loan,
     Offer,
     Owning,
     Rental,
@@ -83,7 +91,7 @@ class Priced:
     def at_once_usd_per_device(self) -> float | None:
         """What signing binds to for each device: a purchase, or a contract's whole term."""
         if self.purchase is not None:
-            return self.purchase.hardware_usd.value
+            return self.purchase.hardware_usd.value * self.purchase.bound_share
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
     def outlay_usd_per_device(self, utilisation: float) -> Span | None:
@@ -319,7 +327,8 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
 
 def _has_price(offer: Offer) -> bool:
     rented = offer.rent is not None and offer.rent.usd_per_device_hour is not None
-    return rented or (offer.buy is not None and offer.buy.usd_per_device is not None)
+    bought = offer.buy is not None and (offer.buy.usd_per_device or offer.buy.lease)
+    return rented or bool(bought)
 
 
 def _name(offer: Offer, text: str) -> str:
@@ -491,6 +500,8 @@ def _bought(
 ) -> Priced:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
+    if buying.lease is not None:
+        return _leased(assumed, buying.lease, cluster, power_limit)
     name = cluster.groups[0].accelerator.name
     if buying.usd_per_device is not None:
         price = _quoted(buying.usd_per_device, buying.low, buying.high, buying.currency, assumed)
@@ -506,7 +517,67 @@ def _bought(
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
+    if buying.loan is not None:
+        purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
+        how += f", {loan_words(buying.loan)}"
     return Priced(quote=price, network=network, hourly=purchase.hourly, purchase=purchase, how=how)
+
+
+def instalments_of(loan: Loan, years: float) -> Instalments:
+    """Return what is paid for hardware under a loan, and that is sold after `years`."""
+    return loan_instalments(
+        share=loan.share, interest=loan.interest, months=loan.months, years=years
+    )
+
+
+def loan_words(loan: Loan) -> str:
+    """Return a loan's terms.
+
+    >>> loan_words(Loan(interest=0.09, months=36, share=0.8))
+    'loan of 80 % at 9 % over 36 months'
+    """
+    return (
+        f"loan of {100 * loan.share:.0f} % at {100 * loan.interest:g} % over {loan.months} months"
+    )
+
+
+def _leased(assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float) -> Priced:
+    """Return what leased devices cost: the lease for its hardware, all else as if bought."""
+    price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
+    purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
+    return Priced(
+        quote=price,
+        hourly=purchase.hourly,
+        purchase=purchase,
+        how=f"leased for {lease.term_months} months, {lease.date}, {lease.source}",
+    )
+
+
+def lease_of(
+    assumed: Assumptions,
+    usd_per_month: Span,
+    term_months: int,
+    cluster: ClusterSpec,
+    power_limit: float = 1.0,
+) -> Purchase:
+    """Return a device's lease as a purchase that is paid each month and leaves nothing to sell.
+
+    Its payments lower the income that is taxed, so that before tax they count as they are.
+    """
+    name, years = cluster.groups[0].accelerator.name, assumed.years
+    known = purchases().get(name)
+    listed = exact(0.0) if known is None else listed_price(known)
+    months = lease_months(term_months=term_months, years=years)
+    tax = 1 + assumed.owning.sales_tax
+    return replace(
+        purchase_of(assumed, listed, span_of(network_purchase()), cluster, power_limit),
+        hardware_usd=usd_per_month.times(months * tax),
+        residual=exact(0.0),
+        tax=Tax(),
+        instalments=lease_instalments(term_months=term_months, years=years),
+        bound_share=term_months / months,
+        leased=True,
+    )
 
 
 def listed_price(known: PurchasePrice) -> Span:

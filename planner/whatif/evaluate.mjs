@@ -6,7 +6,8 @@
 import { within } from "./chances.mjs";
 import { drawnFigures } from "./draws.mjs";
 import {
-  carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, rentUsd, SECONDS_PER_HOUR,
+  carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
+  SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
 import { load } from "./queue.mjs";
@@ -141,7 +142,11 @@ function tokensInBudget(goal, outcome) {
     left -= outcome.capitalUsd;
     anHour = priced.hourly.used.value;
   }
-  if (priced.purchase) anHour = owningUsdPerHour(priced.purchase, used).value / used;
+  if (priced.purchase) {
+    anHour = owningUsdPerHour(priced.purchase, used).value / used;
+    left -= priced.purchase.hardware.value * (paidShare(priced.purchase) - priced.purchase.boundShare)
+      * outcome.devices;
+  }
   if (left < 0) return 0;
   const most = [anHour === 0 ? Infinity : left / (anHour * outcome.devices)];
   if (goal.deadline_days) {

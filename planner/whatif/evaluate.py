@@ -237,12 +237,14 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
         return None
     left = goal.budget_usd
     an_hour = price.value
+    purchase, share_used = candidate.priced.purchase, candidate.assumed.utilisation
     if outcome.capital_usd is not None:
         assert candidate.priced.hourly is not None  # it has a price
         left -= outcome.capital_usd
         an_hour = candidate.priced.hourly.used.value
-    purchase, share_used = candidate.priced.purchase, candidate.assumed.utilisation
     if purchase is not None:
+        hardware = purchase.hardware_usd.value * (purchase.paid_share - purchase.bound_share)
+        left -= hardware * outcome.devices
         an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
     if left < 0:
         return 0.0

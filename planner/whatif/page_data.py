@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.catalog import Facility, Quantity, network_purchase, purchases
-from planner.whatif.candidates import Candidate, listed_price, term_words
+from planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
 from planner.whatif.evaluate import carbon_of
 from planner.whatif.outcome import Outcome
 from planner.whatif.run import Result
 from planner.whatif.span import Span, span_of
-from planner.whatif.study import Assumptions, Failures, Offer, Owning, Rental, Study
+from planner.whatif.study import (
+    Assumptions,
+    Failures,
+    Lease,
+    Loan,
+    Offer,
+    Owning,
+    Rental,
+    Study,
+)
 from planner.whatif.words import price_dates
 
 PER_SPAN = ("value", "low", "high")
@@ -151,6 +160,10 @@ def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
     }
     if bought:
         terms["network"] = _span(priced.network or span_of(network_purchase()))
+        terms["loan"] = None if offer.buy is None else _plain(offer.buy.loan)
+        loan = None if offer.buy is None else offer.buy.loan
+        terms["loan_words"] = "" if loan is None else loan_words(loan)
+        terms["lease"] = None if offer.buy is None else _plain(offer.buy.lease)
     if priced.reservation is not None:
         terms["years"] = priced.reservation.years
         terms["prepaid"] = priced.reservation.prepaid
@@ -158,6 +171,10 @@ def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
     if priced.owned_groups:
         terms["owned_groups"] = list(priced.owned_groups)
     return terms
+
+
+def _plain(part: Loan | Lease | None) -> dict[str, Any] | None:
+    return None if part is None else part.model_dump(mode="json")
 
 
 def _kind(candidate: Candidate) -> str:

@@ -228,8 +228,48 @@ def _check_price(
         raise ValueError(f"{value} is not between {low} and {high}")
 
 
+class Loan(Part):
+    """What is borrowed for a purchase, and paid back in equal parts each month."""
+
+    interest: Interest
+    """A year; what a dollar costs later is `assumptions.interest`."""
+    months: Annotated[int, Field(ge=1, le=600, strict=True)]
+    share: Proportion = 1.0
+    """Of the price."""
+
+
+class Lease(Part):
+    """Devices with nodes, network, storage and spares that are given back in the end."""
+
+    usd_per_device_month: Rate
+    low: Rate | None = None
+    high: Rate | None = None
+    term_months: Annotated[int, Field(ge=1, le=600, strict=True)]
+    """That are paid at least."""
+    currency: Line = "USD"
+    date: DateLine
+    source: Text
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_price(
+            self.usd_per_device_month,
+            self.low,
+            self.high,
+            self.date,
+            self.source,
+            "usd_per_device_month",
+        )
+        return self
+
+
 class Buying(Part):
     """A purchase per device, node included; the catalogue's dated price where none is given."""
+
+    loan: Loan | None = None
+    """Else the price is paid on the first day."""
+    lease: Lease | None = None
+    """Instead of a price; hosting, staff, support, insurance and power are paid as ever."""
 
     usd_per_device: Rate | None = None
     low: Rate | None = None
@@ -244,6 +284,8 @@ class Buying(Part):
         _check_price(
             self.usd_per_device, self.low, self.high, self.date, self.source, "usd_per_device"
         )
+        if self.loan is not None and self.lease is not None:
+            raise ValueError("loan and lease exclude each other; make an offer of each")
         return self
 
 

@@ -11,6 +11,7 @@ import {
   deviceWatts, hourlyAt, HOURS_PER_YEAR, outlayUsd, powerUsdPerHour, prepaidFactor, purchaseHourly,
   residualShare,
 } from "./economics.mjs";
+import { AT_ONCE, leaseInstalments, leaseMonths, loanInstalments } from "./financing.mjs";
 import { exact, product, times, total } from "./span.mjs";
 
 const MONTHS_PER_YEAR = 12;
@@ -38,7 +39,8 @@ export function pricedOf(candidate, assumed) {
     case "part":
       return { hourly: inPart(candidate, assumed), minimumHours: 0 };
     case "bought": {
-      const purchase = purchaseOf(assumed, terms.quote, terms.network, groups, limit);
+      const purchase = terms.lease ? leaseOf(assumed, terms, groups, limit)
+        : financed(purchaseOf(assumed, terms.quote, terms.network, groups, limit), terms.loan);
       return { hourly: purchaseHourly(purchase), purchase, minimumHours: 0 };
     }
     case "rented":
@@ -83,6 +85,21 @@ function keptHourly(groups, assumed, limit) {
   };
 }
 
+/** A purchase that a loan pays, if there is one. */
+const financed = (purchase, loan) => (loan
+  ? { ...purchase, instalments: loanInstalments(loan, purchase.horizon.years) } : purchase);
+
+/** A device's lease as a purchase that is paid each month and leaves nothing to sell. */
+function leaseOf(assumed, { quote, lease }, groups, limit) {
+  const { years, owning } = assumed, months = leaseMonths(lease, years);
+  return {
+    ...purchaseOf(assumed, groups[0].listed ?? exact(0), assumed.network_usd_per_device, groups, limit),
+    hardware: times(quote, months * (1 + owning.sales_tax)),
+    residual: exact(0), taxRate: 0,
+    instalments: leaseInstalments(lease, years), boundShare: lease.term_months / months,
+  };
+}
+
 /** A device's purchase with all that owning it costs. */
 function purchaseOf(assumed, price, network, groups, limit) {
   const own = assumed.owning;
@@ -106,6 +123,7 @@ function purchaseOf(assumed, price, network, groups, limit) {
       : powerUsdPerHour(times(watts, 1 / devices), assumed.electricity_usd_per_kwh),
     taxRate: own.income_tax,
     depreciationYears: own.depreciation_years,
+    instalments: AT_ONCE, boundShare: 1,
   };
 }
 
@@ -121,7 +139,7 @@ export const usefulHour = (priced, assumed) => hourlyAt(priced.hourly, assumed.u
 
 /** USD that signing binds to for each device; null on terms that bind to nothing. */
 export function boundUsd({ purchase, reservation }) {
-  if (purchase) return purchase.hardware.value;
+  if (purchase) return purchase.hardware.value * purchase.boundShare;
   return reservation ? reservation.price.value * (reservation.years * HOURS_PER_YEAR) : null;
 }
 

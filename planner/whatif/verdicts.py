@@ -54,7 +54,8 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 
 def commitment_text(candidate: Candidate, usd: float) -> str:
     """Return what signing binds to."""
-    word = "Capex" if candidate.priced.purchase is not None else "Commitment"
+    bought = candidate.priced.purchase
+    word = "Commitment" if bought is None or bought.leased else "Capex"
     return f"{word} {usd:,.0f} USD"
 
 

@@ -55,14 +55,14 @@ export function controlsOf(data) {
   if (jobs) assumed.unshift(RUNS);
   const prices = new Map();
   for (const candidate of data.candidates) {
-    const { kind, bought, commitment, quote } = candidate.terms, id = priceId(data, candidate);
+    const { kind, bought, commitment, quote, lease } = candidate.terms, id = priceId(data, candidate);
     if (kind === "owned" || prices.has(id) || (kind === "none" && commitment === "reserved")) continue;
     const provider = data.document.offers[candidate.place].rent?.each_provider
       ? ` at ${candidate.provider}` : "";
     const offer = data.document.offers[candidate.place];
     prices.set(id, {
       id, label: `${offer.name ?? offer.cluster}${provider}`, ranged: true, path: [],
-      unit: bought ? "USD per device" : `USD per device-hour, ${commitment.replace("_", " ")}`,
+      unit: lease ? "USD per device and month" : bought ? "USD per device" : `USD per device-hour, ${commitment.replace("_", " ")}`,
       now: quote === null ? null : quote.value, least: bought ? 1 : 0.001, most: bought ? 1e7 : 1e4,
     });
   }
@@ -82,7 +82,9 @@ const sourceOf = (place) => `set on the page for offer ${place + 1}`;
 /** The candidate at the price that the reader set for its offer. */
 function repriced(data, candidate, value) {
   const { terms, place } = candidate, first = firstOf(data, candidate);
-  const words = `${terms.commitment}, ${data.made}, ${sourceOf(place)}`;
+  const words = terms.lease
+    ? `leased for ${terms.lease.term_months} months, ${data.made}, ${sourceOf(place)}`
+    : `${terms.commitment}, ${data.made}, ${sourceOf(place)}${terms.loan_words ? `, ${terms.loan_words}` : ""}`;
   const how = terms.kind === "part" ? inPartWords(candidate, words)
     : words + (terms.term_words ? `, ${terms.term_words}` : "");
   return {
@@ -210,6 +212,11 @@ function withPrice(data, offer, candidate, value) {
     [bought ? "usd_per_device" : "usd_per_device_hour"]: moved.value,
     low: moved.low, high: moved.high, date: data.made, source: sourceOf(candidate.place),
   };
+  if (offer.buy?.lease) {
+    const { currency: _, ...lease } = offer.buy.lease;
+    const { usd_per_device: usd_per_device_month, ...quoted } = said;
+    return { ...offer, buy: { ...offer.buy, lease: { ...lease, ...quoted, usd_per_device_month } } };
+  }
   const part = bought ? "buy" : "rent";
   const { provider: _, region: __, currency: ___, ...terms } = offer[part] ?? {};
   if (terms.commitment === "reserved" && candidate.terms.years) {

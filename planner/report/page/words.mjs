@@ -68,6 +68,7 @@ const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 /** What signing means on a candidate's terms. */
 function verb({ candidate: { terms } }) {
+  if (terms.lease) return "Lease: ";
   if (terms.kind === "bought") return "Buy: ";
   if (terms.kind === "owned") return "Use: ";
   return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
@@ -82,7 +83,7 @@ export function monthsSince(month, today) {
 /** What the first one's price rests on, and whether it is old. @returns {{text, warning}} */
 export function provenance(outcome, today) {
   const { how, dates, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
-  const unit = terms.bought ? "USD per device" : "USD per device-hour";
+  const unit = terms.lease ? "USD per device and month" : terms.bought ? "USD per device" : "USD per device-hour";
   const asked = terms.quote ? `${price(terms.quote.value)} (${price(terms.quote.low)}–`
     + `${price(terms.quote.high)}) ${unit}. ` : "";
   const useful = hourly && (terms.bought || terms.commitment === "reserved")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from planner.documents.tolerances import ROUNDING
-from planner.whatif import chances, economics, goodput, span
+from planner.whatif import chances, economics, financing, goodput, span
 from planner.whatif.break_even import cash_usd, present_value_usd
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.evaluate import evaluate, loaded
@@ -104,6 +104,15 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         1.7, horizon, utilisation=used, change_a_year=change, term_years=contract, prepaid=prepaid
     )
     yield "economics", "rentCash", [1.7, plain, terms], list(paid)
+    interest = rng.choice([0.0, rng.random() / 3])
+    loan = {"share": rng.random(), "interest": interest, "months": rng.randint(1, 60)}
+    instalments = financing.loan_instalments(**loan, years=horizon.years)
+    plain_instalments = [part._asdict() for part in instalments]
+    yield "financing", "loanInstalments", [loan, horizon.years], plain_instalments
+    leased = financing.lease_instalments(term_months=loan["months"], years=horizon.years)
+    plain_lease = [part._asdict() for part in leased]
+    lease = {"term_months": loan["months"]}
+    yield "financing", "leaseInstalments", [lease, horizon.years], plain_lease
     tax = economics.Tax(rate=rng.choice([0.0, rng.random() / 2]), depreciation_years=5.0)
     bought = economics.Purchase(
         hardware_usd=figure(1e3, 1e5),
@@ -113,6 +122,7 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         idle_power=share(),
         running_usd_per_hour=figure(0.01, 1.0),
         tax=tax,
+        instalments=instalments,
     )
     its = {
         "hardware": bought.hardware_usd,
@@ -123,6 +133,7 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         "running": bought.running_usd_per_hour,
         "taxRate": tax.rate,
         "depreciationYears": 5.0,
+        "instalments": plain_instalments,
     }
     hourly = bought.hourly
     yield "economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
@@ -236,6 +247,21 @@ OFFERS: list[dict[str, Any]] = [
         "rent": {"usd_per_device_hour": 0.9, "commitment": "spot", "minimum_hours": 30.0, **QUOTE},
     },
     {
+        "name": "borrowed",
+        "cluster": "8xa10g",
+        "buy": {
+            "usd_per_device": 9000.0,
+            "high": 12000.0,
+            "loan": {"interest": 0.11, "months": 48, "share": 0.7},
+            **QUOTE,
+        },
+    },
+    {
+        "name": "leased",
+        "cluster": "8xa10g",
+        "buy": {"lease": {"usd_per_device_month": 280.0, "low": 250.0, "term_months": 30, **QUOTE}},
+    },
+    {
         "name": "nobody's",
         "cluster": "4xl4",
         "change": {"memory": 2.0},
@@ -246,11 +272,12 @@ SET: list[dict[str, Any]] = [
     {},
     {"price.0": 1.1, "utilisation": 0.35, "tokens": 4e10},
     {"price.3": 5200.0, "price.1": 0.7, "years": 4.5, "residual": 0.5, "interest": 0.02},
-    {"price.5": 3.3, "price.6": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
+    {"price.5": 3.3, "price.8": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
     {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
     {"by": "carbon", "electricity": 0.2},
     {"by": "weighted", "day": 40.0, "price.0": 1.7},
     {"by": "weighted"},
+    {"price.6": 8100.0, "price.7": 333.0, "years": 2.2, "interest": 0.2, "budget": 150_000.0},
 ]
 
 
