@@ -51,6 +51,7 @@ def answers(result: Result) -> list[str]:
         *_replacing(result),
         *_buying(result),
         *financed_texts(result),
+        *data_texts(result),
         *_under_a_cap(result),
         *_carbon(result),
     ]
@@ -441,6 +442,19 @@ def _buying(result: Result) -> Iterator[str]:
                 f"{against.waiting_usd:,.0f} USD."
             )
         yield text
+
+
+def data_texts(result: Result) -> Iterator[str]:
+    """Say what storage and transfers are of the first candidates' costs."""
+    for ranks in result.ranks.values():
+        parts = [
+            (rank.outcome.candidate, rank.outcome.data_usd.value, rank.outcome.usd.value)
+            for rank in ranks
+            if rank.outcome.usd is not None and rank.outcome.data_usd.value > 0
+        ]
+        shares = [f"{name} {usd:,.0f} USD ({100 * usd / all_:.0f} %)" for name, usd, all_ in parts]
+        if shares:
+            yield f"Storage and transfers are in the cost: {listed(shares)}."
 
 
 def financed_texts(result: Result) -> Iterator[str]:

@@ -76,10 +76,12 @@ def _cost(outcome: Outcome) -> Draws | None:
     price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
-    paid_hours = outcome.usd.value / (hourly.value * outcome.devices)
-    # More hours than the run takes are paid where the contract has a minimum.
-    least = paid_hours if paid_hours > outcome.hours.value * (1 + NOTHING) else 0.0
-    return price * np.maximum(duration, least)
+    cost = price * np.maximum(duration, outcome.minimum_hours)
+    if outcome.stored_usd_per_hour is not None:
+        cost = cost + _of(outcome.stored_usd_per_hour, "price of storage") * duration
+    if outcome.moved_usd is not None:
+        cost = cost + _of(outcome.moved_usd, "price of transfers")
+    return cost
 
 
 def _energy(outcome: Outcome) -> Draws | None:

@@ -12,6 +12,7 @@ import {
 import { goodputOf } from "./goodput.mjs";
 import { load } from "./queue.mjs";
 import { exact, inverse, product, times, total } from "./span.mjs";
+import { movedUsd, storedUsdPerHour } from "./transfers.mjs";
 import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
 
 const ROUNDING = 1e-12;
@@ -47,6 +48,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
     resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
+  withData(outcome);
   if (bound !== null) outcome.capitalUsd = bound * devices;
   if (outlay !== null) outcome.outlayUsd = times(outlay, devices);
   if (outcome.tokens !== null) withRun(outcome);
@@ -76,6 +78,23 @@ const yearly = ({ jobs, tokens_per_step: planned }, tokens, yearHours) => jobs.m
   return [runs, job.share * yearHours.value / runs];
 });
 
+/** What storage costs an hour, beside rented devices, and what transfers cost. */
+function withData(outcome) {
+  const { assumed: { data }, priced, jobs, candidate: { terms } } = outcome;
+  const stored = priced.purchase || terms.kind === "owned" ? null : storedUsdPerHour(data);
+  const moved = movedUsd(data);
+  outcome.storedUsdPerHour = stored;
+  outcome.movedUsd = moved;
+  if (!jobs.length) return;
+  const runs = jobs.reduce((sum, [each]) => sum + each, 0);
+  outcome.storedUsdPerHour = null;
+  outcome.movedUsd = total([times(moved, runs), ...(stored ? [times(stored, HOURS_PER_YEAR)] : [])]);
+}
+
+/** USD of storage and transfers of a run. @returns {Span} */
+export const dataUsdOf = ({ storedUsdPerHour: stored, movedUsd: moved, hours: run }) => total(
+  [...(stored && run ? [product([stored, run])] : []), moved]);
+
 function withRun(outcome) {
   const { devices, watts, priced, assumed } = outcome;
   outcome.hours = hours(outcome.tokens, outcome.tokensPerS, outcome.goodput);
@@ -83,8 +102,9 @@ function withRun(outcome) {
     : total([times(outcome.leadDays, 24), outcome.hours]);
   if (outcome.usdPerDeviceHour !== null) {
     const paid = atLeast(outcome.hours, priced.minimumHours);
-    outcome.usd = rentUsd(devices, paid, outcome.usdPerDeviceHour);
-    outcome.outlayUsd ??= outcome.usd;
+    const rent = rentUsd(devices, paid, outcome.usdPerDeviceHour), dataUsd = dataUsdOf(outcome);
+    outcome.usd = total([rent, dataUsd]);
+    outcome.outlayUsd = total([outcome.outlayUsd ?? rent, dataUsd]);
     if (outcome.dayUsd !== null) {
       outcome.weightedUsd = outcome.usd.value + outcome.dayUsd * outcome.resultHours.value / 24;
     }
@@ -147,6 +167,8 @@ function tokensInBudget(goal, outcome) {
     left -= priced.purchase.hardware.value * (paidShare(priced.purchase) - priced.purchase.boundShare)
       * outcome.devices;
   }
+  left -= outcome.movedUsd.value;
+  if (outcome.storedUsdPerHour) anHour += outcome.storedUsdPerHour.value / outcome.devices;
   if (left < 0) return 0;
   const most = [anHour === 0 ? Infinity : left / (anHour * outcome.devices)];
   if (goal.deadline_days) {

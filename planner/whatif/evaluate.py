@@ -19,8 +19,9 @@ from planner.whatif.goodput import goodput_of
 from planner.whatif.outcome import Outcome, YearlyRun
 from planner.whatif.planning import Planned, planned
 from planner.whatif.queue import load
-from planner.whatif.span import Span, exact, product, span_of
+from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import Goal, Study
+from planner.whatif.transfers import moved_usd, stored_usd_per_hour
 
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
@@ -147,6 +148,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         lead_days=None if outcome.jobs else candidate.lead_days,
         day_usd=goal.day_usd,
         **_prices(candidate),
+        **_data(candidate, outcome),
     )
     tokens = study.tokens_of(outcome.parameters)
     assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
@@ -154,9 +156,13 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
         outcome = replace(outcome, hours=run_hours, tokens=tokens)
         if outcome.usd_per_device_hour is not None:
-            paid_hours = at_least(run_hours, candidate.priced.minimum_hours)
-            usd = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
-            outcome = replace(outcome, usd=usd, outlay_usd=outcome.outlay_usd or usd)
+            paid_hours = at_least(run_hours, outcome.minimum_hours)
+            rent = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
+            outcome = replace(
+                outcome,
+                usd=total([rent, outcome.data_usd]),
+                outlay_usd=total([outcome.outlay_usd or rent, outcome.data_usd]),
+            )
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
             outcome = replace(
@@ -212,6 +218,18 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
     )
 
 
+def _data(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+    """Return what storage costs an hour, beside rented devices, and what transfers cost."""
+    data, priced = candidate.assumed.data, candidate.priced
+    stored = None if priced.owned or priced.purchase else stored_usd_per_hour(data)
+    moved = moved_usd(data)
+    if not outcome.jobs:
+        return {"stored_usd_per_hour": stored, "moved_usd": moved}
+    each_year = moved.times(sum(job.runs_a_year for job in outcome.jobs))
+    kept = [] if stored is None else [stored.times(economics.HOURS_PER_YEAR)]
+    return {"stored_usd_per_hour": None, "moved_usd": total([each_year, *kept])}
+
+
 def _prices(candidate: Candidate) -> dict[str, Any]:
     """Return the price of a useful device hour on the candidate's terms, and what it binds to."""
     priced = candidate.priced
@@ -220,6 +238,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     at_once = priced.at_once_usd_per_device
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
+        "minimum_hours": priced.minimum_hours,
         "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
@@ -246,6 +265,10 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
         hardware = purchase.hardware_usd.value * (purchase.paid_share - purchase.bound_share)
         left -= hardware * outcome.devices
         an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
+    if outcome.moved_usd is not None:
+        left -= outcome.moved_usd.value
+    if outcome.stored_usd_per_hour is not None:
+        an_hour += outcome.stored_usd_per_hour.value / outcome.devices
     if left < 0:
         return 0.0
     hours = [math.inf if an_hour == 0 else left / (an_hour * outcome.devices)]

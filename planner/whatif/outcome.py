@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.costs.uncertainty import link_seconds
 from planner.documents.plan import Plan
-from planner.whatif.span import Span, exact, total
+from planner.whatif.span import Span, exact, product, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,12 @@ class Outcome:
     """The quotes that it rests on, where they are the catalogue's."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
+    minimum_hours: float = 0.0
+    """That are paid at least."""
+    stored_usd_per_hour: Span | None = None
+    """Of data that lies beside a rented cluster while the run lasts."""
+    moved_usd: Span | None = None
+    """What transfers of data cost; of a year of jobs, storage too."""
     outlay_usd: Span | None = None
     """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
     the rent of the run."""
@@ -106,6 +112,13 @@ class Outcome:
         if self.hours is None or self.lead_days is None:
             return self.hours
         return total([self.lead_days.times(24), self.hours])
+
+    @property
+    def data_usd(self) -> Span:
+        """What storage and transfers cost, in `usd` too."""
+        stored, moved = self.stored_usd_per_hour, self.moved_usd
+        parts = [] if stored is None or self.hours is None else [product([stored, self.hours])]
+        return total([*parts, *([] if moved is None else [moved])])
 
     @property
     def weighted_usd(self) -> float | None:

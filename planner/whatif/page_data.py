@@ -18,6 +18,7 @@ from planner.whatif.run import Result
 from planner.whatif.span import Span, span_of
 from planner.whatif.study import (
     Assumptions,
+    Data,
     Failures,
     Lease,
     Loan,
@@ -71,6 +72,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
         "failures": _part(assumed.failures, tuple(Failures.model_fields)),
         "owning": _part(assumed.owning, tuple(Owning.model_fields)),
+        "data": _part(assumed.data, tuple(Data.model_fields)),
         **_part(known, _FACILITY),
         "network_usd_per_device": _span(span_of(network_purchase())),
         "grams_per_kwh": carbon_of(assumed.country) if grams is None else grams,
@@ -86,7 +88,7 @@ _FACILITY = (
 
 
 def _part(
-    part: Assumptions | Failures | Owning | Facility, names: tuple[str, ...]
+    part: Assumptions | Failures | Owning | Data | Facility, names: tuple[str, ...]
 ) -> dict[str, Any]:
     found = {}
     for name in names:
@@ -140,7 +142,7 @@ def _named(said: Mapping[str, Any]) -> list[str]:
     """Return the fields that an offer assumes for itself, those of parts by part and name."""
     names = []
     for name, value in said.items():
-        if name in ("owning", "failures"):
+        if name in ("owning", "failures", "data"):
             names += [f"{name}.{inner}" for inner in value]
         else:
             names.append(name)

@@ -1,5 +1,6 @@
 /** Outcomes compared: order with ties, Pareto front, price of a tie.  The twin of ranking.py. */
 import { chancesToBeFirst } from "./draws.mjs";
+import { dataUsdOf } from "./evaluate.mjs";
 
 const ORDERS = ["cost", "time", "energy", "carbon", "weighted"];
 const FRONT = ["time", "cost", "energy"];
@@ -84,5 +85,6 @@ export function tiePrice(first, outcome) {
   const ours = figureOf(outcome, "cost"), best = figureOf(first, "cost");
   const price = outcome.usdPerDeviceHour;
   if (ours === Infinity || best === Infinity || price === null) return null;
-  return price.value * best / ours;
+  const beside = outcome.usd === null ? 0 : dataUsdOf(outcome).value;
+  return best > beside ? price.value * (best - beside) / (ours - beside) : null;
 }

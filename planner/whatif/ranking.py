@@ -43,7 +43,8 @@ def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
     price = outcome.usd_per_device_hour
     if outcome is first or ours is None or best is None or price is None:
         return None
-    return price.value * best / ours
+    beside = outcome.data_usd.value if outcome.usd is not None else 0.0
+    return price.value * (best - beside) / (ours - beside) if best > beside else None
 
 
 def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:

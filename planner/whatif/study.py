@@ -401,6 +401,22 @@ class Owning(Part):
     """Straight line."""
 
 
+class Data(Part):
+    """Storage and transfers, which a run pays beside its devices."""
+
+    stored_tb: Amount = 0.0
+    """Of data and checkpoints, beside rented clusters while a run lasts; what is bought or owned
+    has storage of its own."""
+    usd_per_tb_month: Quantity = _assumed(
+        Quantity, 23.0, 7.0, 80.0, "list prices of object stores, 20 to 23; file systems cost more"
+    )
+    moved_tb: Amount = 0.0
+    """Read out of a cloud for a run, and brought back: data to the cluster, checkpoints from it."""
+    usd_per_tb_moved: Quantity = _assumed(
+        Quantity, 60.0, 20.0, 90.0, "list prices of hyperscalers; specialists often ask nothing"
+    )
+
+
 class Assumptions(Part):
     """Figures that no plan knows; each default names its source."""
 
@@ -408,6 +424,7 @@ class Assumptions(Part):
     """Share of the wall clock that trains; by size from `failures` where it is not given."""
     failures: Failures = Failures()
     owning: Owning = Owning()
+    data: Data = Data()
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used."""
     years: Years = 3.0
@@ -475,7 +492,7 @@ def _merged(base: P, other: P) -> P:
     said = {}
     for name in other.model_fields_set:
         mine, its = getattr(base, name), getattr(other, name)
-        nested = isinstance(its, Failures | Owning)
+        nested = isinstance(its, Failures | Owning | Data)
         said[name] = _merged(mine, its) if nested else its
     return base.model_copy(update=said)
 

@@ -37,6 +37,12 @@ const CONTROLS = [
     path: ["assumptions", "lead_days"], now: (data) => data.assumed.lead_days.value },
 ];
 
+const OF_DATA = [
+  { id: "stored", label: "Data stored beside rented clusters", unit: "TB", least: 0, most: 1e7,
+    path: ["assumptions", "data", "stored_tb"], now: (data) => data.assumed.data.stored_tb },
+  { id: "moved", label: "Data moved for a run", unit: "TB", least: 0, most: 1e7,
+    path: ["assumptions", "data", "moved_tb"], now: (data) => data.assumed.data.moved_tb },
+];
 const OF_ONE_RUN = ["tokens", "deadline", "budget", "day", "utilisation"];
 const RUNS = { id: "runs", label: "Runs of all jobs", unit: "times the study's", path: [], ranged: false,
   least: 0.01, most: 100, now: 1 };
@@ -50,7 +56,9 @@ export function priceId(data, { place, provider }) {
 /** All controls of a study's page. @returns {Control[]} */
 export function controlsOf(data) {
   const jobs = data.document.jobs?.length > 0; // which use what they take, and have no deadline
-  const assumed = CONTROLS.filter(({ id }) => !(jobs && OF_ONE_RUN.includes(id)))
+  const counted = data.assumed.data.stored_tb || data.assumed.data.moved_tb;
+  const all = [...CONTROLS, ...(counted ? OF_DATA : [])];
+  const assumed = all.filter(({ id }) => !(jobs && OF_ONE_RUN.includes(id)))
     .map((c) => ({ ranged: false, ...c, now: c.now(data) ?? null }));
   if (jobs) assumed.unshift(RUNS);
   const prices = new Map();
@@ -122,6 +130,10 @@ export function assumptionsOf(base, values, own = []) {
     moved.owning.retained_a_year = scaled(base.owning.retained_a_year, kept, 1);
     if (!own.includes("owning.residual_by_age")) moved.owning.residual_by_age = [];
   }
+  const stored = set("stored", "data.stored_tb"), transferred = set("moved", "data.moved_tb");
+  moved.data = {
+    ...base.data, stored_tb: stored ?? base.data.stored_tb, moved_tb: transferred ?? base.data.moved_tb,
+  };
   if ("lost" in values) moved.failures = { ...base.failures, other: exact(values.lost) };
   return moved;
 }
@@ -170,7 +182,7 @@ export function changedDocument(data, values) {
     if (value === null) delete place[path.at(-1)];
     else place[path.at(-1)] = value;
   };
-  for (const { id, path, ranged } of CONTROLS.filter((control) => control.id in values)) {
+  for (const { id, path, ranged } of [...CONTROLS, ...OF_DATA].filter((control) => control.id in values)) {
     const moved = ranged && quantities(assumptionsOf(data.assumed, values))[id];
     put(path, ranged ? { ...moved, source } : values[id]);
   }

@@ -2,6 +2,7 @@
 import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/break_even.mjs";
 import { hourlyAt } from "../../whatif/economics.mjs";
 import { load, shortestFirstH, waitH } from "../../whatif/queue.mjs";
+import { dataUsdOf } from "../../whatif/evaluate.mjs";
 import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
 import { tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
@@ -39,6 +40,8 @@ const COLUMNS = [
     ["hours used", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
     ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
   ] : []),
+  ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
+    (r) => dataUsdOf(r.outcome).value, (r) => grouped(dataUsdOf(r.outcome).value)]] : []),
   ["P(cheapest)", (r) => r.first.cost, (r) => r.first.cost?.toFixed(2)],
   ["P(fastest)", (r) => r.first.time, (r) => r.first.time?.toFixed(2)],
   ["goals", (r) => r.outcome.chance, goalsText],

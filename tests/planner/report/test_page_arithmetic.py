@@ -239,7 +239,12 @@ OFFERS: list[dict[str, Any]] = [
         "name": "elsewhere",
         "cluster": "8xa10g",
         "buy": {"usd_per_device": 9500.0, "network_usd_per_device": 0.0, **QUOTE},
-        "assumptions": {"electricity_usd_per_kwh": 0.04, "utilisation": 0.9, "country": "NOR"},
+        "assumptions": {
+            "electricity_usd_per_kwh": 0.04,
+            "utilisation": 0.9,
+            "country": "NOR",
+            "data": {"moved_tb": 9.0},
+        },
     },
     {
         "name": "spot",
@@ -277,6 +282,7 @@ SET: list[dict[str, Any]] = [
     {"by": "carbon", "electricity": 0.2},
     {"by": "weighted", "day": 40.0, "price.0": 1.7},
     {"by": "weighted"},
+    {"stored": 20.0, "moved": 4.0, "price.0": 1.2},
     {"price.6": 8100.0, "price.7": 333.0, "years": 2.2, "interest": 0.2, "budget": 150_000.0},
 ]
 
@@ -343,7 +349,9 @@ def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
     plans: dict[str, Planned],
 ) -> None:
     goal = {"tokens": 2e10, "deadline_days": 60.0, "budget_usd": 90_000.0}
-    shown = page_data(worked_out(study(offers=OFFERS, goal=goal), plans))
+    data = {"stored_tb": 3.0, "moved_tb": 1.5}
+    asked = study(offers=OFFERS, goal=goal, assumptions={"data": data})
+    shown = page_data(worked_out(asked, plans))
 
     assert not list(exported_differs(shown, SET, plans))
 
