@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
 from planner.catalog.expressions import resolve_cluster
@@ -24,6 +25,7 @@ from planner.whatif.economics import (
     power_usd_per_hour,
     prepaid_factor,
     residual_share,
+    summed,
 )
 from planner.whatif.financing import (
     Instalments,
@@ -66,6 +68,10 @@ class Reservation:
         return self.usd_per_device_hour.times(self.years * HOURS_PER_YEAR)
 
 
+Share = Literal["owned", "bought", "rented"]
+"""Terms of a part of a cluster."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A price of a device and hour, with what stands behind it; none if nothing is known."""
@@ -80,8 +86,14 @@ class Priced:
     """As it was asked: the rent of a device and hour, or the price of a device."""
     network: Span | None = None
     """Of what is bought: its network, a device."""
-    owned_groups: tuple[bool, ...] = ()
-    """Of each group of a cluster that is owned in part, whether it is owned."""
+    parts: tuple[Share, ...] = ()
+    """Of each group of a cluster that is had on several terms: on which."""
+    beside: Hourly | None = None
+    """Of what is bought in part: a device's share in what is not."""
+    part_quotes: dict[Share, Span] = field(default_factory=dict)
+    """Of a cluster that is had on several terms: what is asked for each."""
+    words_beside: tuple[str, str] = ("", "")
+    """What stands before and after the words of the quote in `how`."""
     how: str = "no price known"
     """Commitment, date and source, in words."""
     cause: str = ""
@@ -345,8 +357,8 @@ def _name(offer: Offer, text: str) -> str:
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
     assumed = study.assumptions.but(offer.assumptions)
-    if isinstance(offer.owned, tuple):
-        return _owned_in_part(assumed, offer, offer.owned, cluster, known)
+    if isinstance(offer.owned, tuple) or (offer.buy is not None and offer.buy.of):
+        return _in_parts(assumed, offer, cluster, known)
     if offer.owned:
         return Priced(
             hourly=kept_hourly(assumed, cluster, offer.power_limit),
@@ -390,45 +402,83 @@ def _quoted(
     )
 
 
-def _owned_in_part(
-    assumed: Assumptions,
-    offer: Offer,
-    owned: Sequence[str],
-    cluster: ClusterSpec,
-    known: Sequence[Rent],
+def _in_parts(
+    assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]
 ) -> Priced:
-    """Return the mean price of a device of which some are rented and others are owned."""
-    mine = tuple(g for g in cluster.groups if g.accelerator.name in owned)
-    others = tuple(g for g in cluster.groups if g.accelerator.name not in owned)
-    missing = set(owned) - {group.accelerator.name for group in mine}
-    if missing or not others:
-        raise DocumentError(
-            "owned",
-            f"names {', '.join(sorted(missing) or owned)}; the cluster has "
-            f"{', '.join(g.accelerator.name for g in cluster.groups)}, and some must be rented",
+    """Return the mean price of a device of which some are owned or bought, and others rented."""
+    roles = _roles(offer, cluster)
+    parts = {
+        role: cluster.model_copy(
+            update={
+                "groups": tuple(g for g, r in zip(cluster.groups, roles, strict=True) if r == role)
+            }
         )
-    rent = _rented(
-        assumed,
-        offer.rent or Rental(),
-        cluster.model_copy(update={"groups": others}),
-        known,
-    )
-    kept = kept_hourly(assumed, cluster.model_copy(update={"groups": mine}), offer.power_limit)
-    if rent.hourly is None:
-        return rent
-    rented = sum(group.devices for group in others)
-    share = rented / cluster.devices
+        for role in dict.fromkeys(roles)
+    }
+    share = {role: part.devices / cluster.devices for role, part in parts.items()}
+    hourly: list[Hourly] = []
+    priced: dict[Share, Priced] = {}
+    if "owned" in parts:
+        kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
+        hourly.append(kept.times(share["owned"]))
+    if "rented" in parts:
+        priced["rented"] = _rented(assumed, offer.rent or Rental(), parts["rented"], known)
+    if "bought" in parts:
+        assert offer.buy is not None  # it names what is bought
+        priced["bought"] = _bought(assumed, offer.buy, parts["bought"], offer.power_limit)
+    missing = next((one for one in priced.values() if one.hourly is None), None)
+    if missing is not None:
+        return missing
+    if "rented" in priced:
+        rent = priced["rented"].hourly
+        assert rent is not None  # it has a price
+        hourly.append(rent.times(share["rented"]))
+    beside = summed(hourly)
+    bought = priced["bought"].purchase if "bought" in priced else None
+    purchase = None if bought is None else bought.times(share["bought"])
+    words = {role: f"{parts[role].devices} of {cluster.devices} devices: " for role in priced}
+    owned = "; the others are owned: hosting, staff, support and power are paid"
+    after = owned if "owned" in parts else ""
+    lead: Share = "bought" if "bought" in priced else "rented"
+    if lead == "bought" and "rented" in priced:
+        after = f"; {words['rented']}{priced['rented'].how}{after}"
     return Priced(
-        quote=rent.quote,
-        cause=rent.cause,
-        owned_groups=tuple(group.accelerator.name in owned for group in cluster.groups),
-        hourly=Hourly(
-            fixed=total([rent.hourly.fixed.times(share), kept.fixed.times(1 - share)]),
-            used=total([rent.hourly.used.times(share), kept.used.times(1 - share)]),
-        ),
-        how=f"{rented} of {cluster.devices} devices: {rent.how}; the others are owned: hosting, "
-        "staff, support and power are paid",
+        quote=priced[lead].quote,
+        network=priced[lead].network,
+        cause=priced["rented"].cause if lead == "rented" else "",
+        parts=roles,
+        part_quotes={role: one.quote for role, one in priced.items() if one.quote is not None},
+        purchase=purchase,
+        beside=None if purchase is None else beside,
+        hourly=beside if purchase is None else summed([purchase.hourly, beside]),
+        how=f"{words[lead]}{priced[lead].how}{after}",
+        words_beside=(words[lead], after),
     )
+
+
+def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
+    """Return on which terms each group of a cluster is had."""
+    owned = offer.owned if isinstance(offer.owned, tuple) else ()
+    bought = offer.buy.of if offer.buy is not None else ()
+    there = [group.accelerator.name for group in cluster.groups]
+    for path, names in (("owned", owned), ("buy.of", bought)):
+        missing = sorted(set(names) - set(there))
+        if missing:
+            raise DocumentError(
+                path, f"names {', '.join(missing)}; the cluster has {', '.join(there)}"
+            )
+    if set(owned) & set(bought):
+        raise DocumentError("buy.of", "names what is owned already")
+    roles: list[Share] = []
+    for name in there:
+        roles.append("owned" if name in owned else "bought" if name in bought else "rented")
+    if len(set(roles)) == 1:
+        raise DocumentError(
+            "buy.of" if bought else "owned", "names all of the cluster; leave it out"
+        )
+    if bought and "rented" in roles and offer.rent is None:
+        raise DocumentError("rent", "is missing, of what is neither bought nor owned")
+    return tuple(roles)
 
 
 def _rented(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.documents.tolerances import NOTHING
 from planner.whatif.financing import AT_ONCE, Instalments
@@ -102,10 +102,21 @@ class Hourly:
         """
         return total([self.fixed.times(1 / utilisation), self.used])
 
+    def times(self, share: float) -> Hourly:
+        """Return a share of it."""
+        return Hourly(fixed=self.fixed.times(share), used=self.used.times(share))
+
     @property
     def middle(self) -> tuple[float, float]:
         """Both figures without their ranges."""
         return self.fixed.value, self.used.value
+
+
+def summed(parts: Sequence[Hourly]) -> Hourly:
+    """Return what several devices, or parts of one, cost together."""
+    return Hourly(
+        fixed=total([part.fixed for part in parts]), used=total([part.used for part in parts])
+    )
 
 
 def cheaper_above(one: tuple[float, float], other: tuple[float, float]) -> float | None:
@@ -212,6 +223,15 @@ class Purchase:
     """Of the hardware's price, what signing binds to: less than a lease that goes on costs."""
     leased: bool = False
     """Its hardware is somebody else's: its price is all that the lease costs."""
+
+    def times(self, share: float) -> Purchase:
+        """Return what a share of a device costs."""
+        return replace(
+            self,
+            hardware_usd=self.hardware_usd.times(share),
+            yearly_usd=self.yearly_usd.times(share),
+            running_usd_per_hour=self.running_usd_per_hour.times(share),
+        )
 
     @property
     def paid_share(self) -> float:

@@ -6,7 +6,7 @@
 import { within } from "./chances.mjs";
 import { drawnFigures } from "./draws.mjs";
 import {
-  carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
+  carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
   SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
@@ -91,6 +91,13 @@ function withData(outcome) {
   outcome.movedUsd = total([times(moved, runs), ...(stored ? [times(stored, HOURS_PER_YEAR)] : [])]);
 }
 
+/** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
+function outlayWith({ outlayUsd, priced: { beside }, devices, hours: run, assumed }, rent) {
+  if (outlayUsd === null) return rent;
+  if (!beside) return outlayUsd;
+  return total([outlayUsd, rentUsd(devices, run, hourlyAt(beside, assumed.utilisation))]);
+}
+
 /** USD of storage and transfers of a run. @returns {Span} */
 export const dataUsdOf = ({ storedUsdPerHour: stored, movedUsd: moved, hours: run }) => total(
   [...(stored && run ? [product([stored, run])] : []), moved]);
@@ -104,7 +111,7 @@ function withRun(outcome) {
     const paid = atLeast(outcome.hours, priced.minimumHours);
     const rent = rentUsd(devices, paid, outcome.usdPerDeviceHour), dataUsd = dataUsdOf(outcome);
     outcome.usd = total([rent, dataUsd]);
-    outcome.outlayUsd = total([outcome.outlayUsd ?? rent, dataUsd]);
+    outcome.outlayUsd = total([outlayWith(outcome, rent), dataUsd]);
     if (outcome.dayUsd !== null) {
       outcome.weightedUsd = outcome.usd.value + outcome.dayUsd * outcome.resultHours.value / 24;
     }
@@ -166,6 +173,7 @@ function tokensInBudget(goal, outcome) {
     anHour = owningUsdPerHour(priced.purchase, used).value / used;
     left -= priced.purchase.hardware.value * (paidShare(priced.purchase) - priced.purchase.boundShare)
       * outcome.devices;
+    if (priced.beside) anHour += hourlyAt(priced.beside, used).value;
   }
   left -= outcome.movedUsd.value;
   if (outcome.storedUsdPerHour) anHour += outcome.storedUsdPerHour.value / outcome.devices;

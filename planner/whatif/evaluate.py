@@ -161,7 +161,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
             outcome = replace(
                 outcome,
                 usd=total([rent, outcome.data_usd]),
-                outlay_usd=total([outcome.outlay_usd or rent, outcome.data_usd]),
+                outlay_usd=total([_outlay_usd(candidate, outcome, rent), outcome.data_usd]),
             )
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
@@ -218,6 +218,18 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
     )
 
 
+def _outlay_usd(candidate: Candidate, outcome: Outcome, rent: Span) -> Span:
+    """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
+    beside, run_hours = candidate.priced.beside, outcome.hours
+    if outcome.outlay_usd is None:
+        return rent
+    if beside is None or run_hours is None:
+        return outcome.outlay_usd
+    price = beside.at(candidate.assumed.utilisation)
+    others = economics.rent_usd(outcome.devices, run_hours, price)
+    return total([outcome.outlay_usd, others])
+
+
 def _data(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
     """Return what storage costs an hour, beside rented devices, and what transfers cost."""
     data, priced = candidate.assumed.data, candidate.priced
@@ -265,6 +277,8 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
         hardware = purchase.hardware_usd.value * (purchase.paid_share - purchase.bound_share)
         left -= hardware * outcome.devices
         an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
+        if candidate.priced.beside is not None:
+            an_hour += candidate.priced.beside.at(share_used).value
     if outcome.moved_usd is not None:
         left -= outcome.moved_usd.value
     if outcome.stored_usd_per_hour is not None:

@@ -157,6 +157,7 @@ def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
         "kind": _kind(candidate),
         "bought": bought,
         "commitment": "bought" if bought else rental.commitment,
+        "rent_commitment": rental.commitment,
         "quote": None if priced.quote is None else _span(priced.quote),
         "minimum_hours": priced.minimum_hours,
     }
@@ -170,8 +171,11 @@ def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
         terms["years"] = priced.reservation.years
         terms["prepaid"] = priced.reservation.prepaid
         terms["term_words"] = term_words(priced.reservation)
-    if priced.owned_groups:
-        terms["owned_groups"] = list(priced.owned_groups)
+    if priced.parts:
+        terms["parts"] = list(priced.parts)
+        terms["words_beside"] = list(priced.words_beside)
+        rent = priced.part_quotes.get("rented")
+        terms["part_rent"] = None if rent is None else _span(rent)
     return terms
 
 
@@ -185,7 +189,7 @@ def _kind(candidate: Candidate) -> str:
         return "none"
     if priced.owned:
         return "owned"
-    if priced.owned_groups:
+    if priced.parts:
         return "part"
     return "rented" if priced.purchase is None else "bought"
 

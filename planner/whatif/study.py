@@ -266,6 +266,8 @@ class Lease(Part):
 class Buying(Part):
     """A purchase per device, node included; the catalogue's dated price where none is given."""
 
+    of: tuple[Line, ...] = ()
+    """Accelerators of a cluster with several: these are bought, the others owned or rented."""
     loan: Loan | None = None
     """Else the price is paid on the first day."""
     lease: Lease | None = None
@@ -286,6 +288,8 @@ class Buying(Part):
         )
         if self.loan is not None and self.lease is not None:
             raise ValueError("loan and lease exclude each other; make an offer of each")
+        if self.of and self.lease is not None:
+            raise ValueError("a lease is of whole clusters; leave out `of`")
         return self
 
 
@@ -539,10 +543,12 @@ class Offer(Part):
             raise ValueError("solve finds n; list no numbers")
         if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
             raise ValueError("name holds {n}, and cluster does not; n numbers both")
-        in_part = isinstance(self.owned, tuple)
-        if in_part and self.buy is not None:
-            raise ValueError("what is not owned of a cluster can be rented; buy is for whole ones")
-        if sum((self.rent is not None, self.buy is not None, bool(self.owned))) - in_part > 1:
+        part_owned = isinstance(self.owned, tuple)
+        part_bought = self.buy is not None and len(self.buy.of) > 0
+        if part_owned and self.buy is not None and not part_bought:
+            raise ValueError("some is owned; name in buy.of what is bought of the rest")
+        ways = sum((self.rent is not None, self.buy is not None, bool(self.owned)))
+        if ways - (part_owned or part_bought) > 1:
             raise ValueError("rent, buy and owned exclude each other; make an offer of each")
         if self.largest and not self.n:
             raise ValueError("largest chooses among n; list numbers")

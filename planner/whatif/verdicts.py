@@ -296,10 +296,13 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
         return {}
     rented = [o for o in new if kinds[o.candidate].priced.purchase is None]
     bought = [o for o in new if kinds[o.candidate].priced.purchase is not None]
+    mix_rented = [o for o in mix if kinds[o.candidate].priced.purchase is None]
+    mix_bought = [o for o in mix if kinds[o.candidate].priced.purchase is not None]
     return {
         "keep": _days_usd(keep[0]),
         "split": _split(keep[0], rented[0]) if rented else None,
-        "mix": _days_usd(mix[0]),
+        "mix": _days_usd(mix_rented[0]) if mix_rented else None,
+        "mix, bought": _days_usd(mix_bought[0]) if mix_bought else None,
         "replace": _days_usd(bought[0]) if bought else None,
     }
 

@@ -93,7 +93,7 @@ function repriced(data, candidate, value) {
   const words = terms.lease
     ? `leased for ${terms.lease.term_months} months, ${data.made}, ${sourceOf(place)}`
     : `${terms.commitment}, ${data.made}, ${sourceOf(place)}${terms.loan_words ? `, ${terms.loan_words}` : ""}`;
-  const how = terms.kind === "part" ? inPartWords(candidate, words)
+  const how = terms.kind === "part" ? terms.words_beside.join(words)
     : words + (terms.term_words ? `, ${terms.term_words}` : "");
   return {
     ...candidate, how, cause: "", dates: [data.made.slice(0, 7)], hypothetical: false,
@@ -102,13 +102,6 @@ function repriced(data, candidate, value) {
       quote: scaled(first.terms.quote, value),
     },
   };
-}
-
-function inPartWords({ terms, groups, devices }, words) {
-  const rented = groups.reduce(
-    (sum, group, at) => sum + (terms.owned_groups[at] ? 0 : group.devices), 0);
-  return `${rented} of ${devices} devices: ${words}; the others are owned: hosting, staff, support `
-    + "and power are paid";
 }
 
 /** The first candidate of a price: its relative range is the one that a set price has. */

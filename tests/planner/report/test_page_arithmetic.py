@@ -267,6 +267,23 @@ OFFERS: list[dict[str, Any]] = [
         "buy": {"lease": {"usd_per_device_month": 280.0, "low": 250.0, "term_months": 30, **QUOTE}},
     },
     {
+        "name": "half bought",
+        "cluster": "8xa10g+4xl4",
+        "buy": {"of": ["l4"], "usd_per_device": 4000.0, "high": 5000.0, **QUOTE},
+        "rent": {"usd_per_device_hour": 1.9, "high": 2.5, **QUOTE},
+    },
+    {
+        "name": "added to ours",
+        "cluster": "8xa10g+4xl4",
+        "owned": ["a10g"],
+        "buy": {
+            "of": ["l4"],
+            "usd_per_device": 4100.0,
+            "loan": {"interest": 0.05, "months": 24},
+            **QUOTE,
+        },
+    },
+    {
         "name": "nobody's",
         "cluster": "4xl4",
         "change": {"memory": 2.0},
@@ -277,12 +294,13 @@ SET: list[dict[str, Any]] = [
     {},
     {"price.0": 1.1, "utilisation": 0.35, "tokens": 4e10},
     {"price.3": 5200.0, "price.1": 0.7, "years": 4.5, "residual": 0.5, "interest": 0.02},
-    {"price.5": 3.3, "price.8": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
+    {"price.5": 3.3, "price.10": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
     {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
     {"by": "carbon", "electricity": 0.2},
     {"by": "weighted", "day": 40.0, "price.0": 1.7},
     {"by": "weighted"},
     {"stored": 20.0, "moved": 4.0, "price.0": 1.2},
+    {"price.8": 3100.0, "price.9": 5000.0, "utilisation": 0.7, "budget": 200_000.0},
     {"price.6": 8100.0, "price.7": 333.0, "years": 2.2, "interest": 0.2, "budget": 150_000.0},
 ]
 
@@ -306,9 +324,11 @@ def plans() -> dict[str, Planned]:
 
 
 def planned_once(asked: Study) -> dict[str, Planned]:
+    """Of a cluster of several kinds the plan of its first is taken: prices are what is compared."""
     [row] = asked.rows
     each = {candidate.plain: candidate for candidate in candidates_of(asked)}
-    return {plain: planned(asked, row, candidate) for plain, candidate in each.items()}
+    plain = {name: planned(asked, row, c) for name, c in each.items() if "+" not in name}
+    return plain | {name: plain[name.partition("+")[0]] for name in each if "+" in name}
 
 
 def worked_out(asked: Study, plans: dict[str, Planned]) -> Result:
