@@ -38,7 +38,7 @@ from planner.documents.prediction import Certificate, Prediction
 from planner.documents.profile import Profile, Profiles
 from planner.documents.stack import base_of
 from planner.documents.units import bytes_text, count_text, duration_s, seconds_text
-from planner.errors import DocumentError, NoPlanFits
+from planner.errors import DocumentError, MeshwrightError, NoPlanFits
 from planner.requests.pins import outside, read_layout, read_pins, without_effect
 from planner.requests.request import (
     AS_PREDICTED,
@@ -649,7 +649,11 @@ def show(
     certificate: Certificate | None = None,
     rows: Sequence[Comparison] = (),
 ) -> Shown:
-    """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too."""
+    """Show what a plan says and should do; as a page (`html`) or a Chrome trace (`trace`) too.
+
+    The page has the proof and the alternatives of a search for the plan's job, which is made again
+    unless its `certificate` is given.
+    """
     wanted = document.read(Plan, plan_path)
     graph = plan_model(wanted, plan_path)
     measured = profile_for(graph, profile)
@@ -658,12 +662,18 @@ def show(
     if html is not None:
         from planner.report.html import page as report_page  # noqa: PLC0415 - loads jinja2
 
+        choices: tuple[Alternative, ...] = ()
+        why = ""
+        if certificate is None:
+            certificate, choices, why = _searched_again(wanted, graph, machine, prediction)
         page = report_page(
             wanted,
             prediction,
             cluster=machine,
             timeline=plan_timeline(wanted, graph, machine, measured),
             certificate=certificate,
+            choices=choices,
+            why=why,
             measured=[comparison_cells(row) for row in rows],
         )
         document.write_text(page, html)
@@ -672,6 +682,25 @@ def show(
 
         document.write_text(trace_json(plan_timeline(wanted, graph, machine, measured)), trace)
     return Shown(plan=wanted, prediction=prediction, html=html, trace=trace)
+
+
+def _searched_again(
+    wanted: Plan, graph: ModelGraph, machine: ClusterSpec, prediction: Prediction
+) -> tuple[Certificate | None, tuple[Alternative, ...], str]:
+    """Return proof, alternatives and reason of a search for a plan's job.
+
+    Where there is none, the reason says why.
+    """
+    from planner.report.text import why_shown  # noqa: PLC0415 - loads rich
+
+    request = replace(Request.of_plan(wanted, graph, machine), called=wanted.cluster)
+    try:
+        answer = answer_to(request, "fastest")
+    except MeshwrightError as error:
+        return None, (), f"not proven: {error}"
+    mine = compared("this plan", wanted, prediction, answer.prediction)
+    others = [choice for choice in answer.choices if choice.what != "chosen"]
+    return answer.certificate, (mine, *others), why_shown(mine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

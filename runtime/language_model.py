@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.documents.cluster import EIGHT_BITS
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
-from runtime import document_attention, eight_bits, lora
+from runtime import document_attention, lora
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel
 from runtime.experts import imbalance
@@ -62,7 +61,6 @@ class LanguageModel:
         reason = supported(plan, model)
         if reason:
             raise LaunchError(reason)
-        _set_precision(plan, device)
         self.plan = plan
         self.place = place_of(plan, device)
         self.aliases: dict[str, str] = {}
@@ -224,10 +222,3 @@ class LanguageModel:
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""
         return self.adapter.configuration()
-
-
-def _set_precision(plan: Plan, device: torch.device) -> None:
-    if plan.precision in EIGHT_BITS:
-        eight_bits.require(device, plan.precision)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.document import first_error
 from planner.documents.plan import Plan
 from runtime import batches, inner_loss
 from runtime.compiled import Compiler
@@ -23,6 +25,7 @@ from runtime.recorder import Inputs, Recorder
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, refuse_changing
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
+    adapt,
     check_layers,
     frozen_and_buffers,
     holders_of,
@@ -30,6 +33,7 @@ from runtime.script_stage import (
     refuse_hooks,
     refuse_plan,
     refuse_sparse,
+    refuse_without_products,
     script_stage,
 )
 from runtime.script_start import built
@@ -75,29 +79,35 @@ class OwnModel:
             plan = wanted
         else:
             name = getattr(build, "__name__", type(module).__name__)
-            plan = script_plan(
-                recorder,
-                wanted,
-                name=type(module).__name__ if name == "<lambda>" else name,
-                ranks=dist.get_world_size() if dist.is_initialized() else 1,
-                global_batch=batches.samples_in(batch),
-                device=device.type,
-            )
+            try:
+                plan = script_plan(
+                    recorder,
+                    wanted,
+                    name=type(module).__name__ if name == "<lambda>" else name,
+                    ranks=dist.get_world_size() if dist.is_initialized() else 1,
+                    global_batch=batches.samples_in(batch),
+                    device=device.type,
+                )
+            except ValidationError as error:
+                raise first_error(error) from error
         dtype = activation_type(plan.precision)
-        if dtype != torch.float32:
+        refuse_plan(plan, module, loss)
+        if plan.training.lora is not None:
+            adapt(plan, module, recorder)
+        if dtype != torch.float32 or plan.training.lora is not None:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
-        refuse_plan(plan, module, loss)
+        refuse_without_products(plan, module, recorder)
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
         check_loss(plan, module, recorder, batch, loss)
         self.plan = plan
-        self.place = place_of(plan, device)
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
         self.participation: Participation | None = Participation()
         self._module = module
         self._device = device
         self._styles = styles_by_name(plan, module, recorder, tensor)
+        self.place = place_of(plan, device)  # last: a plan that no module goes with needs no ranks
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 

@@ -44,15 +44,32 @@ def test_the_image_copies_what_the_wheel_is_built_of_and_nothing_else() -> None:
 
 
 def test_an_installation_has_the_files_that_are_no_code() -> None:
-    """Data of the catalogue and templates of pages are in the packages that a wheel has."""
-    from importlib import resources
+    """Data, templates and scripts that code reads are of packages that a wheel has, and tracked.
 
-    for package, file in (
-        ("planner.catalog", "accelerators.yaml"),
-        ("planner.catalog", "stacks/native.yaml"),
-        ("planner.report", "plan.html"),
-    ):
-        assert resources.files(package).joinpath(file).is_file()
+    A wheel is built of all files of these packages but what git ignores.
+    """
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *wheel["packages"]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tracked = set(listed.stdout.strip("\0").split("\0"))
+    data = {
+        str(file.relative_to(ROOT))
+        for name in wheel["packages"]
+        for file in (ROOT / name).rglob("*")
+        if file.is_file() and file.suffix != ".py" and "__pycache__" not in file.parts
+    }
+
+    assert wheel.keys() == {"packages"}  # nothing is left out
+    assert data == {file for file in tracked if not file.endswith(".py")}
+    assert {Path(file).suffix for file in data} == {".yaml", ".html", ".mjs", ".css", ".typed"}
+    assert {file for file in data if file.endswith("py.typed")} == {
+        f"{name}/py.typed" for name in wheel["packages"]
+    }
     assert set(PROJECT["project"]["scripts"]) == {"meshwright"}
 
 
@@ -90,3 +107,21 @@ def test_the_steps_of_the_image_make_a_command_that_plans(tmp_path: Path) -> Non
     assert done.stdout.startswith("llama-3.1-8b on 8xh100-sxm-80gb: ")
     assert len(done.stdout.splitlines()) <= 10
     assert (work / "plan.yaml").is_file()
+
+    asked = [
+        entry,
+        "whatif",
+        "--model",
+        "gpt2",
+        "--clusters",
+        "8xh100-sxm-80gb",
+        "--html",
+        "p.html",
+    ]
+    subprocess.run(asked, cwd=work, env=clean, check=True, capture_output=True)
+
+    page = (work / "p.html").read_text(encoding="utf-8")
+    for folder in ("planner/whatif", "planner/report/page"):
+        for module in (ROOT / folder).glob("*.mjs"):
+            assert f"const ${module.stem} = " in page
+    assert (ROOT / "planner/report/page/page.css").read_text(encoding="utf-8").strip() in page

@@ -4,14 +4,13 @@
 //
 // Fails on console errors, on any fault of accessibility (axe), on pages wider than the window, on a
 // page that the keyboard does not reach, and on files of 400 kB or more.  Of a study's page each
-// control is moved: the page must follow within 50 ms, the address must keep the state, a reset must
-// restore every figure, and a printed page must be one.  SHOTS=FOLDER also keeps pictures.
-const { chromium } = require("playwright-core");
+// control is moved three times: the page must follow once within 50 ms, the address must keep the
+// state, a reset must restore every figure, and a printed page must be one.  SHOTS=FOLDER also keeps
+// pictures.
+const { opened } = require("./browser");
 const fs = require("fs");
 const path = require("path");
 
-const ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run",
-  "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 const VIEWS = [["light", 1280], ["dark", 1280], ["light", 390], ["dark", 390], ["light", 1920]];
 const MOST_BYTES = 400e3, MOST_MS = 50;
 
@@ -58,9 +57,13 @@ async function moved(page, file) {
   for (const id of ids) {
     const value = await page.inputValue(`[id="${id}"]`);
     const limit = ["set-utilisation", "set-residual"].includes(id) ? 0.77 * Number(value) : 1.3 * Number(value);
-    await page.fill(`[id="${id}"]`, String(limit || 90));
-    await page.waitForTimeout(150);
-    times.push(await page.evaluate(() => Number(document.documentElement.dataset.ms)));
+    const took = [];
+    for (const factor of [1.02, 1.01, 1]) { // other work of the machine delays one of them
+      await page.fill(`[id="${id}"]`, String(factor * (limit || 90)));
+      await page.waitForTimeout(100);
+      took.push(await page.evaluate(() => Number(document.documentElement.dataset.ms)));
+    }
+    times.push(Math.min(...took));
     const address = await page.evaluate(() => decodeURIComponent(location.hash));
     if (!address.includes(id.slice("set-".length))) found.push(`${id}: the address does not keep it`);
   }
@@ -74,9 +77,8 @@ async function moved(page, file) {
   await page.waitForTimeout(150);
   if (await figures() !== before) found.push("a reset leaves something changed");
   times.sort((a, b) => a - b);
-  const worst = times[Math.floor(0.9 * (times.length - 1))];
   console.log(`${path.basename(file)}: ${ids.length} controls, redrawn in ${times[0]} to ${times.at(-1)} ms`);
-  if (worst > MOST_MS) found.push(`redrawn in ${worst} ms`);
+  if (times.at(-1) > MOST_MS) found.push(`redrawn in ${times.at(-1)} ms`);
   await page.focus(".dot");
   await page.keyboard.press("Enter");
   const rows = await page.evaluate(() => document.querySelectorAll("#rows tr").length);
@@ -92,9 +94,7 @@ async function moved(page, file) {
 }
 
 (async () => {
-  const browser = await chromium.launch({
-    executablePath: process.env.CHROMIUM || "/usr/bin/chromium", args: ARGUMENTS,
-  });
+  const browser = await opened();
   const all = [];
   for (const file of process.argv.slice(2)) {
     const size = fs.statSync(file).size;

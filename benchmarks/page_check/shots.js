@@ -4,17 +4,14 @@
 //
 // Of each view the first screen (answer, alternatives, mesh), and the one with the timeline and the
 // memory over a step.  `pictures.py FOLDER docs/pictures` makes them small.
-const { chromium } = require("playwright-core");
+const { opened } = require("./browser");
 const path = require("path");
 
-const ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run"];
 const VIEWS = [["light", 1280, 860], ["dark", 1280, 860], ["light", 390, 860], ["dark", 390, 860]];
 
 (async () => {
   const [file, folder] = process.argv.slice(2);
-  const browser = await chromium.launch({
-    executablePath: process.env.CHROMIUM || "/usr/bin/chromium", args: ARGUMENTS,
-  });
+  const browser = await opened();
   for (const [colorScheme, width, height] of VIEWS) {
     const context = await browser.newContext({
       offline: true, colorScheme, viewport: { width, height },

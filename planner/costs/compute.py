@@ -2,17 +2,20 @@
 
     seconds = kernels launch_s + FLOPs / (f P) + bytes / (g W)
 
-P is the peak of the job's precision times the share of it that lasts through a step, W the memory
-bandwidth, f and g the fractions of the device's curve; f differs between matrix products and
-attention, forward and backward.  The additive form fits measured products of ten accelerators to
-5-13 %, where a roofline (the larger term alone) is 18-34 % optimistic.  Of a communication only
-its launch and the copies beside it count here; its time on the links stands in
-`planner.costs.collectives`.
+P is the peak of the job's precision times the share of it that lasts through a step, and that the
+slowest of all devices has (`slowest`), W the memory bandwidth, f and g the fractions of the
+device's curve; f differs between matrix products and attention, forward and backward.  The additive
+form fits measured products of ten accelerators to 5-13 %, where a roofline (the larger term alone)
+is 18-34 % optimistic.  Of a communication only its launch and the copies beside it count here; its
+time on the links stands in `planner.costs.collectives`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import NormalDist
 
 from planner.documents.cluster import EIGHT_BITS, Accelerator, AttentionKernel, DeviceCurve
 from planner.documents.stack import Recipe, Stack
@@ -41,6 +44,16 @@ ROUTING = ("router", "shared_weight")
 BACKWARD_KERNELS = 2
 """A backward starts about two kernels for each one of its forward."""
 
+DEVICES_SPREAD = 0.014
+"""Standard deviation of the seconds of the same products over devices of one kind, whose clocks a
+power limit holds at unlike rates.  Medians of devices, interquartile range over 1.349 (hal-uw's
+blox-pal at da726ca, aggregated_data, measured for arXiv:2208.11035 and 2408.11919): ResNet-50 on
+219 A100 of Lonestar6 2.1 %; SGEMM, ResNet-50 and BERT on 392, 336 and 136 V100 of Longhorn 1.7, 2.3
+and 0.5 %; ResNet-50 and BERT on 296 and 276 RTX 5000 of Frontera 0.6 and 0.4 %: 1.4 % over the
+three clusters.  PageRank, which waits for memory, has 0.1 and 0.05 % there: traffic is alike."""
+ONE_NODE = 8
+"""Devices whose slowest the rates of kernels in the catalogue are of."""
+
 
 SAME_RATE: dict[str, tuple[str, ...]] = {
     "tf32": ("tf32", "fp32"),
@@ -62,6 +75,8 @@ class Device:
     curve: DeviceCurve
     sustained: float = 1.0
     """Rate of products in a training step over that of single kernels."""
+    slowest: float = 1.0
+    """Rate of products and attention of the slowest device, over that of a node's slowest."""
     attention: float = 1.0
     """The same of fused attention, for its generation, its length and its heads."""
     eight_bit_flops: float | None = None
@@ -96,11 +111,13 @@ def device(
     *,
     seq_len: int = LONG_SEQUENCE,
     head_dim: int = 128,
+    devices: int = ONE_NODE,
 ) -> Device:
     """Return the rates of an accelerator in a precision, with a stack's kernels.
 
     What products in 8 bits and fewer do not make, 16 bits make.  Attention's rate depends on the
-    length of a sequence and the size of a head unless it is torch's own.
+    length of a sequence and the size of a head unless it is torch's own.  `devices` wait for each
+    other in every step.
     """
     eight, casts = precision in EIGHT_BITS, stack.eight_bit
     return Device(
@@ -109,6 +126,7 @@ def device(
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
         curve=accelerator.curve,
         sustained=sustained(accelerator, stack),
+        slowest=1.0 if accelerator.kind == "cpu" else slowest(devices),
         attention=attention_share(
             accelerator, stack.kernels.attention, seq_len=seq_len, head_dim=head_dim
         )
@@ -168,6 +186,39 @@ def sustained(accelerator: Accelerator, stack: Stack) -> float:
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
     return kernels.sustained
+
+
+def slowest(devices: int) -> float:
+    """Return the rate of the slowest of many devices over that of the slowest of one node.
+
+        1 / (1 + σ (E(n) - E(8)))
+
+    E(n) is the expected largest of n standard normal deviations, and n the next power of two, so
+    that clusters of nearly one size share their figures (0.2 % of a step between two of them).
+
+    >>> [round(slowest(n), 3) for n in (1, 8, 128, 1024, 16384)]
+    [1.0, 1.0, 0.984, 0.975, 0.966]
+    """
+    many = 2 ** math.ceil(math.log2(max(devices, ONE_NODE)))
+    return 1 / (1 + DEVICES_SPREAD * (expected_largest(many) - expected_largest(ONE_NODE)))
+
+
+@lru_cache(maxsize=64)
+def expected_largest(count: int) -> float:
+    """Return the expected largest of `count` standard normal deviations.
+
+        ∫₀^∞ 1 - Φ(x)^n - Φ(-x)^n dx
+
+    by Simpson's rule, to seven digits.
+
+    >>> [round(expected_largest(n), 4) for n in (2, 8, 100)]
+    [0.5642, 1.4236, 2.5076]
+    """
+    normal, step, steps = NormalDist(), 0.01, 1000
+    values = [
+        1 - normal.cdf(step * k) ** count - normal.cdf(-step * k) ** count for k in range(steps + 1)
+    ]
+    return step / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
 
 
 def attention_share(
@@ -374,7 +425,7 @@ def _in_eight_bits(
 ) -> float:
     assert on.eight_bit_flops is not None
     curve = on.curve
-    products_s = flops / (curve.matmul * on.sustained * on.eight_bit_flops)
+    products_s = flops / (curve.matmul * on.sustained * on.slowest * on.eight_bit_flops)
     traffic_s = moved_bytes / (curve.memory * on.memory_bytes_per_s)
     return (kernels * curve.launch_s + products_s + traffic_s) / share
 
@@ -392,10 +443,11 @@ def seconds(
     """Seconds of `kernels` kernels of one kind that do this work together."""
     curve = on.curve
     if kind == "matmul":
-        result = kernels * curve.launch_s + flops / (curve.matmul * on.sustained * on.peak_flops)
+        rate = curve.matmul * on.sustained * on.slowest
+        result = kernels * curve.launch_s + flops / (rate * on.peak_flops)
     elif kind == "attention":
         fraction = curve.attention_backward if backward else curve.attention_forward
-        rate = fraction * on.attention * on.narrow_attention[backward]
+        rate = fraction * on.attention * on.slowest * on.narrow_attention[backward]
         result = kernels * curve.launch_s + flops / (rate * on.peak_flops)
     else:
         result = kernels * curve.launch_s if on.every_launch else 0.0

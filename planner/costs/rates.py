@@ -251,7 +251,13 @@ def rates(
     stack = stack or native()
     return Rates(
         device=compute.device(
-            accelerator, job.precision, stack, seq_len=job.seq_len, head_dim=head_dim
+            accelerator,
+            job.precision,
+            stack,
+            seq_len=job.seq_len,
+            head_dim=head_dim,
+            # What was measured on a machine is of its own devices.
+            devices=cluster.devices if profile is None else 0,
         ),
         curves=curves_by_name(profile.collectives if profile else ()),
         overheads=profile.overheads if profile else None,
@@ -321,6 +327,13 @@ def assumptions(cluster: ClusterSpec, profile: Profile | None, used: Rates) -> I
             what=f"sustained rate {used.device.sustained:.0%} of that of single kernels",
             provenance="fitted",
             source="published training runs on A100, H100 and B200; docs/decisions",
+        )
+    if used.device.slowest < 1:
+        yield Assumption(
+            what=f"products on the slowest of {cluster.devices} devices take "
+            f"{1 / used.device.slowest - 1:.1%} longer than on that of a node",
+            provenance="derived",
+            source="planner/costs/compute.py, DEVICES_SPREAD",
         )
     for tier in cluster.tiers:
         found = sorted(operation for name, operation in used.curves if name == tier.name)

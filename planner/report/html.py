@@ -35,12 +35,13 @@ def page(
     timeline: Timeline | None = None,
     certificate: Certificate | None = None,
     choices: Sequence[Alternative] = (),
+    why: str = "",
     measured: list[tuple[str, str, str, str]] | None = None,
 ) -> str:
     """Return the report; `measured` rows are (what, predicted, measured, error).
 
-    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it, which say
-    why it was chosen.
+    The mesh is drawn on `cluster`.  `choices` are the plan and the usual ones beside it; they say
+    why it was chosen, unless `why` does.
     """
     ranks = memory_of_ranks(plan, prediction)
     figures = [
@@ -60,7 +61,7 @@ def page(
         certificate=certificate,
         measured=measured,
         choices=choices,
-        why=why_text(choices) if choices else "",
+        why=why or (why_text(choices) if choices else ""),
         axes=axes_of(plan.layout, cluster),
         mesh=mesh_picture(plan.layout, cluster) if cluster and plan.groups is None else "",
         ranks=ranks,

@@ -105,6 +105,17 @@ def why_text(choices: Sequence[Alternative]) -> str:
     return "; ".join(parts)
 
 
+def why_shown(mine: Alternative) -> str:
+    """Return how a plan that is shown compares with the fastest of a new search for its job."""
+    if mine.more < -ROUNDED:
+        return "faster than the fastest that a search finds: it has something that is not searched"
+    if mine.more < ROUNDED:
+        return "as fast as the fastest that a search finds"
+    return (
+        f"it takes {_percent(mine.more)} more than the fastest that a search finds; it {mine.why}"
+    )
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 

@@ -117,7 +117,7 @@ def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
             outcome.candidate,
             "" if outcome.hours is None else days_text(outcome.hours),
             "" if outcome.usd is None else range_text(outcome.usd),
-            "" if outcome.step_s is None else seconds_text(outcome.step_s.value),
+            "" if outcome.step_s is None or outcome.jobs else seconds_text(outcome.step_s.value),
             bytes_text(outcome.headroom_bytes),
             *([_chance(rank, "cost"), _chance(rank, "time")] if several else []),
         )
@@ -161,7 +161,9 @@ def limits(outcome: Outcome) -> list[str]:
 def _speed(outcome: Outcome) -> Iterator[str]:
     if outcome.step_s is not None and outcome.tokens_per_s is not None:
         step, rate, mfu = outcome.step_s, outcome.tokens_per_s, outcome.utilisation
-        yield f"{seconds_text(step.value)} ({seconds_text(step.low)} to {seconds_text(step.high)})"
+        if not outcome.jobs:
+            low, high = seconds_text(step.low), seconds_text(step.high)
+            yield f"{seconds_text(step.value)} ({low} to {high})"
         yield f"{count_text(rate.value)} ({count_text(rate.low)}-{count_text(rate.high)}) tokens/s"
         yield f"MFU {100 * mfu.value:.0f} ({100 * mfu.low:.0f}-{100 * mfu.high:.0f}) %"
     if outcome.native_step_s is not None and outcome.stack != "native":

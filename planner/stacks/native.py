@@ -14,6 +14,7 @@ the runtime cannot execute is refused of every model alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -91,6 +92,20 @@ def obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
     """Return why the runtime cannot train a model so, or None if it can."""
     found = next(_adapter_obstacles(model), None) or next(_obstacles(model, job, layout), None)
     return found or next(_place_obstacles(layout), None)
+
+
+def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | None:
+    """Return why no module of a script can be trained so, or None; figures do not count."""
+    return next(
+        itertools.chain(
+            _foreign_choices(job),
+            (Obstacle(*found) for found in unexecuted(SCRIPT, layout)),
+            _conflicts(model, job, layout),
+            _unit_obstacles(layout),
+            _wire_limits(job, layout) if layout.gradient_wire != "full" else (),
+        ),
+        None,
+    )
 
 
 def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -> str | None:

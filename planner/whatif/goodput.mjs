@@ -16,11 +16,13 @@ const bytesOf = (failures, parameters, at) =>
 
 /** Seconds until a checkpoint is written, with all figures at one end. */
 export const writtenS = (failures, parameters, devices, at = "value") =>
-  bytesOf(failures, parameters, at) / (devices * failures.store_bytes_per_s_per_device[OPPOSITE[at]]);
+  failures.checkpoint_stall_s[at]
+  + bytesOf(failures, parameters, at) / (devices * failures.store_bytes_per_s_per_device[OPPOSITE[at]]);
 
-/** Seconds that training waits for a checkpoint: until it is copied to the host. */
+/** Seconds that training waits for a checkpoint: a stall, and until it is on the host. */
 export const blockedS = (failures, parameters, devices, at = "value") => Math.min(
-  bytesOf(failures, parameters, at) / (devices * failures.copy_bytes_per_s_per_device[OPPOSITE[at]]),
+  failures.checkpoint_stall_s[at]
+  + bytesOf(failures, parameters, at) / (devices * failures.copy_bytes_per_s_per_device[OPPOSITE[at]]),
   writtenS(failures, parameters, devices, at));
 
 /** Share of the wall clock that trains, between checkpoints at the best interval. */

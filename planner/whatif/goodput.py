@@ -1,9 +1,9 @@
 """Goodput: the share of the wall clock that trains, by how many devices a run has.
 
 A run stops when one of its devices fails.  Symbols: n devices, λ failures of a device an hour,
-M = 1 / (n λ) hours between failures, δ seconds that a checkpoint stops training (the copy to the
-host), w >= δ seconds until it is written, R seconds to restart, τ seconds between checkpoints, q
-the share lost at any size.
+M = 1 / (n λ) hours between failures, δ seconds that a checkpoint stops training (a stall of any
+size, and the copy to the host), w >= δ seconds until it is written, R seconds to restart, τ seconds
+between checkpoints, q the share lost at any size.
 
     τ = max(w, sqrt(2 δ M))                         the least is lost; one is written at a time
     lost = δ / τ + (τ / 2 + (w - δ) + R) / M        over the time that trains
@@ -37,15 +37,17 @@ def written_s(failures: Failures, *, parameters: float, devices: int, at: str = 
     """Seconds until a checkpoint is written."""
     store: float = devices * getattr(failures.store_bytes_per_s_per_device, _OPPOSITE[at])
     written: float = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
-    return written / store
+    stall: float = getattr(failures.checkpoint_stall_s, at)
+    return stall + written / store
 
 
 def blocked_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
-    """Seconds that training waits for a checkpoint: until it is copied to the host."""
+    """Seconds that training waits for a checkpoint: a stall, and until it is on the host."""
     copied: float = parameters * getattr(failures.checkpoint_bytes_per_parameter, at)
     link: float = devices * getattr(failures.copy_bytes_per_s_per_device, _OPPOSITE[at])
     written = written_s(failures, parameters=parameters, devices=devices, at=at)
-    return min(copied / link, written)
+    stall: float = getattr(failures.checkpoint_stall_s, at)
+    return min(stall + copied / link, written)
 
 
 def every_s(*, blocked_s: float, written_s: float, between_failures_s: float) -> float:
@@ -58,12 +60,13 @@ def steps_between_checkpoints(
 ) -> int:
     """Steps between checkpoints at which the least is lost, at least 1.
 
-    405e9 parameters on 16,384 devices: a copy takes 405e9 x 12 / (16,384 x 1e10) = 0.03 s, and one
-    of the devices fails every 3.1 hours: sqrt(2 x 0.03 x 11,154) = 26 s; it is written in 2.4 s.
+    405e9 parameters on 16,384 devices: a copy takes 405e9 x 12 / (16,384 x 1e10) = 0.03 s, the
+    stall 0.8 s, and one device fails every 3.1 hours: sqrt(2 x 0.83 x 11,135) = 136 s; it is
+    written in 3.2 s.
 
     >>> from planner.whatif.study import Failures
     >>> steps_between_checkpoints(Failures(), parameters=405e9, devices=16_384, step_s=10.0)
-    3
+    14
     """
     interval = every_s(
         blocked_s=blocked_s(failures, parameters=parameters, devices=devices),

@@ -118,8 +118,8 @@ def test_published_gains_of_eight_bits_and_of_wider_memory() -> None:
         for each in found.values()
         if each.published_peak_bytes
     ]
-    # Reserved bytes of FSDP alone; that of tensor parallelism is 18 % below what was read.
-    assert [round(peak, 2) for peak in peaks if abs(peak) > 0.15] == [-0.18]
+    # Reserved bytes, of FSDP alone and with tensor parallelism.
+    assert max(abs(peak) for peak in peaks) <= 0.15
     assert len(peaks) == 9
 
 

@@ -283,6 +283,7 @@ def test_bytes_are_those_of_the_formula(dtype: torch.dtype, rows: int) -> None:
         assert found[one] == pytest.approx(expected, rel=0.01, abs=10_000)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("gradients", "layout", "near"),
     [

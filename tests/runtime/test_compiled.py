@@ -120,6 +120,7 @@ def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part:
 # --- what is kept and held ----------------------------------------------------------------------
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("llama-fp8-none", "olmo2-fp32-selective")
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(

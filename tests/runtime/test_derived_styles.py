@@ -34,6 +34,7 @@ def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
     return DerivedStyles(module, Recorder.of(module, batch, inputs), batch)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("kind", MODULES)
 def test_what_can_be_divided_is_found(kind: str) -> None:
     torch.manual_seed(0)

@@ -72,6 +72,7 @@ def first_loss(plan: Plan, model: ModelGraph, weights: Path) -> float:
     return engine.evaluate(own(engine, 7)).loss
 
 
+@pytest.mark.spread(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> None:

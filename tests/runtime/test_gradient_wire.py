@@ -49,6 +49,7 @@ def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
     return cases.shared(plan, shares) if shares else plan
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("wire", LAYOUTS)
 @pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.matrix)])

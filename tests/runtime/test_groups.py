@@ -106,6 +106,7 @@ def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:
         assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mesh", "shares", "recompute"),

@@ -1,6 +1,8 @@
 /** The page of a study: everything below the controls is drawn again when one moves. */
 import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/break_even.mjs";
 import { hourlyAt } from "../../whatif/economics.mjs";
+import { load, shortestFirstH, waitH } from "../../whatif/queue.mjs";
+import { dataUsdOf } from "../../whatif/evaluate.mjs";
 import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
 import { tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
@@ -15,9 +17,10 @@ import {
   duration, flipText, grouped, percent, price, provenance, ranged, verdict,
 } from "./words.mjs";
 
-const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10;
+const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10,
+  MOST_YEARS = 3;
 const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
-const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2" };
+const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2", weighted: "USD, days counted" };
 
 const at = (id) => document.getElementById(id);
 const data = JSON.parse(at("data").textContent);
@@ -33,6 +36,12 @@ const COLUMNS = [
   ["time to result", (r) => r.outcome.resultHours?.value,
     (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
   ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
+  ...(data.document.jobs?.length ? [
+    ["hours used", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
+    ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
+  ] : []),
+  ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
+    (r) => dataUsdOf(r.outcome).value, (r) => grouped(dataUsdOf(r.outcome).value)]] : []),
   ["P(cheapest)", (r) => r.first.cost, (r) => r.first.cost?.toFixed(2)],
   ["P(fastest)", (r) => r.first.time, (r) => r.first.time?.toFixed(2)],
   ["goals", (r) => r.outcome.chance, goalsText],
@@ -73,6 +82,7 @@ function update() {
   at("warning").textContent = found.warning;
   drawChoice(ranks);
   drawTornado(ranks, by);
+  drawYear(ranks);
   drawCash(ranks);
   drawUse(ranks);
   drawSizes(ranks);
@@ -137,6 +147,26 @@ function drawTornado(ranks, by) {
       + `<td>${safe(said)}</td></tr>`;
   }).join("");
 }
+
+/** What share of hours a year of jobs uses on the chosen candidates, or the first, and what waits. */
+function drawYear(ranks) {
+  const chosen = ranks.filter((r) => page.chosen.has(r.outcome.candidate.name));
+  const shown = (chosen.length ? chosen : ranks).slice(0, MOST_YEARS).map((r) => r.outcome);
+  at("year").hidden = !shown.some(({ jobs }) => jobs.length);
+  if (at("year").hidden) return;
+  const rows = shown.flatMap(({ candidate, plan, jobs }) => {
+    const used = load(jobs), mean = waitH(jobs), shortest = shortestFirstH(jobs);
+    return jobs.map(([runs, hours], k) => [
+      candidate.name, plan.jobs[k].name, grouped(runs, 1), hoursText(hours), percent(used),
+      hoursText(mean), hoursText(shortest && shortest[k])]);
+  });
+  at("year-table").innerHTML = tableHtml("One job at a time has the whole cluster; jobs come at random. "
+    + "Waits are means; one that has begun is not interrupted", ["candidate", "job", "runs a year",
+    "a run", "hours used", "waits, first come first served", "waits, the shortest first"], rows);
+}
+
+const hoursText = (hours) => (hours === null ? "longer and longer"
+  : hours < 48 ? `${grouped(hours, 1)} h` : `${grouped(hours / 24, 1)} days`);
 
 /** Those that are shown over years: the chosen ones, or the first few. */
 function overYearsShown(ranks, most) {

@@ -1,12 +1,16 @@
 /** Figures and verdicts of a study in words. */
 import { eligible, orderedBy } from "../../whatif/ranking.mjs";
+import { load } from "../../whatif/queue.mjs";
 import { times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
 
+// Made once: a formatter takes as long to make as hundreds of numbers to format.
+const FORMATS = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US",
+  { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
 /** A number with a separator of thousands. */
-export const grouped = (value, digits = 0) => value.toLocaleString("en-US",
-  { minimumFractionDigits: digits, maximumFractionDigits: digits });
+export const grouped = (value, digits = 0) => FORMATS[digits].format(value);
 
 /** A figure with its range. */
 export function ranged(span, factor = 1) {
@@ -25,7 +29,8 @@ export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 /** A price, with as many digits as one signs. */
 export const price = (usd) => (usd >= 1000 ? grouped(usd) : usd.toFixed(2));
 
-const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2" };
+const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2",
+  weighted: "best by cost and days together" };
 
 /** The verdict in one sentence, and what stands beside it. */
 export function verdict(goal, ranks) {
@@ -38,7 +43,8 @@ export function verdict(goal, ranks) {
     return `No candidate reaches the goal; ${name} comes closest and misses ${missed.join("; ")}.`;
   }
   const said = [verb(outcome) + name];
-  if (outcome.hours) {
+  if (outcome.jobs.length) said.push(`${percent(load(outcome.jobs))} of a year's hours used`);
+  else if (outcome.hours) {
     said.push(outcome.leadDays ? `result after ${duration(outcome.resultHours)} with delivery`
       : duration(outcome.hours));
   }
@@ -62,6 +68,7 @@ const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 /** What signing means on a candidate's terms. */
 function verb({ candidate: { terms } }) {
+  if (terms.lease) return "Lease: ";
   if (terms.kind === "bought") return "Buy: ";
   if (terms.kind === "owned") return "Use: ";
   return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
@@ -76,7 +83,7 @@ export function monthsSince(month, today) {
 /** What the first one's price rests on, and whether it is old. @returns {{text, warning}} */
 export function provenance(outcome, today) {
   const { how, dates, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
-  const unit = terms.bought ? "USD per device" : "USD per device-hour";
+  const unit = terms.lease ? "USD per device and month" : terms.bought ? "USD per device" : "USD per device-hour";
   const asked = terms.quote ? `${price(terms.quote.value)} (${price(terms.quote.low)}–`
     + `${price(terms.quote.high)}) ${unit}. ` : "";
   const useful = hourly && (terms.bought || terms.commitment === "reserved")

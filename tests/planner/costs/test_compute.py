@@ -1,21 +1,24 @@
 """Operator seconds against the curve's formula by hand, and laws that no curve may break."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from planner.catalog import native, stacks
+from planner.catalog import accelerators, native, stacks
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.compute import (
     Device,
     attention_share,
     backward_s,
     device,
+    expected_largest,
     forward_s,
     is_narrow,
     narrow_backward_s,
     narrow_forward_s,
     peak_flops,
+    seconds,
     sustained,
 )
 from planner.documents.cluster import Accelerator, DeviceCurve
@@ -241,3 +244,31 @@ def test_which_products_are_narrow_is_the_stack_s(name: str) -> None:
     assert is_narrow(product, linears, end=False) == (name == "mlp_up")
     assert is_narrow(product, every, end=False) == (name != "scores")
     assert not is_narrow(product, every, end=True)
+
+
+@pytest.mark.parametrize("name", ["h100-sxm-80gb", "rtx-3090", "mi300x"])
+@pytest.mark.parametrize("kind", ["matmul", "attention"])
+def test_the_more_devices_wait_for_each_other_the_longer_products_take_and_traffic_does_not(
+    name: str, kind: str
+) -> None:
+    accelerator = accelerators()[name]
+    counts = (1, 8, 9, 16, 64, 1000, 20_000)
+    on = [device(accelerator, "bf16", native(), devices=n) for n in counts]
+
+    def times(kind: str) -> list[float]:
+        return [seconds(one, kind=kind, flops=1e15, moved_bytes=1e3, kernels=1) for one in on]
+
+    of_products, of_traffic = times(kind), times("elementwise")
+
+    assert of_products[0] == of_products[1]
+    assert of_products[2] == of_products[3], "of the next power of two"
+    assert sorted(set(of_products)) == of_products[1:3] + of_products[4:]
+    assert of_products[-1] < 1.05 * of_products[0]
+    assert len(set(of_traffic)) == 1
+
+
+def test_the_slowest_of_many_is_as_many_draws_have_it() -> None:
+    draws, rng = 4000, random.Random(0)
+    for count in (8, 64):
+        largest = [max(rng.gauss(0, 1) for _ in range(count)) for _ in range(draws)]
+        assert expected_largest(count) == pytest.approx(sum(largest) / draws, abs=0.04)

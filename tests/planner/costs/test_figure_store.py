@@ -47,7 +47,7 @@ def same(one: KindFigures, other: KindFigures) -> bool:
 
 def test_figures_of_a_store_are_those_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FigureStore()
-    clusters = [resolve_cluster(f"{nodes}x8xh100-sxm-80gb") for nodes in (2, 4, 8)]
+    clusters = [resolve_cluster(f"{nodes}x8xh100-sxm-80gb") for nodes in (5, 6, 8)]
     for cluster in clusters[:2]:
         CostTables(request(cluster), store=store).figures_together(some_layouts(cluster.devices))
     alone = CostTables(request(clusters[2])).figures_together(some_layouts(64))
@@ -68,7 +68,7 @@ def test_what_is_new_is_worked_out_beside_what_is_known() -> None:
     assert same(shared, CostTables(request(cluster)).figures_together(layouts))
 
 
-def test_clusters_of_other_devices_links_and_stacks_share_nothing() -> None:
+def test_clusters_of_other_devices_links_stacks_and_of_twice_the_size_share_nothing() -> None:
     store, plain = FigureStore(), resolve_cluster("4x8xh100-sxm-80gb")
     faster = tuple(tier.model_copy(update={"latency_s": 0.0}) for tier in plain.tiers)
     tables = [
@@ -78,6 +78,7 @@ def test_clusters_of_other_devices_links_and_stacks_share_nothing() -> None:
             (plain, "deepspeed"),
             (plain.model_copy(update={"tiers": faster}), "megatron"),
             (resolve_cluster("4x8xh200-sxm"), "megatron"),
+            (resolve_cluster("8x8xh100-sxm-80gb"), "megatron"),
         )
     ]
 
@@ -86,7 +87,7 @@ def test_clusters_of_other_devices_links_and_stacks_share_nothing() -> None:
         for one in tables
     ]
 
-    assert len({id(one) for one in rows}) == 4
+    assert len({id(one) for one in rows}) == 5
 
 
 def test_a_search_with_a_store_finds_what_it_finds_without() -> None:

@@ -165,3 +165,20 @@ def test_measured_overheads_are_no_assumption_but_say_where_they_are_from() -> N
 
     assert not any(a.provenance == "assumed" for a in named)
     assert "2026-11-21 on box" in named[-1].source
+
+
+def test_devices_of_a_measured_machine_and_of_cpus_wait_for_none_that_is_slower() -> None:
+    many = resolve_cluster("64x8xh100-sxm-80gb")
+    group = many.groups[0]
+    cpu = group.accelerator.model_copy(update={"kind": "cpu"})
+    cpus = many.model_copy(update={"groups": (group.model_copy(update={"accelerator": cpu}),)})
+    found = {
+        "sheets": rates(many, JOB, None).device.slowest,
+        "profile": rates(many, JOB, profile()).device.slowest,
+        "cpus": rates(cpus, JOB, None).device.slowest,
+    }
+    said = [one.what for one in assumptions(many, None, rates(many, JOB, None))]
+
+    assert found["sheets"] == pytest.approx(1 / 1.023, abs=1e-3)
+    assert (found["profile"], found["cpus"]) == (1.0, 1.0)
+    assert "products on the slowest of 512 devices take 2.3% longer than on that of a node" in said

@@ -77,6 +77,7 @@ def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int,
     assert answer.certificate.plan.lower_bound_s == found.certificate.lower_bound_s
 
 
+@pytest.mark.matrix
 def test_usual_plans_are_the_best_of_their_kind() -> None:
     request = asked(*CASES[0])
 

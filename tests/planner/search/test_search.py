@@ -282,6 +282,7 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
     return cluster.model_copy(update={"groups": (faster,)})
 
 
+@pytest.mark.spread(5)
 @pytest.mark.long(
     "mixtral-8x7b 4x8xh100-sxm-80gb-memory",
     "mixtral-8x7b 4x8xh100-sxm-80gb-links",
@@ -315,6 +316,7 @@ def test_a_better_machine_is_never_slower(case: Case, what: str) -> None:
     assert after.closed_form.objective_s <= before.closed_form.objective_s * (1 + 1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", [ROOMY, EXPERTS], ids=lambda case: f"{case.model} {case.cluster}")
 def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     exact = usual_answer(case)
@@ -324,6 +326,7 @@ def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     assert program.closed_form.objective_s == pytest.approx(exact.closed_form.objective_s, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
     exhaustive = optima(SNUG)
     fastest_of_kind: dict[tuple[int, ...], float] = {}

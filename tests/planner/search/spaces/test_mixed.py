@@ -163,6 +163,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
 HOST = frozenset({"offload", "compress"})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "interleaved-zb", "zbv"])
 def test_schedules_that_several_stages_share_fit_and_come_near_the_simulation(
     schedule: ScheduleName,

@@ -37,6 +37,7 @@ def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     return best
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("seed", [s for s in range(40) if len(random_model(s).layers) <= 5][:10])
 def test_no_order_of_kinds_and_branches_beats_the_plan(seed: int) -> None:
     model, cluster = random_model(seed), resolve_cluster(THREE)
