@@ -10,6 +10,7 @@ from pydantic import model_validator
 from planner.documents.document import Document, Part
 from planner.documents.tolerances import EQUAL
 from planner.documents.units import (
+    LONGEST_S,
     Count,
     Finite,
     Flag,
@@ -245,23 +246,25 @@ class Certificate(Document):
 
 
 def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a certificate of format 1 as one of format 2."""
-    old = dict(data)
-    simulated, plan = old.pop("simulated", None) or {}, old.get("plan")
-    step_s = simulated.get("step_time_s", old.get("objective_s"))
-    low_s = simulated.get("lower_bound_s", 0.0)
+    """Return a certificate of format 1 as one of format 2; what is no certificate stays."""
+    simulated, plan = _mapping(data.get("simulated")), _mapping(data.get("plan"))
+    step_s = simulated.get("step_time_s", data.get("objective_s"))
+    low_s = simulated.get("lower_bound_s") or 0.0
+    if not all(isinstance(one, int | float) and abs(one) < LONGEST_S for one in (step_s, low_s)):
+        return data
     gap = 1 - low_s / step_s if step_s else 0.0
-    old |= {
+    names = {name: value for name, value in data.items() if name != "simulated"}
+    found = names | {
         "format": 2,
         "objective_s": step_s,
         "lower_bound_s": low_s,
         "gap": gap,
         "optimal": gap <= EQUAL,
-        "layout": simulated.get("layout", old.get("layout")),
+        "layout": simulated.get("layout", data.get("layout")),
         "looked_at": simulated.get("looked_at"),
         "runners_up": [
-            {name: one[name] for name in ("layout", "lower_bound_s", "reason")}
-            for one in old.get("runners_up", ())
+            {name: one.get(name) for name in Loser.model_fields}
+            for one in _mappings(data.get("runners_up"))
             if one.get("lower_bound_s") is not None
         ],
         "finalists": [
@@ -270,18 +273,28 @@ def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
                 "closed_form_s": one.get("objective_s"),
                 "step_time_s": one.get("step_time_s"),
             }
-            for one in simulated.get("finalists", ())
+            for one in _mappings(simulated.get("finalists"))
         ],
     }
     if plan:
-        old["plan"] = {
+        found["plan"] = {
             "layout": plan.get("layout"),
             "step_time_s": plan.get("simulated_s"),
             "lower_bound_s": plan.get("simulated_bound_s") or 0.0,
             "gap": plan.get("simulated_gap", 1.0),
             "statement": plan.get("simulated"),
         }
-    return old
+    return found
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    """Return a mapping, an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(values: object) -> list[dict[str, Any]]:
+    """Return the mappings of a list."""
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:
