@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -10,7 +11,6 @@ from pydantic import model_validator
 from planner.documents.document import Document, Part
 from planner.documents.tolerances import EQUAL
 from planner.documents.units import (
-    LONGEST_S,
     Count,
     Finite,
     Flag,
@@ -250,7 +250,9 @@ def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
     simulated, plan = _mapping(data.get("simulated")), _mapping(data.get("plan"))
     step_s = simulated.get("step_time_s", data.get("objective_s"))
     low_s = simulated.get("lower_bound_s") or 0.0
-    if not all(isinstance(one, int | float) and abs(one) < LONGEST_S for one in (step_s, low_s)):
+    if not all(
+        isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in (step_s, low_s)
+    ):
         return data
     gap = 1 - low_s / step_s if step_s else 0.0
     names = {name: value for name, value in data.items() if name != "simulated"}
