@@ -567,10 +567,18 @@ def _bought(
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
+    cause = ""
     if buying.loan is not None:
         purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
-        how += f", {loan_words(buying.loan)}"
-    return Priced(quote=price, network=network, hourly=purchase.hourly, purchase=purchase, how=how)
+        cause, how = how, f"{how}, {loan_words(buying.loan)}"
+    return Priced(
+        quote=price,
+        network=network,
+        hourly=purchase.hourly,
+        purchase=purchase,
+        how=how,
+        cause=cause,
+    )
 
 
 def instalments_of(loan: Loan, years: float) -> Instalments:

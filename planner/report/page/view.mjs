@@ -182,12 +182,12 @@ function drawCash(ranks) {
   const rows = shown.map((o) => ({ o, cash: cashUsd(o), present: presentValueUsd(o) }));
   const most = Math.max(...rows.map(({ cash }) => cash.length));
   const head = ["candidate", "first day", ...Array.from({ length: most - 1 }, (_, k) => `year ${k + 1}`),
-    "in all", "NPV"];
+    "TCO", "NPV"];
   const body = rows.map(({ o, cash, present }) => [
     o.candidate.name, ...Array.from({ length: most }, (_, k) => (k in cash ? grouped(cash[k]) : "")),
     grouped(cash.reduce((a, b) => a + b, 0)), ranged(present)]);
-  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax; the last year "
-    + "has the resale; NPV at the interest set, before tax", head, body);
+  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax: capex on the "
+    + "first day, opex in each year, TCO in all; the last year has the residual value; NPV at the interest set", head, body);
 }
 
 function drawUse(ranks) {
