@@ -33,7 +33,7 @@ from planner.whatif.financing import (
     lease_months,
     loan_instalments,
 )
-from planner.whatif.offers import price_of, rent_of
+from planner.whatif.offers import age_years, aged, price_of, rent_of
 from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import (
     Assumptions,
@@ -639,9 +639,9 @@ def lease_of(
 
 
 def listed_price(known: PurchasePrice) -> Span:
-    """Return the catalogue's price of a device with its range."""
+    """Return the catalogue's price of a device with its range, which its age widens."""
     low, high = known.ends
-    return Span(value=known.usd_per_device, low=low, high=high)
+    return aged(Span(value=known.usd_per_device, low=low, high=high), age_years(known.date))
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:

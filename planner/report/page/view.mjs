@@ -227,11 +227,17 @@ function drawSizes(ranks) {
   at("sizes").hidden = !several.length;
   if (!several.length) return;
   const series = (figure) => several.slice(0, MOST_LINES).map((of) => ({
-    name: of[0].candidate.cluster, dots: true, dashed: true,
+    name: offerName(of[0].candidate), dots: true, dashed: true,
     points: of.map((o) => [o.devices, figure(o)]).sort(([a], [b]) => a - b),
   }));
   at("by-size").innerHTML = lines("Cost by size", series((o) => o.usd.value), "devices", "USD")
     + lines("Time to result by size", series((o) => o.resultHours.value / 24), "devices", "days");
+}
+
+/** What an offer of several sizes is called. */
+function offerName({ place, cluster, provider }) {
+  const { name, rent } = data.document.offers[place];
+  return `${name ?? cluster}${rent?.each_provider ? ` at ${provider}` : ""}`;
 }
 
 const tableHtml = (caption, head, body) => `<table><caption>${safe(caption)}</caption><thead><tr>`
