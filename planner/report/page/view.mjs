@@ -33,11 +33,11 @@ const page = {
 const COLUMNS = [
   ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
   ["candidate", (r) => r.outcome.candidate.name, (r) => r.outcome.candidate.name],
-  ["time to result", (r) => r.outcome.resultHours?.value,
+  [data.document.jobs?.length ? "hours used" : "time to result", (r) => r.outcome.resultHours?.value,
     (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
   ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
   ...(data.document.jobs?.length ? [
-    ["hours used", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
+    ["share of hours", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
     ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
   ] : []),
   ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
@@ -109,7 +109,8 @@ function drawChoice(ranks) {
     };
   });
   const focused = document.activeElement?.dataset?.name;
-  at("scatter").innerHTML = scatter("Cost against time to result", points, "days to the result", "USD")
+  at("scatter").innerHTML = scatter("Cost against time to result", points,
+    data.document.jobs?.length ? "days used of a year" : "days to the result", "USD")
     + key(kinds);
   for (const dot of at("scatter").querySelectorAll(".dot")) {
     if (dot.dataset.name === focused) dot.focus();
@@ -162,7 +163,7 @@ function drawYear(ranks) {
   });
   at("year-table").innerHTML = tableHtml("One job at a time has the whole cluster; jobs come at random. "
     + "Waits are means; one that has begun is not interrupted", ["candidate", "job", "runs a year",
-    "a run", "hours used", "waits, first come first served", "waits, the shortest first"], rows);
+    "a run", "hours used", "wait in order", "wait, shortest first"], rows);
 }
 
 const hoursText = (hours) => (hours === null ? "longer and longer"
