@@ -276,11 +276,6 @@ PATHS: dict[str, Path] = {
 }
 
 COVERED = (
-    "one device, fp16",
-    "gathered experts",
-    "profile: layers in fp16",
-    "profile: layers in fp32",
-    "profile: data parallelism in fp32",
     "compiled, zero 3",
     "offloaded optimizer",
     "compressed activations",
