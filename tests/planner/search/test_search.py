@@ -368,6 +368,7 @@ def test_hosts_that_are_too_small_for_what_would_fit_devices_are_named() -> None
     assert "in each node's host memory, of which 4.0 GiB of 8.0 GiB" in str(caught.value)
 
 
+@pytest.mark.matrix
 def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold() -> None:
     impossible = Case("llama-3.1-8b", "4xa100-sxm-40gb", 65536, 8)
     with pytest.raises(NoPlanFits) as raised:
@@ -420,6 +421,7 @@ def test_a_pin_that_divides_nothing_is_told_with_what_does(pins: Pins, told: str
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(range(1, 12), marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_a_pin_that_is_blamed_is_to_blame(seed: int | range) -> None:
     blamed = 0
     for number in seed if isinstance(seed, range) else [seed]:
@@ -456,6 +458,7 @@ def test_a_pin_that_leaves_no_room_is_told() -> None:
     assert replace(pinned, pins=replace(pins, schedule=schedule)).search()
 
 
+@pytest.mark.matrix
 def test_a_pinned_recomputation_that_leaves_no_room_is_told() -> None:
     pins = Pins(recompute="none", micro_batch=4, tensor=1)
     pinned = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, pins)

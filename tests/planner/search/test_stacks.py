@@ -255,6 +255,7 @@ def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
     assert program.closed_form.objective_s == pytest.approx(exact.closed_form.objective_s, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() -> None:
     names = [name for name, _ in MODEL.chain]
     required = read_requirements(["at most 4 layers on stage 0"], names)

@@ -419,6 +419,7 @@ def grouped(model: ModelGraph, seed: int) -> ModelGraph:
     return model
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_group_are_planned_on_one_stage(seed: int) -> None:
     model, pins = grouped(random_model(seed), seed), Pins(pipeline=2, schedule="1f1b")

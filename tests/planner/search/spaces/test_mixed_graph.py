@@ -66,6 +66,7 @@ def storing(model: ModelGraph, factor: int) -> ModelGraph:
     return model.model_copy(update={"layers": tuple(layers)})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("word", ["offload", "compress"])
 def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
     model, cluster = storing(random_model(2), 16), resolve_cluster(THREE)
