@@ -99,6 +99,7 @@ def search(
     order = proof.finalists()
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
+    others.sort(key=lambda one: one.prediction.step_time_s)
     return Answer(
         plan=chosen.plan,
         prediction=chosen.prediction,
