@@ -89,10 +89,10 @@ DeepSeek-V2 and Mamba so, equal to the library's class in a plain loop;
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.  (BERT and ViT predict no next token: train them from a script.)
 Without figures, with the reason (`planner/layers/unsupported.py`), are models with a recurrent
-state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an indexer
-(DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be planned.
-What is no causal language model is trained from your own script with `meshwright.Engine`, or given
-as `file.py:factory`.
+state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an
+indexer (DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be
+planned.  What is no causal language model is trained from your own script with
+`meshwright.Engine`, or given as `file.py:factory`.
 """
 
 

@@ -136,14 +136,14 @@ def test_training_begins_with_weights_of_a_folder(folder: Path, tmp_path: Path) 
 
 
 def test_a_type_without_figures_is_recorded_and_others_keep_theirs(folder: Path) -> None:
-    graph("mamba", folder)
+    graph("glm4", folder)
     graph("gpt_neox", folder)
 
-    recorded = model_of(str(folder / "mamba"), seq_len=cases.SEQ_LEN)
+    recorded = model_of(str(folder / "glm4"), seq_len=cases.SEQ_LEN)
     known = model_of(str(folder / "gpt_neox"), seq_len=cases.SEQ_LEN)
 
-    assert recorded.source == f"{folder / 'mamba'}:recorded"
-    assert [name for name, _ in recorded.chain][1:4] == [f"backbone.layers.{n}" for n in range(3)]
+    assert recorded.source == f"{folder / 'glm4'}:recorded"
+    assert [name for name, _ in recorded.chain][1:4] == [f"model.layers.{n}" for n in range(3)]
     assert known.architecture is not None
 
 
