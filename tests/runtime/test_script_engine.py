@@ -40,10 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 build = functools.partial(own_modules.GPT, tied="module")
 INNERS: dict[str, dict[str, Any]] = {
-    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
 }
 MORE_INNERS: dict[str, dict[str, Any]] = {
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
 }
 LENGTHS = (LENGTH, 4, 5, 4)
@@ -402,6 +402,7 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
         new_engine(plan)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("place", "value"),
     [
