@@ -39,6 +39,7 @@ from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.gradients import Measured, Slot
 from runtime.language_model import LanguageModel
+from runtime.library_model import LibraryModel
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.own_model import OwnModel
@@ -160,7 +161,7 @@ class Engine:
     @classmethod
     def of(
         cls,
-        model: LanguageModel,
+        model: LanguageModel | LibraryModel,
         *,
         clip_norm: float = 0.0,
         compare_every: int = COMPARED_EVERY,

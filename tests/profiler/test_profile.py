@@ -109,6 +109,7 @@ def failing(arguments: dict[str, Any], tell: ranks.Tell) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_what_a_rank_refuses_is_the_error_of_the_whole() -> None:
     with pytest.raises(LaunchError, match="no luck here"):
         ranks.result_of(

@@ -53,6 +53,7 @@ def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
 @pytest.mark.ranks
 @pytest.mark.parametrize("wire", LAYOUTS)
 @pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_losses_stay_within_the_bound(part: str, wire: str) -> None:
     layouts = LAYOUTS[wire][::3] if part == "some" else LAYOUTS[wire]
     graph = cases.transformer()

@@ -16,7 +16,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, Plan
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from runtime.launch import launch
 from runtime.run import Run
 from runtime.train import token_engine
@@ -58,6 +58,7 @@ def planned(fast: int, slow: int, pins: Pins, model: ModelGraph = MODEL) -> Plan
     return Plan(**{**dict(found), "training": plain.training})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("2-2-gpipe", "1-2-zb-h1", "1-1-interleaved-zb")
 @pytest.mark.ranks
 @pytest.mark.parametrize(

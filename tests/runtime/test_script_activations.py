@@ -45,7 +45,7 @@ def offloaded(layout: dict[str, Any], how: str = "offload") -> Moved:
         activations.LEAST_ELEMENTS, host.to_host = LEAST_ELEMENTS, to_host
 
 
-SOME = ["replicated", "zero 3", "zero bubble, selective"]
+SOME = ["replicated", "zero 3"]
 
 
 def rows_of(names: list[str]) -> tuple[dict[str, Moved], Moved]:

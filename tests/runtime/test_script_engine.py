@@ -40,10 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 build = functools.partial(own_modules.GPT, tied="module")
 INNERS: dict[str, dict[str, Any]] = {
-    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
 }
 MORE_INNERS: dict[str, dict[str, Any]] = {
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
 }
 LENGTHS = (LENGTH, 4, 5, 4)

@@ -15,7 +15,7 @@ from planner.costs.layout_costs import CostTables
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Job, Layout
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 MODEL = resolve_model("llama-3.1-8b")
 JOB = Job(seq_len=4096, global_batch=64)
@@ -90,6 +90,7 @@ def test_clusters_of_other_devices_links_stacks_and_of_twice_the_size_share_noth
     assert len({id(one) for one in rows}) == 5
 
 
+@pytest.mark.matrix
 def test_a_search_with_a_store_finds_what_it_finds_without() -> None:
     store = FigureStore()
     found = {}

@@ -268,6 +268,7 @@ def tied_on_types(seed: int) -> GraphInstance:
     return replace(problem, types=tuple(types))
 
 
+@pytest.mark.matrix
 def test_ties_and_hosts_are_kept_on_chains_and_graphs_of_any_types() -> None:
     fitting = bound = 0
     for seed in range(40):

@@ -88,6 +88,7 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.matrix)]
 )
+@pytest.mark.matrix
 def test_random_rows_are_predicted_as_their_plans_are(seeds: range) -> None:
     said = named = 0
     for seed in seeds:

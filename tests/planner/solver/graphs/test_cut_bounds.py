@@ -28,6 +28,7 @@ def bounds_of(problem: GraphInstance, programs: int, iterations: int = 10**6) ->
     return CutBounds(problem, fluid, knapsacks.exposed_s, programs=programs, iterations=iterations)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("start", range(0, 60, 30))
 def test_no_split_is_faster_than_its_cuts_allow(start: int) -> None:
     above_fluid = 0
