@@ -20,7 +20,7 @@ from planner.errors import DocumentError, NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import AS_PREDICTED, Request
 from planner.search.answer import Answer, Progress
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.tuning.options import Option
 from planner.tuning.tuner import Tuner
 

@@ -19,7 +19,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.tuning import candidates as candidates_module
 from planner.tuning.candidates import Candidate
 from planner.tuning.record import FILE, read_trials
