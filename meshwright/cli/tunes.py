@@ -71,7 +71,7 @@ def tune(
     explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Plan, then measure the few plans that prediction cannot tell apart.
+    """Plan, then measure what prediction leaves open.
 
     Interrupted or killed, it goes on with the same command; the plan so far is always valid.
     """

@@ -28,8 +28,11 @@ def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     chances = module._chances([one.option for one in found])
     assert min(chances[1:]) >= CHANCE / 2  # among all of them at least CHANCE
     assert len({one.option.family for one in found}) > 2
-    sizes = {one.plan.micro_batch for one in found if one.plan.layout.data == 2}
-    assert len(sizes) > 1  # a variant of the fastest mesh
+    one = answer.plan
+    varied = list(module._variants(request.pins, one))
+    assert {pins.micro_batch for pins in varied} == {one.micro_batch // 2, None}  # 16 is too many
+    assert [pins.recompute for pins in varied if pins.micro_batch is None] == ["full"]
+    assert {pins.data for pins in varied} == {one.layout.data}
 
 
 def test_the_first_of_each_family_comes_before_the_second_of_any() -> None:
