@@ -39,6 +39,7 @@ from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.gradients import Measured, Slot
 from runtime.language_model import LanguageModel
+from runtime.library_model import LibraryModel
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.own_model import OwnModel
@@ -51,6 +52,7 @@ from runtime.script_records import ScriptRecords
 from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles
+from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
@@ -162,7 +164,7 @@ class Engine:
     @classmethod
     def of(
         cls,
-        model: LanguageModel,
+        model: LanguageModel | LibraryModel,
         *,
         clip_norm: float = 0.0,
         compare_every: int = COMPARED_EVERY,
@@ -461,6 +463,29 @@ class Engine:
         if self._late is not None:
             self._late.drain(torch.zeros_like(self._passes.totals.values))
         return self._state.tensors()
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's parts of the state on the host, between two steps.
+
+        No other rank takes part, unless a plan divides joined matrices over its tensor axis or
+        never drains.
+        """
+        self._refuse_within_step("snapshot")
+        return taken(self.state(), step=self.steps)
+
+    def restore(self, snapshots: Sequence[Snapshot]) -> None:
+        """Go on from parts of the state that ranks of any plan held behind one step.
+
+        Together they must cover what this rank holds.  Losses and weights are then those of the
+        engines that were left, bit for bit where the plan is theirs.  Raises LaunchError, with
+        nothing changed, where parts are lacking.
+        """
+        self._refuse_within_step("restore")
+        self._state.restore(snapshots)
+
+    def _refuse_within_step(self, name: str) -> None:
+        if self._optimizers.pending or self._whole is not None:
+            raise LaunchError(f"{name}: gradients wait; call optimizer_step() or zero_grad() first")
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
-from planner.whatif.answers import answers, slack_days
+from planner.whatif.answers import answers, asked_texts, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import Rank, measured_first
@@ -27,18 +27,25 @@ SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines = max(1, len(result.ranks))
+    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:1]
+    longest = 4 if asked else 5
     facts = [
-        Fact(label="answer", text=sentence, lines=5 if place < headlines else 1)
+        Fact(
+            label="answer",
+            text=sentence,
+            lines=longest if place < headlines else 1,
+            detail=bool(asked) and place > headlines,
+        )
         for place, sentence in enumerate(verdicts(result))
     ]
+    facts += [Fact(label="asked", text=sentence) for sentence in asked]
     for model, ranks in result.ranks.items():
         for index, rank in enumerate(ranks[:FEW]):
             facts.append(
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=index > 0,
+                    detail=bool(asked) or index > 0,
                 )
             )
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
@@ -245,7 +252,7 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
 def cash_table(curves: Sequence[BreakEven]) -> Table:
     """Return what all devices of each candidate cost on the first day and in each year."""
     years = max(len(curve.cash_usd) for curve in curves) - 1
-    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "in all", "NPV")
+    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "TCO", "NPV")
     table = plain_table(
         "candidate",
         *names,
@@ -257,7 +264,10 @@ def cash_table(curves: Sequence[BreakEven]) -> Table:
         blank = [""] * (years + 1 - len(paid))
         present = range_text(curve.present_value_usd)
         table.add_row(curve.name, *paid, *blank, f"{sum(curve.cash_usd):,.0f}", present)
-    table.caption = "the last year has the resale of what was bought; NPV at the study's interest"
+    table.caption = (
+        "first day: capex, years: opex, TCO: both; the last year has the residual value of "
+        "what was bought; NPV at the study's interest"
+    )
     table.caption_justify = "left"
     return table
 

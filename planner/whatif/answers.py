@@ -57,6 +57,13 @@ def answers(result: Result) -> list[str]:
     ]
 
 
+def asked_texts(result: Result) -> list[str]:
+    """Return the sentences that answer what a study asks beside the best cluster."""
+    if result.interrupted:
+        return []
+    return [*year_texts(result), *worth_of_a_day(result), *financed_texts(result)]
+
+
 def _fitting(result: Result) -> Iterator[str]:
     """Say which candidates hold a model where some do not."""
     for model in result.study.rows:
@@ -84,12 +91,12 @@ def _year_text(outcome: Outcome) -> str:
     if mean_h is None or shortest_h is None:
         return f"{text}, so jobs wait longer and longer."
     each = [
-        f"{job.name} {_hours_text(job.hours)} a run, {_hours_text(wait)}"
+        f"{job.name} {_hours_text(wait)} (a run takes {_hours_text(job.hours)})"
         for job, wait in zip(outcome.jobs, shortest_h, strict=True)
     ]
     return (
-        f"{text}; a job waits {_hours_text(mean_h)} on average, first come, first served. If the "
-        f"shortest that waits goes first: {'; '.join(each)} waiting."
+        f"{text}; mean wait {_hours_text(mean_h)}, first come, first served; the shortest first: "
+        f"{', '.join(each)}."
     )
 
 
@@ -459,16 +466,16 @@ def data_texts(result: Result) -> Iterator[str]:
 
 def financed_texts(result: Result) -> Iterator[str]:
     """Say what loans and leases take a month, and what a loan is worth against paying at once."""
-    for candidate in list(result.candidates.values()):
+    for candidate in _by_rank(result):
         purchase = candidate.priced.purchase
         if purchase is None or len(purchase.instalments) == 1:
             continue
         each = purchase.hardware_usd.value * candidate.devices
         monthly = purchase.instalments[1].share * each
-        text = f"{candidate.name}: {monthly:,.0f} USD a month for the hardware of all devices"
+        text = f"{candidate.name}: {monthly:,.0f} USD a month"
         if purchase.leased:
             useful = purchase.hourly.at(candidate.assumed.utilisation).value
-            yield f"{text}, and nothing to sell in the end; {useful:.2f} USD a useful device-hour."
+            yield f"{text}, no residual value; {useful:.2f} USD a useful device-hour."
             continue
         at_once = replace(purchase, instalments=AT_ONCE, bound_share=1.0)
         paid_at_once = replace(
@@ -478,9 +485,15 @@ def financed_texts(result: Result) -> Iterator[str]:
         usd = [present_value_usd(c).value for c in (candidate, paid_at_once)]
         dearer = "more" if usd[0] > usd[1] else "less"
         yield (
-            f"{text}; NPV of all costs {usd[0]:,.0f} USD, {abs(usd[0] - usd[1]):,.0f} {dearer} "
-            f"than if it is paid at once, at {100 * candidate.assumed.interest:g} % a year."
+            f"{text}; NPV {usd[0]:,.0f} USD, {abs(usd[0] - usd[1]):,.0f} {dearer} than paid at "
+            f"once ({100 * candidate.assumed.interest:g} % a year)."
         )
+
+
+def _by_rank(result: Result) -> list[Candidate]:
+    """Return all candidates, those that rank first before the others."""
+    ranked = [rank.outcome.candidate for ranks in result.ranks.values() for rank in ranks]
+    return [result.candidates[name] for name in dict.fromkeys([*ranked, *result.candidates])]
 
 
 def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:

@@ -33,7 +33,7 @@ from planner.whatif.financing import (
     lease_months,
     loan_instalments,
 )
-from planner.whatif.offers import price_of, rent_of
+from planner.whatif.offers import age_years, aged, price_of, rent_of
 from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import (
     Assumptions,
@@ -567,10 +567,18 @@ def _bought(
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
+    cause = ""
     if buying.loan is not None:
         purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
-        how += f", {loan_words(buying.loan)}"
-    return Priced(quote=price, network=network, hourly=purchase.hourly, purchase=purchase, how=how)
+        cause, how = how, f"{how}, {loan_words(buying.loan)}"
+    return Priced(
+        quote=price,
+        network=network,
+        hourly=purchase.hourly,
+        purchase=purchase,
+        how=how,
+        cause=cause,
+    )
 
 
 def instalments_of(loan: Loan, years: float) -> Instalments:
@@ -631,9 +639,9 @@ def lease_of(
 
 
 def listed_price(known: PurchasePrice) -> Span:
-    """Return the catalogue's price of a device with its range."""
+    """Return the catalogue's price of a device with its range, which its age widens."""
     low, high = known.ends
-    return Span(value=known.usd_per_device, low=low, high=high)
+    return aged(Span(value=known.usd_per_device, low=low, high=high), age_years(known.date))
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:

@@ -92,11 +92,11 @@ function repriced(data, candidate, value) {
   const { terms, place } = candidate, first = firstOf(data, candidate);
   const words = terms.lease
     ? `leased for ${terms.lease.term_months} months, ${data.made}, ${sourceOf(place)}`
-    : `${terms.commitment}, ${data.made}, ${sourceOf(place)}${terms.loan_words ? `, ${terms.loan_words}` : ""}`;
-  const how = terms.kind === "part" ? terms.words_beside.join(words)
-    : words + (terms.term_words ? `, ${terms.term_words}` : "");
+    : `${terms.commitment}, ${data.made}, ${sourceOf(place)}`;
+  const whole = [words, terms.term_words, terms.loan_words].filter(Boolean).join(", ");
+  const how = terms.kind === "part" ? terms.words_beside.join(whole) : whole;
   return {
-    ...candidate, how, cause: "", dates: [data.made.slice(0, 7)], hypothetical: false,
+    ...candidate, how, cause: terms.loan_words && terms.kind !== "part" ? words : "", dates: [data.made.slice(0, 7)], hypothetical: false,
     terms: {
       ...terms, kind: terms.kind === "none" ? (terms.bought ? "bought" : "rented") : terms.kind,
       quote: scaled(first.terms.quote, value),

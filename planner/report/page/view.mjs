@@ -33,11 +33,11 @@ const page = {
 const COLUMNS = [
   ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
   ["candidate", (r) => r.outcome.candidate.name, (r) => r.outcome.candidate.name],
-  ["time to result", (r) => r.outcome.resultHours?.value,
+  [data.document.jobs?.length ? "hours used" : "time to result", (r) => r.outcome.resultHours?.value,
     (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
   ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
   ...(data.document.jobs?.length ? [
-    ["hours used", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
+    ["share of hours", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
     ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
   ] : []),
   ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
@@ -109,7 +109,8 @@ function drawChoice(ranks) {
     };
   });
   const focused = document.activeElement?.dataset?.name;
-  at("scatter").innerHTML = scatter("Cost against time to result", points, "days to the result", "USD")
+  at("scatter").innerHTML = scatter("Cost against time to result", points,
+    data.document.jobs?.length ? "days used of a year" : "days to the result", "USD")
     + key(kinds);
   for (const dot of at("scatter").querySelectorAll(".dot")) {
     if (dot.dataset.name === focused) dot.focus();
@@ -162,7 +163,7 @@ function drawYear(ranks) {
   });
   at("year-table").innerHTML = tableHtml("One job at a time has the whole cluster; jobs come at random. "
     + "Waits are means; one that has begun is not interrupted", ["candidate", "job", "runs a year",
-    "a run", "hours used", "waits, first come first served", "waits, the shortest first"], rows);
+    "a run", "hours used", "wait in order", "wait, shortest first"], rows);
 }
 
 const hoursText = (hours) => (hours === null ? "longer and longer"
@@ -182,12 +183,12 @@ function drawCash(ranks) {
   const rows = shown.map((o) => ({ o, cash: cashUsd(o), present: presentValueUsd(o) }));
   const most = Math.max(...rows.map(({ cash }) => cash.length));
   const head = ["candidate", "first day", ...Array.from({ length: most - 1 }, (_, k) => `year ${k + 1}`),
-    "in all", "NPV"];
+    "TCO", "NPV"];
   const body = rows.map(({ o, cash, present }) => [
     o.candidate.name, ...Array.from({ length: most }, (_, k) => (k in cash ? grouped(cash[k]) : "")),
     grouped(cash.reduce((a, b) => a + b, 0)), ranged(present)]);
-  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax; the last year "
-    + "has the resale; NPV at the interest set, before tax", head, body);
+  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax: capex on the "
+    + "first day, opex in each year, TCO in all; the last year has the residual value; NPV at the interest set", head, body);
 }
 
 function drawUse(ranks) {
@@ -227,11 +228,17 @@ function drawSizes(ranks) {
   at("sizes").hidden = !several.length;
   if (!several.length) return;
   const series = (figure) => several.slice(0, MOST_LINES).map((of) => ({
-    name: of[0].candidate.cluster, dots: true, dashed: true,
+    name: offerName(of[0].candidate), dots: true, dashed: true,
     points: of.map((o) => [o.devices, figure(o)]).sort(([a], [b]) => a - b),
   }));
   at("by-size").innerHTML = lines("Cost by size", series((o) => o.usd.value), "devices", "USD")
     + lines("Time to result by size", series((o) => o.resultHours.value / 24), "devices", "days");
+}
+
+/** What an offer of several sizes is called. */
+function offerName({ place, cluster, provider }) {
+  const { name, rent } = data.document.offers[place];
+  return `${name ?? cluster}${rent?.each_provider ? ` at ${provider}` : ""}`;
 }
 
 const tableHtml = (caption, head, body) => `<table><caption>${safe(caption)}</caption><thead><tr>`

@@ -10,9 +10,11 @@ from planner.errors import DocumentError
 from planner.whatif.answers import financed_texts
 from planner.whatif.break_even import cash_usd, present_value_usd
 from planner.whatif.candidates import Candidate, candidates_of
+from planner.whatif.draws import chances_to_be_first
 from planner.whatif.economics import Horizon, Purchase, Tax
 from planner.whatif.evaluate import evaluate
 from planner.whatif.financing import loan_instalments
+from planner.whatif.planning import planned
 from planner.whatif.run import Result
 from planner.whatif.span import exact
 from tests.planner.whatif.test_study import study
@@ -143,6 +145,22 @@ def test_cash_by_year_by_hand() -> None:
     assert two == pytest.approx(23 * 8 * 300 + running)
 
 
+def test_one_quote_is_drawn_once_whoever_lends_the_money() -> None:
+    """In every future the loan at a higher interest than the study's costs more."""
+    asked = study(
+        offers=[
+            {"name": "at once", "cluster": "8xh200-sxm", "buy": {}},
+            {"name": "loan", "cluster": "8xh200-sxm", "buy": {"loan": LOAN}},
+        ]
+    )
+    pair = candidates_of(asked)
+    plan = planned(asked, "gpt2", pair[0])
+
+    found = [evaluate(asked, "gpt2", candidate, plan) for candidate in pair]
+
+    assert chances_to_be_first(found, "cost") == [1.0, 0.0]
+
+
 def test_sentences_say_the_payment_of_a_month_and_what_the_loan_costs() -> None:
     asked = candidates()
     result = Result(study=study(), outcomes=(), ranks={}, candidates={c.name: c for c in asked})
@@ -154,7 +172,7 @@ def test_sentences_say_the_payment_of_a_month_and_what_the_loan_costs() -> None:
     monthly = ledger(8 * price.hardware_usd.value, LOAN, 36)[1][1]
     more = present_value_usd(asked[1]).value - present_value_usd(asked[0]).value
     assert loan.startswith(f"loan: {monthly:,.0f} USD a month")
-    assert f"{more:,.0f} more than if it is paid at once, at 8 % a year" in loan and more > 0
+    assert f"{more:,.0f} more than paid at once (8 % a year)" in loan and more > 0
     assert lease.startswith("lease: 2,400 USD a month")
 
 
