@@ -89,7 +89,7 @@ for _name, _command in COMMANDS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    """Run one command; 0 means done, 1 the user must act, 2 wrong usage, 75 start it again."""
     # No process that it starts imports modules that lie in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     words = sys.argv[1:] if arguments is None else arguments
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
             app(args=arguments, standalone_mode=True, prog_name="meshwright")
     except MeshwrightError as error:
         say(str(error))
-        return 1
+        return error.status
     except KeyboardInterrupt:
         say("interrupted")
         return 1
