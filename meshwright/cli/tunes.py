@@ -16,7 +16,6 @@ from meshwright.options import (
     Explain,
     GlobalBatch,
     Json,
-    ModelArgument,
     PrecisionOption,
     ProfileOption,
     SeqLen,
@@ -26,7 +25,10 @@ from planner.errors import DocumentError
 
 
 def tune(
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are kept"),
+    ],
     cluster: ClusterOption = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
