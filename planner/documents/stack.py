@@ -386,10 +386,9 @@ class Host(Part):
     that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
-    tensor_s: Amount = 0.0
-    """What tensor parallelism adds to a block, both passes."""
     rank_s: Amount = 0.0
-    """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
+    """What each further tensor-parallel rank adds to each of a block's collectives, which wait for
+    the slowest host."""
     checked_s: Amount = 0.0
     """What each rank of a tensor-parallel group adds to each of a block's collectives where c10d
     compares them first (TORCH_DISTRIBUTED_DEBUG=DETAIL), a quarter more for each further node that
@@ -727,7 +726,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.layer_s": PerPass(),
         "host.kernel_s": PerPass(),
         "host.experts_s": 0.0,
-        "host.tensor_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
     },
@@ -736,7 +734,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
         "host.kernel_s": PerPass(),
         "host.experts_s": 0.0,
-        "host.tensor_s": 0.0,
         "host.rank_s": 0.0,
     },
 }
