@@ -240,8 +240,8 @@ def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
     there, back = stack.host.layer_s.forward, stack.host.layer_s.backward
     assert host(stack, "block") == pytest.approx((there, back, there))
     # Three further ranks at each of ten gathers and scatters, or of four sums.
-    for divided, collectives in ((True, 10), (False, 4)):
-        more = collectives * 3 * 0.1e-3 / 2
+    for divided, count in ((True, 10), (False, 4)):
+        more = count * 3 * 0.1e-3 / 2
         found = host(stack, "block", tensor=4, sequence_parallel=divided)
         assert found == pytest.approx((there + more, back + more, there))
     assert host(stack, "head") == (0.0, 0.0, 0.0)
