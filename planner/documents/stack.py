@@ -786,7 +786,11 @@ def with_options(stack: Stack, options: Sequence[str]) -> Stack:
         changed = with_figures(stack, OPTIONS[option])
         if changed != stack:
             stack = changed.model_copy(update={"name": f"{stack.name}+{option}"})
-    return stack
+    space = stack.space
+    if space is None or not space.selective_core or stack.kernels.flash_attention:
+        return stack
+    choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
+    return stack.model_copy(update={"space": space.model_copy(update={"recompute": choices})})
 
 
 def without_basis(stack: Stack) -> list[str]:

@@ -28,6 +28,7 @@ from planner.documents.stack import (
     without_source,
 )
 from planner.errors import DocumentError
+from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.best_first import search
 
@@ -308,3 +309,34 @@ def test_what_native_and_common_stacks_have_rests_on_no_single_source() -> None:
     for name in ("native", "unknown", "megatron"):
         for source in SOURCES:
             assert not resting_on(stacks()[name], source, SOURCES)
+
+
+def test_blocks_recompute_attention_where_it_is_written_out_and_the_framework_can() -> None:
+    for name in ("megatron", "nanotron"):
+        plain, written = stack(name).space, stack(f"{name}+eager-attention").space
+        assert plain is not None
+        assert written is not None
+        assert plain.recompute == ("none", "full")
+        more = ("selective",) * (name == "megatron")
+        assert set(written.recompute) == {"none", "full", *more}
+
+
+def test_megatron_is_planned_with_selective_recompute_of_written_out_attention() -> None:
+    """Korthikanti et al., 2022: the larger model fits without a second forward of its blocks."""
+    request = Request.of(
+        resolve_model("gpt3-175b"),
+        resolve_cluster("8x8xa100-sxm-80gb"),
+        seq_len=2048,
+        global_batch=64,
+        precision="fp16",
+        stack="megatron+eager-attention",
+    )
+    pins = Pins(tensor=8, pipeline=8, schedule="interleaved", virtual_stages=3, micro_batch=1)
+    free, full = (
+        search(replace(request, pins=replace(pins, recompute=recompute)))
+        for recompute in (None, "full")
+    )
+
+    chosen = {layer.recompute for stage in free.plan.stages for layer in stage.layers}
+    assert chosen == {"none", "selective"}
+    assert free.prediction.step_time_s < 0.9 * full.prediction.step_time_s
