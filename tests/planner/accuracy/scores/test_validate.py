@@ -144,7 +144,7 @@ def test_a_run_that_its_framework_refuses_is_a_class_beside_those_that_do_not_fi
 
 
 def test_a_row_is_predicted_without_what_rests_on_its_own_source(tmp_path: Path) -> None:
-    """That its transfers are polled is told by that source's runs alone, as is what was measured."""
+    """Its runs alone tell that transfers are polled, and what was measured."""
     alike = {"framework": "nanotron", "accelerator": "h100-sxm-80gb", "global_batch_size": "1024"}
     over_nodes = alike | {"pp": "8", "n_devices": "512", "step_time_s": "1.0"}
     table = written(
