@@ -5,9 +5,10 @@
 Each study is planned by the command (`meshwright whatif --json`).  From its plain figures alone
 (seconds of a step, tokens, goodput, prices, delivery, with their 80 % ranges) 200,000 futures are
 drawn here: independent normals for each accelerator's kernels and links, for goodput, each quote,
-power and delivery.  Hours and dollars follow from them, and who is cheapest and fastest, and who
-keeps deadline and budget.  A line has the first candidate's probability there and here, and the
-largest difference of any probability of the study.
+storage, transfers, power and delivery.  Hours and dollars follow from them, and who is cheapest,
+who is fastest, who is first by both together, and who keeps deadline and budget.  A line has the
+first candidate's probability there and here, and the largest difference of any probability of the
+study.
 """
 
 from __future__ import annotations
@@ -82,10 +83,19 @@ def usd(row: Row, futures: Futures) -> Draws | None:
     if row["usd"] is None:
         return None
     hourly = futures.figure(row["usd_per_device_hour"], row["price_cause"] or row["price"])
-    value = row["usd_per_device_hour"]["value"] * row["devices"]
-    paid, taken = row["usd"]["value"] / value, row["hours"]["value"]
-    least = paid if paid > taken * (1 + 1e-9) else 0.0
-    return np.asarray(hourly * row["devices"] * np.maximum(run_hours(row, futures), least))
+    run = run_hours(row, futures)
+    cost = hourly * row["devices"] * np.maximum(run, row["minimum_hours"])
+    if row["stored_usd_per_hour"] is not None:
+        cost += run * futures.figure(row["stored_usd_per_hour"], "price of storage")
+    return np.asarray(cost + futures.figure(row["moved_usd"], "price of transfers"))
+
+
+def weighted(row: Row, futures: Futures) -> Draws | None:
+    """Dollars, and what the days until the result are worth; None without a price or a worth."""
+    spent = usd(row, futures)
+    if spent is None or row["day_usd"] is None:
+        return None
+    return np.asarray(spent + row["day_usd"] * result_hours(row, futures) / 24)
 
 
 def first_shares(figures: Sequence[Draws]) -> list[float]:
@@ -102,7 +112,7 @@ def differences(found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     rows = {(row["model"], row["candidate"]): row for row in found["outcomes"] if row["fits"]}
     for model, ranks in found["ranks"].items():
         futures = Futures()
-        for by, figure in (("cost", usd), ("time", result_hours)):
+        for by, figure in (("cost", usd), ("time", result_hours), ("weighted", weighted)):
             listed = [rank for rank in ranks if by in rank["probability_first"]]
             mine = [rows[model, rank["candidate"]] for rank in listed]
             if not mine or mine[0]["tokens"] is None:
@@ -123,6 +133,8 @@ def differences(found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
 
 def within(limit: str, row: Row, goal: Row, futures: Futures) -> float | None:
     """Return the share of futures that keep a goal."""
+    if limit == "hours of a year":
+        return float(np.mean(run_hours(row, futures) <= 8760))
     if limit == "deadline":
         return float(np.mean(result_hours(row, futures) <= 24 * goal["deadline_days"]))
     if limit == "power cap":

@@ -25,6 +25,8 @@ from planner.whatif.study import Study
 HOST = "127.0.0.1"
 MOST_BYTES = 2**20
 """Of a study that is sent."""
+MOST_DROPPED = 2**24
+"""Of one that is larger, so much is read and dropped: who still sends does not hear the answer."""
 IDLE_S = 30.0
 """How long a connection may say nothing."""
 
@@ -118,6 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > MOST_BYTES:
+            self._drop(int(length) if length.isdigit() else 0)
             error = f"a study has at most {MOST_BYTES:,} bytes, and says how many"
             self._send_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": error})
             return
@@ -130,6 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(HTTPStatus.ACCEPTED, self.server.planning.as_dict())
         else:
             self._send_json(HTTPStatus.CONFLICT, {"error": "another study is being planned"})
+
+    def _drop(self, length: int) -> None:
+        """Read what is sent, and keep none of it."""
+        left = min(length, MOST_DROPPED)
+        while left and (part := self.rfile.read(min(left, MOST_BYTES))):
+            left -= len(part)
 
     def _allowed(self) -> str | None:
         """Return the path behind the token; None if the request was refused."""
@@ -172,9 +181,11 @@ def _study(sent: bytes, known: Study) -> Study:
         study = Study.parse(sent.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DocumentError("", "is not UTF-8 text") from error
-    own = {*known.models, *(offer.cluster for offer in known.offers)}
+    jobs = {job.model for job in known.jobs}
+    own = {*known.models, *jobs, *(offer.cluster for offer in known.offers)}
     for path, name in (
         *(("models", model) for model in study.models),
+        *(("jobs", job.model) for job in study.jobs),
         *(("offers", offer.cluster) for offer in study.offers),
     ):
         if name not in own and (":" in name or is_file(name) or is_folder(name)):

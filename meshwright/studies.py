@@ -13,6 +13,7 @@ from planner.catalog.imports import Rents, imported
 from planner.documents import document
 from planner.errors import DocumentError
 from planner.errors.shown import cell
+from planner.whatif.queue import load, wait_h
 from planner.whatif.run import Progress, Result, run
 from planner.whatif.span import Span
 from planner.whatif.study import Order, Sizing, Study, Tuning
@@ -63,6 +64,8 @@ COLUMNS = (
     "capital_usd",
     *_ends("outlay_usd"),
     "tokens_in_budget",
+    "hours_used_share",
+    "mean_wait_hours",
     "misses",
     "probability",
     "probability_cheapest",
@@ -150,6 +153,7 @@ def study_of(
     power_cap: float | None = None,
     confidence: float | None = None,
     by: Order = "cost",
+    day_usd: float | None = None,
     tuning: Tuning = "pretrain",
     backend: str | None = None,
     precision: str | None = None,
@@ -188,6 +192,7 @@ def study_of(
         "power_cap_w": power_cap,
         "confidence": confidence,
         "by": by,
+        "day_usd": day_usd,
     }
     assumptions = {
         "electricity_usd_per_kwh": electricity,
@@ -284,6 +289,8 @@ def table_text(result: Result) -> str:
                 "capital_usd": "" if outcome.capital_usd is None else outcome.capital_usd,
                 "tokens_in_budget": "" if tokens is None else tokens,
                 **ranges,
+                "hours_used_share": load(outcome.arrivals) if outcome.jobs else "",
+                "mean_wait_hours": (wait_h(outcome.arrivals) or "") if outcome.jobs else "",
                 "misses": cell("; ".join(outcome.misses)),
                 "probability": outcome.chance if outcome.chances else "",
                 "probability_cheapest": first.get("cost", ""),

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from planner.documents.cluster import EIGHT_BITS
 from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
 from planner.schedules import schedule_of
-from runtime import batches
+from runtime import batches, eight_bits
 from runtime.agreement import COMPARED_EVERY
 from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
@@ -38,6 +39,7 @@ from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.gradients import Measured, Slot
 from runtime.language_model import LanguageModel
+from runtime.library_model import LibraryModel
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.own_model import OwnModel
@@ -159,7 +161,7 @@ class Engine:
     @classmethod
     def of(
         cls,
-        model: LanguageModel,
+        model: LanguageModel | LibraryModel,
         *,
         clip_norm: float = 0.0,
         compare_every: int = COMPARED_EVERY,
@@ -195,6 +197,7 @@ class Engine:
         device: torch.device,
     ) -> None:
         plan = self.plan = model.plan
+        _set_precision(plan, device)
         self.device, self.clip_norm = device, clip_norm
         self._model, self._place = model, model.place
         self.stages = plan.stages_of_rank(self._place.stage)
@@ -412,6 +415,7 @@ class Engine:
         slices.  All ranks call it together.
         """
         passes = self._passes
+        self._rescale()
         kept, passes.totals = passes.totals, Totals(self.device)
         try:
             with self._loss_context():
@@ -432,6 +436,7 @@ class Engine:
         the samples of the slice.  Through a pipeline the ranks of the last stage send them to the
         others.  All ranks call it together.
         """
+        self._rescale()
         micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
         return self._passes.outputs(micros, training=training)
 
@@ -517,10 +522,14 @@ class Engine:
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
         self._optimizers.show()
-        for part in self._parts:
-            part.narrow.rescale()
+        self._rescale()
         with self._loss_context():
             self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+
+    def _rescale(self) -> None:
+        """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""
+        for part in self._parts:
+            part.narrow.rescale()
 
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self._model.divides_logits else contextlib.nullcontext()
@@ -586,3 +595,10 @@ class Engine:
 
 def _mean(total: float, count: float) -> LossValue:
     return LossValue(total / count if count else float("nan"))
+
+
+def _set_precision(plan: Plan, device: torch.device) -> None:
+    if plan.precision in EIGHT_BITS:
+        eight_bits.require(device, plan.precision)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,28 @@ from runtime.mesh import Place
 A, B = "lora_a", "lora_b"
 
 
-def adapt(layers: Mapping[str, nn.Module], lora: Lora, *, frozen: torch.dtype) -> int:
+def adapt(
+    layers: Mapping[str, nn.Module],
+    lora: Lora,
+    *,
+    frozen: torch.dtype,
+    besides: Collection[str] = (),
+) -> int:
     """Freeze the layers, kept in the type `frozen`; put adapters on what is aimed at.
 
-    Return how many modules are adapted.  Embedding and head are none of them.
+    Return how many modules are adapted.  Embedding and head are none of them, nor are those whose
+    paths in a layer are `besides`.
     """
     count = 0
     for name, layer in layers.items():
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(frozen)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(frozen)
         if name in (EMBEDDING, HEAD):
             continue
         for path, module in layer.named_modules():
-            if _is_linear(module) and is_target(path, lora):
+            if _is_linear(module) and is_target(path, lora) and path not in besides:
                 _adapt(module, lora)
                 count += 1
     return count
@@ -113,10 +121,15 @@ def refuse_without_targets(adapted: int, lora: Lora, place: Place, *, model: str
     if place.mesh is not None:
         dist.all_reduce(total)
     if not total:
-        raise LaunchError(
-            f"training.lora.targets: no linear layer in {model}'s blocks is named "
-            f"{' or '.join(lora.targets)}; '{EVERY_LINEAR}' means every one of them"
-        )
+        refuse(lora, model)
+
+
+def refuse(lora: Lora, model: str) -> NoReturn:
+    """Refuse targets that no module has."""
+    raise LaunchError(
+        f"training.lora.targets: no linear layer in {model}'s blocks is named "
+        f"{' or '.join(lora.targets)}; '{EVERY_LINEAR}' means every one of them"
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

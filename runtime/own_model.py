@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.documents.document import first_error
 from planner.documents.plan import Plan
 from runtime import batches, inner_loss
 from runtime.compiled import Compiler
@@ -23,6 +25,7 @@ from runtime.recorder import Inputs, Recorder
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, refuse_changing
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
+    adapt,
     check_layers,
     frozen_and_buffers,
     holders_of,
@@ -30,6 +33,7 @@ from runtime.script_stage import (
     refuse_hooks,
     refuse_plan,
     refuse_sparse,
+    refuse_without_products,
     script_stage,
 )
 from runtime.script_start import built
@@ -44,6 +48,8 @@ class OwnModel:
 
     counts = 1
     """How much of each sample the loss is expected to count."""
+    by_plan = False
+    """Whether the optimizer is that of the plan's `training`."""
     divides_logits = False
     """Whether the loss gets logits that are divided over the tensor axis."""
 
@@ -75,19 +81,25 @@ class OwnModel:
             plan = wanted
         else:
             name = getattr(build, "__name__", type(module).__name__)
-            plan = script_plan(
-                recorder,
-                wanted,
-                name=type(module).__name__ if name == "<lambda>" else name,
-                ranks=dist.get_world_size() if dist.is_initialized() else 1,
-                global_batch=batches.samples_in(batch),
-                device=device.type,
-            )
+            try:
+                plan = script_plan(
+                    recorder,
+                    wanted,
+                    name=type(module).__name__ if name == "<lambda>" else name,
+                    ranks=dist.get_world_size() if dist.is_initialized() else 1,
+                    global_batch=batches.samples_in(batch),
+                    device=device.type,
+                )
+            except ValidationError as error:
+                raise first_error(error) from error
         dtype = activation_type(plan.precision)
-        if dtype != torch.float32:
+        refuse_plan(plan, module, loss, by_plan=self.by_plan)
+        if plan.training.lora is not None:
+            adapt(plan, module, recorder)
+        if dtype != torch.float32 or plan.training.lora is not None:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
-        refuse_plan(plan, module, loss)
+        refuse_without_products(plan, module, recorder)
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
         check_loss(plan, module, recorder, batch, loss)
         self.plan = plan

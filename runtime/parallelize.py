@@ -100,9 +100,9 @@ def over_data(
         assert isinstance(module, FSDPModule)
         narrow(module, plan.gradient_wire, ranks.replicating.get_group())
     if plan.offload == "parameters":
-        for parameter in module.parameters():
+        for parameter in (one for one in module.parameters() if one not in others):
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-            if device.type == "cpu":
+            if device.type == "cpu" and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_moved_home)
 
 

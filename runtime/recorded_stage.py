@@ -158,6 +158,8 @@ class RecordedStage(nn.Module):
             self._modules, self._parameters = one._modules, one._parameters
             self._buffers = one._buffers
             names = dict.fromkeys(units_of(one))
+        self.called_units = tuple(names)
+        """Paths of all units, also of those that `units` leaves out."""
         for name in names:
             self.place(name, module.get_submodule(name))
         leaves = [leaf for node in nodes for leaf in node.leaves]

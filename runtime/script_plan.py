@@ -25,7 +25,11 @@ FIELDS = (
     "recompute",
     "activations",
     "precision",
+    "scales",
+    "weight_wire",
+    "lora",
     "offload",
+    "gradient_wire",
     "prefetch",
     "reshard",
     "compile",
@@ -103,12 +107,15 @@ def script_plan(
         groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
         shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
         offload=layout.get("offload", "none"),
+        gradient_wire=layout.get("gradient_wire", "full"),
         prefetch=layout.get("prefetch", 0),
         reshard=layout.get("reshard"),
         compile=layout.get("compile", "none"),
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
+        scales=layout.get("scales", "tensorwise"),
+        weight_wire=layout.get("weight_wire", "full"),
         mesh=Mesh(
             tensor=tensor,
             data_replicate=replicate,
@@ -120,7 +127,7 @@ def script_plan(
         virtual_stages=layout.get("virtual_stages", 1),
         micro_batch=size,
         micro_batches=count,
-        training=Training(seed=layout.get("seed", 0)),
+        training=Training(seed=layout.get("seed", 0), lora=layout.get("lora")),
         stages=tuple(
             Stage(layers=tuple(placed[begin:end]))
             for begin, end in zip([0, *ends], ends, strict=False)

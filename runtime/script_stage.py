@@ -9,20 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.costs.lora import EVERY_LINEAR
 from planner.documents.cluster import EIGHT_BITS
+from planner.documents.model import Layer, ModelGraph
 from planner.documents.plan import Plan
 from planner.documents.training import Training
 from planner.errors import LaunchError
-from planner.stacks.claims import SCRIPT, unexecuted
+from planner.stacks.native import script_obstacle
+from runtime import lora
+from runtime.adapter import parameter_names
 from runtime.compiled import Compiler
+from runtime.initialize import seed_of
 from runtime.mesh import Place, wants_mesh
+from runtime.narrow_gather import NarrowWeights
 from runtime.parallelize import reduces_apart
 from runtime.participation import Participation
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import ScriptStyles
 from runtime.supported import foreign
-from runtime.transforms import Script, Staged, transformed
+from runtime.transforms import Script, Staged, is_block, transformed
 from runtime.whole_batch import whole_batch
 
 
@@ -39,13 +45,16 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
         )
 
 
-def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
-    """Refuse what is not executed for modules of a script, with the way out."""
-    for text in _refused(plan, module, loss):
+def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = False) -> None:
+    """Refuse what is not executed for modules of a script, with the way out.
+
+    `by_plan` says that the optimizer is that of the plan's `training`.
+    """
+    for text in _refused(plan, module, loss, by_plan=by_plan):
         raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
     Fields of the layout are claimed in planner.stacks.claims; those beside it are here.
@@ -54,31 +63,38 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
     other = foreign(plan)
     if other:
         yield other
-    yield from (f"{place}: {text}" for place, text in unexecuted(SCRIPT, plan.layout))
-    if plan.precision in EIGHT_BITS:
-        yield (
-            f"precision: is {plan.precision}, {not_by_engine}; use bf16, and convert modules in "
-            "build() (torchao: convert_to_float8_training)"
-        )
     if plan.document_len is not None:
         yield (
             f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
             "and leave it out"
         )
-    if plan.training.lora is not None:
+    obstacle = script_obstacle(planned_model(plan), plan.job, plan.layout)
+    if obstacle is not None:
+        yield str(obstacle)
+    if plan.training.lora is not None and plan.mesh.tensor > 1:
         yield (
-            f"training.lora: is set, {not_by_engine}; adapt the module in build(), as "
-            "get_peft_model of peft does: what is frozen has no gradients and no state"
+            f"training.lora: is set, and mesh.tensor {plan.mesh.tensor}, {not_by_engine} together; "
+            "use tensor 1, or adapt the module in build() and give tensor= styles"
         )
-    for name, field in Training.model_fields.items():
+    for name, field in () if by_plan else Training.model_fields.items():
         value = getattr(plan.training, name)
-        if name != "seed" and value != field.default:
+        if name not in ("seed", "lora") and value != field.default:
             yield (
                 f"training.{name}: is {value}, {not_by_engine}; leave it out, and say it in "
                 "Engine(optimizer=..., clip_norm=...) or by a scheduler of torch"
             )
     for text in _unequal(plan, module, loss):
         yield f"shares: are unequal, {not_by_engine}; {text}"
+
+
+def planned_model(plan: Plan) -> ModelGraph:
+    """Return the figures that a plan has of a module, or its layers' names without figures."""
+    names = [item.layer for stage in plan.stages for item in stage.layers]
+    return plan.model.graph or ModelGraph(
+        name=plan.model.name,
+        source=plan.model.source,
+        layers=tuple(Layer(name=name, kind="own", parameters=0) for name in names),
+    )
 
 
 def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
@@ -93,6 +109,20 @@ def _unequal(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
             )
         if isinstance(loss, whole_batch):
             yield "a loss over the whole batch gathers as much from each rank: use equal shares"
+
+
+def refuse_without_products(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
+    """Refuse 8 bits where no unit has a Linear inside that would multiply in them."""
+    if plan.precision not in EIGHT_BITS:
+        return
+    units = {node.unit for node in recorder.first.nodes if node.unit is not None}
+    parts = (module.get_submodule(unit) for unit in units)
+    inside = (one for part in parts if is_block(part) for one in part.modules())
+    if not any(type(one) is nn.Linear for one in inside):
+        raise LaunchError(
+            f"precision: is {plan.precision}, and no unit of {type(module).__name__} has an "
+            "nn.Linear inside; name units around them with units=, or use bf16"
+        )
 
 
 def modules_of(
@@ -188,6 +218,28 @@ def refuse_sparse(module: nn.Module) -> None:
             )
 
 
+def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
+    """Put the plan's adapters of low rank on a module's Linears, and freeze all else.
+
+    "all-linear" leaves out a Linear that is a unit by itself, such as a head.
+    """
+    settings = plan.training.lora
+    assert settings is not None
+    apart = {node.unit for node in recorder.first.nodes if node.unit}
+    every = EVERY_LINEAR in settings.targets
+    frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    adapted = lora.adapt(
+        {"": module}, settings, frozen=frozen, besides=apart if every else frozenset()
+    )
+    if not adapted:
+        lora.refuse(settings, type(module).__name__)
+    for name, owner, attribute in parameter_names("", module):
+        if lora.is_adapters(name):
+            value = torch.empty(owner._parameters[attribute].shape)  # type: ignore[union-attr]
+            lora.fill(name, value, torch.Generator().manual_seed(seed_of(plan.training.seed, name)))
+            owner._parameters[attribute] = nn.Parameter(value)
+
+
 def script_stage(
     plan: Plan,
     module: nn.Module,
@@ -225,6 +277,9 @@ def script_stage(
             ),
             compiler=compiler,
             wrapped=wraps,
+            narrow=NarrowWeights(
+                place.data.sharding.get_group() if plan.weight_wire == "fp8" else None
+            ),
         )
     )
 

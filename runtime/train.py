@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.documents.document import read
-from planner.documents.model import ModelGraph
+from planner.documents.model import ModelGraph, is_recorded
 from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
@@ -35,12 +35,14 @@ from runtime.data import Corpus, Samples
 from runtime.engine import Engine, StepResult
 from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
+from runtime.library_model import LibraryModel
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, Orders, RankRecord, StepRecord
 from runtime.saving import Saver
+from runtime.supported import supported
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
@@ -62,7 +64,14 @@ def token_engine(
     `weights` is a local folder of safetensors files; None starts from random weights.  With
     `documents` samples hold several.
     """
-    described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
+    described: LanguageModel | LibraryModel
+    if is_recorded(plan.model.source):
+        reason = supported(plan, model)
+        if reason:
+            raise LaunchError(reason)
+        described = LibraryModel(plan, device=device, weights=weights, documents=documents)
+    else:
+        described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
     return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
 

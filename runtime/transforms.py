@@ -129,6 +129,12 @@ class Staged:
         """The modules that techniques act on one by one."""
         return self.layers if isinstance(self.of, Family) else self.module.units
 
+    def is_block(self, name: str) -> bool:
+        """Tell whether products inside of a unit may be in 8 bits: it is neither end of a model."""
+        if isinstance(self.of, Family):
+            return name not in (EMBEDDING, HEAD)
+        return is_block(self.module.part(name))
+
     @property
     def chunks_loss(self) -> bool:
         """Whether the head of this stage returns its loss, made in chunks."""
@@ -229,6 +235,11 @@ def transformed(staged: Staged) -> Staged:
     return staged
 
 
+def is_block(unit: nn.Module) -> bool:
+    """Tell whether a unit of a script has parts: a Linear that is one by itself is an end."""
+    return any(True for _ in unit.children())
+
+
 def repeats(model: ModelGraph, name: str) -> bool:
     """Tell whether a layer is one of several alike, or a block: those are worth a compilation."""
     kind = dict(model.chain)[name].kind
@@ -241,9 +252,9 @@ def repeats(model: ModelGraph, name: str) -> bool:
 
 
 def _adapters(staged: Staged) -> None:
-    """LoRA: matrices of low rank beside frozen ones."""
+    """LoRA: matrices of low rank beside frozen ones; a script's module has them when recorded."""
     plan = staged.plan
-    if plan.training.lora is None:
+    if plan.training.lora is None or isinstance(staged.of, Script):
         return
     layers = staged.layers
     frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
@@ -257,11 +268,12 @@ def _products(staged: Staged) -> None:
     plan = staged.plan
     if schedule_of(plan.schedule).splits_backward:
         staged.store = WeightGradients()
-    for name, unit in staged.units.items():
-        end = name in (EMBEDDING, HEAD)
-        products = PLAIN if end else products_of(plan.precision, plan.scales)
-        if staged.store is not None or products is not PLAIN:
-            defer(unit, staged.store, products)
+    for name in staged.module.called_units:
+        unit = staged.module.part(name)
+        products = products_of(plan.precision, plan.scales) if staged.is_block(name) else PLAIN
+        store = staged.store if name in staged.units else None
+        if store is not None or products is not PLAIN:
+            defer(unit, store, products)
 
 
 def _experts(staged: Staged) -> None:
@@ -435,6 +447,7 @@ def _data(staged: Staged, at: int) -> None:
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
             over_data(unit, plan, place.data, device, root=False, besides=_whole(staged, of))
+            staged.narrow.take(unit)
 
 
 # --- the stage as a whole -------------------------------------------------------------------------

@@ -20,27 +20,57 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that `@pytest.mark.long(...)` names as tests of the matrix.
+    """Mark cases as tests of the matrix: those of `@pytest.mark.long(...)`, and most of a spread.
 
     Raises
     ------
     pytest.UsageError
         A name that no case of the test has.
     """
-    named: dict[str, set[str]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases = {case for marker in item.iter_markers("long") for case in marker.args}
-        if not cases:
-            continue
-        case = item.name.partition("[")[2].removesuffix("]")
-        named.setdefault(item.nodeid.partition("[")[0], set(cases)).discard(case)
-        if case in cases:
-            item.add_marker("matrix")
-    if any("[" in given for given in config.args):
-        return  # a part of a test's cases
-    for test, missing in named.items():
-        if missing:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    a_part = any("[" in given for given in config.args)  # of a test's cases
+    for test, cases in tests.items():
+        missing = _mark_long(cases)
+        if missing and not a_part:
             raise pytest.UsageError(f"{test}: no case is called {', '.join(sorted(missing))}")
+        _mark_spread(cases)
+
+
+def _mark_long(cases: list[pytest.Item]) -> set[str]:
+    """Mark the named cases of one test as tests of the matrix; return names that no case has."""
+    missing: set[str] = set()
+    for item in cases:
+        missing |= {name for marker in item.iter_markers("long") for name in marker.args}
+    named = frozenset(missing)
+    for item in cases:
+        case = item.name.partition("[")[2].removesuffix("]")
+        missing.discard(case)
+        if case in named:
+            item.add_marker("matrix")
+    return missing
+
+
+def _mark_spread(cases: list[pytest.Item]) -> None:
+    """Leave as many cases of one test as its `spread` says, evenly spread; mark the others."""
+    marker = cases[0].get_closest_marker("spread")
+    if marker is None:
+        return
+    short = [item for item in cases if item.get_closest_marker("matrix") is None]
+    kept = kept_of(len(short), *marker.args)
+    for index, item in enumerate(short):
+        if index not in kept:
+            item.add_marker("matrix")
+
+
+def kept_of(cases: int, some: int) -> frozenset[int]:
+    """Return the indices of `some` of so many cases, the first and the last among them."""
+    if some >= cases:
+        return frozenset(range(cases))
+    if some == 1:
+        return frozenset({0})
+    return frozenset(index * (cases - 1) // (some - 1) for index in range(some))
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 ROWS = list(itertools.product(EXAMPLES, PLANS))
-SOME = [(name, list(PLANS)[at % len(PLANS)]) for at, name in enumerate(EXAMPLES)]
+SOME = [(name, list(PLANS)[at % len(PLANS)]) for at, name in enumerate(EXAMPLES[::2])]
 
 
 def everywhere(rows: list[tuple[str, str]]) -> dict[str, Trained]:

@@ -235,6 +235,7 @@ def test_types_are_checked_in_every_package() -> None:
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make check"
 
 
+@pytest.mark.matrix
 def test_solvers_are_loaded_where_they_are_used(tmp_path: Path) -> None:
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

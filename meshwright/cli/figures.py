@@ -78,6 +78,7 @@ class WhatIfOrder(StrEnum):
     TIME = "time"
     ENERGY = "energy"
     CARBON = "carbon"
+    WEIGHTED = "weighted"
 
 
 class WhatIfSizing(StrEnum):
@@ -104,7 +105,8 @@ def whatif(
         str | None, typer.Option("--clusters", help="Separated by commas: 8xa10g,4xp5.48xlarge")
     ] = None,
     owned: Annotated[
-        str | None, typer.Option("--owned", help="Clusters that you own: only electricity is paid")
+        str | None,
+        typer.Option("--owned", help="Clusters that you own: all but the hardware is paid"),
     ] = None,
     reserved: Annotated[
         str | None,
@@ -138,6 +140,10 @@ def whatif(
         float | None, typer.Option("--years", help="Years until bought devices are sold")
     ] = None,
     by: Annotated[WhatIfOrder | None, typer.Option("--by", help="What to rank by")] = None,
+    day_usd: Annotated[
+        float | None,
+        typer.Option("--day-usd", help="With --by weighted: US dollars that a day sooner is worth"),
+    ] = None,
     tuning: Annotated[
         WhatIfTuning | None,
         typer.Option("--tuning", help="Pretraining, or which kind of fine-tuning"),
@@ -198,6 +204,7 @@ def whatif(
             utilisation=utilisation,
             years=years,
             by=by.value if by else None,
+            day_usd=day_usd,
             tuning=tuning.value if tuning else None,
             backend=backend,
             precision=precision,

@@ -32,11 +32,14 @@ from planner.whatif.words import days_text, usd_text
 
 ARITHMETIC = (
     "span",
+    "financing",
     "economics",
     "goodput",
     "chances",
     "draws",
+    "queue",
     "terms",
+    "transfers",
     "evaluate",
     "ranking",
     "break_even",
@@ -152,7 +155,7 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
 
 def _cells(result: Result) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return each model's figures on each candidate, with how they compare to the row's best."""
-    models, names = result.study.models, list(result.candidates)
+    models, names = result.study.rows, list(result.candidates)
     if len(models) == 1:
         return []
     found = {(o.model, o.candidate): o for o in result.outcomes}
@@ -208,6 +211,8 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("staff, USD per device and year", owning.staff_usd_per_device_year),
         ("hosting, USD per kW and month", owning.hosting_usd_per_kw_month),
         ("idle power, share of power in use", owning.idle_power),
+        ("storage, USD per TB and month", assumed.data.usd_per_tb_month),
+        ("transfers, USD per TB", assumed.data.usd_per_tb_moved),
         ("days until bought devices are there", assumed.lead_days),
         ("node power over design power", known.node_power_over_tdp),
         ("network, W per device", known.network_w_per_device),

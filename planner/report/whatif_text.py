@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
-from planner.whatif.answers import answers, slack_days
+from planner.whatif.answers import answers, asked_texts, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.outcome import Outcome
 from planner.whatif.ranking import Rank, measured_first
@@ -27,18 +27,25 @@ SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines = max(1, len(result.ranks))
+    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:1]
+    longest = 4 if asked else 5
     facts = [
-        Fact(label="answer", text=sentence, lines=5 if place < headlines else 1)
+        Fact(
+            label="answer",
+            text=sentence,
+            lines=longest if place < headlines else 1,
+            detail=bool(asked) and place > headlines,
+        )
         for place, sentence in enumerate(verdicts(result))
     ]
+    facts += [Fact(label="asked", text=sentence) for sentence in asked]
     for model, ranks in result.ranks.items():
         for index, rank in enumerate(ranks[:FEW]):
             facts.append(
                 Fact(
                     label=f"{rank.place}{' (tied)' if rank.tied else ''}",
                     text=_brief(result, model, rank),
-                    detail=index > 0,
+                    detail=bool(asked) or index > 0,
                 )
             )
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
@@ -117,7 +124,7 @@ def ranks_table(model: str, ranks: Sequence[Rank]) -> Table:
             outcome.candidate,
             "" if outcome.hours is None else days_text(outcome.hours),
             "" if outcome.usd is None else range_text(outcome.usd),
-            "" if outcome.step_s is None else seconds_text(outcome.step_s.value),
+            "" if outcome.step_s is None or outcome.jobs else seconds_text(outcome.step_s.value),
             bytes_text(outcome.headroom_bytes),
             *([_chance(rank, "cost"), _chance(rank, "time")] if several else []),
         )
@@ -161,7 +168,9 @@ def limits(outcome: Outcome) -> list[str]:
 def _speed(outcome: Outcome) -> Iterator[str]:
     if outcome.step_s is not None and outcome.tokens_per_s is not None:
         step, rate, mfu = outcome.step_s, outcome.tokens_per_s, outcome.utilisation
-        yield f"{seconds_text(step.value)} ({seconds_text(step.low)} to {seconds_text(step.high)})"
+        if not outcome.jobs:
+            low, high = seconds_text(step.low), seconds_text(step.high)
+            yield f"{seconds_text(step.value)} ({low} to {high})"
         yield f"{count_text(rate.value)} ({count_text(rate.low)}-{count_text(rate.high)}) tokens/s"
         yield f"MFU {100 * mfu.value:.0f} ({100 * mfu.low:.0f}-{100 * mfu.high:.0f}) %"
     if outcome.native_step_s is not None and outcome.stack != "native":
@@ -243,7 +252,7 @@ def break_even_table(curves: Iterable[BreakEven]) -> Table:
 def cash_table(curves: Sequence[BreakEven]) -> Table:
     """Return what all devices of each candidate cost on the first day and in each year."""
     years = max(len(curve.cash_usd) for curve in curves) - 1
-    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "in all", "NPV")
+    names = ("first day", *(f"year {year}" for year in range(1, years + 1)), "TCO", "NPV")
     table = plain_table(
         "candidate",
         *names,
@@ -255,7 +264,10 @@ def cash_table(curves: Sequence[BreakEven]) -> Table:
         blank = [""] * (years + 1 - len(paid))
         present = range_text(curve.present_value_usd)
         table.add_row(curve.name, *paid, *blank, f"{sum(curve.cash_usd):,.0f}", present)
-    table.caption = "the last year has the resale of what was bought; NPV at the study's interest"
+    table.caption = (
+        "first day: capex, years: opex, TCO: both; the last year has the residual value of "
+        "what was bought; NPV at the study's interest"
+    )
     table.caption_justify = "left"
     return table
 

@@ -38,10 +38,6 @@ def _not_by_engine(way_out: str, executes: Callable[[Layout], bool] = _none) -> 
     return Claim(executes, f"which meshwright.Engine does not execute; {way_out}")
 
 
-def _gathers_units(layout: Layout) -> bool:
-    return layout.zero == 3 and layout.pipeline == 1
-
-
 UNCLAIMED = Claim(_none, "which nothing here executes; leave it out")
 _EXPERT_TENSOR = Claim(_none, "and ranks hold whole experts; use 1")
 
@@ -93,6 +89,12 @@ SCRIPT: Mapping[str, Claim] = {
             "micro_batches",
             "order",
             "virtual_stages",
+            "offload",
+            "gradient_wire",
+            "prefetch",
+            "reshard",
+            "scales",
+            "weight_wire",
         ),
         Claim(_any),
     ),
@@ -107,25 +109,6 @@ SCRIPT: Mapping[str, Claim] = {
     "schedule": _not_by_engine(
         "use 1f1b, or zb-h1 for a smaller bubble", lambda layout: not layout.executed.stale
     ),
-    "offload": _not_by_engine(
-        "use ZeRO 3, or offload: optimizer", lambda layout: layout.offload == "optimizer"
-    ),
-    "gradient_wire": _not_by_engine("use full"),
-    "prefetch": _not_by_engine(
-        "it goes with zero 3 without a pipeline: elsewhere nothing is gathered for each pass",
-        _gathers_units,
-    ),
-    "reshard": _not_by_engine(
-        "it goes with zero 3 without a pipeline, and divides the ranks of data_shard",
-        lambda layout: (
-            _gathers_units(layout)
-            and layout.reshard is not None
-            and layout.data_shard % layout.reshard == 0
-            and layout.reshard < layout.data_shard
-        ),
-    ),
-    "scales": _not_by_engine("use bf16, and convert modules in build() with the scales wanted"),
-    "weight_wire": _not_by_engine("use full"),
     "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
     "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(

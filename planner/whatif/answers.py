@@ -7,19 +7,23 @@ none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.catalog import facility
-from planner.whatif.break_even import Against, over_years
+from planner.whatif.break_even import Against, over_years, present_value_usd
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.economics import SECONDS_PER_DAY
+from planner.whatif.financing import AT_ONCE
 from planner.whatif.outcome import Outcome
-from planner.whatif.ranking import tie
+from planner.whatif.queue import load, shortest_first_h, wait_h
+from planner.whatif.ranking import sure, tie
 from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 
+MOST_YEARS = 3
+"""Candidates of which it is told how a year of jobs uses them."""
 NOTHING = 0.005
 """Changes of time below this share are called none."""
 HURTS = 0.05
@@ -32,8 +36,10 @@ def answers(result: Result) -> list[str]:
         return []
     return [
         *_fitting(result),
+        *year_texts(result),
         *_changed_candidates(result),
         *_against_the_first(result),
+        *worth_of_a_day(result),
         *_worth(result),
         *_plan_changes(result),
         *_solved(result),
@@ -44,19 +50,63 @@ def answers(result: Result) -> list[str]:
         *_side_by_side(result),
         *_replacing(result),
         *_buying(result),
+        *financed_texts(result),
+        *data_texts(result),
         *_under_a_cap(result),
         *_carbon(result),
     ]
 
 
+def asked_texts(result: Result) -> list[str]:
+    """Return the sentences that answer what a study asks beside the best cluster."""
+    if result.interrupted:
+        return []
+    return [*year_texts(result), *worth_of_a_day(result), *financed_texts(result)]
+
+
 def _fitting(result: Result) -> Iterator[str]:
     """Say which candidates hold a model where some do not."""
-    for model in result.study.models:
+    for model in result.study.rows:
         outcomes = [outcome for outcome in result.outcomes if outcome.model == model]
         fit = [outcome.candidate for outcome in outcomes if outcome.fits]
         not_fit = [outcome.candidate for outcome in outcomes if not outcome.fits]
         if fit and not_fit:
             yield f"{model} fits {listed(fit)}; it does not fit {listed(not_fit)}."
+
+
+def year_texts(result: Result) -> Iterator[str]:
+    """Say what share of the first candidates' hours a year of jobs uses, and what waits."""
+    for ranks in result.ranks.values():
+        for rank in ranks[:MOST_YEARS]:
+            outcome = rank.outcome
+            if not outcome.jobs:
+                return
+            yield _year_text(outcome)
+
+
+def _year_text(outcome: Outcome) -> str:
+    jobs, used = outcome.arrivals, load(outcome.arrivals)
+    text = f"{outcome.candidate}: {100 * used:.0f} % of a year's hours are used"
+    mean_h, shortest_h = wait_h(jobs), shortest_first_h(jobs)
+    if mean_h is None or shortest_h is None:
+        return f"{text}, so jobs wait longer and longer."
+    each = [
+        f"{job.name} {_hours_text(wait)} (a run takes {_hours_text(job.hours)})"
+        for job, wait in zip(outcome.jobs, shortest_h, strict=True)
+    ]
+    return (
+        f"{text}; mean wait {_hours_text(mean_h)}, first come, first served; the shortest first: "
+        f"{', '.join(each)}."
+    )
+
+
+def _hours_text(hours: float) -> str:
+    """Return a duration in hours, or in days from two on.
+
+    >>> _hours_text(5.25), _hours_text(60.0)
+    ('5.2 h', '2.5 days')
+    """
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
 def _changed_candidates(result: Result) -> Iterator[str]:
@@ -66,18 +116,18 @@ def _changed_candidates(result: Result) -> Iterator[str]:
     for before, after in _pairs(every):
         words = ", ".join(f"{WORDS[change]} x {factor:g}" for change, factor in after.changes)
         said, felt = [], []
-        for model in result.study.models:
+        for model in result.study.rows:
             pair = outcomes.get((model, before.name)), outcomes.get((model, after.name))
             if pair[0] is None or pair[1] is None:
                 continue
-            of_model = f" for {model}" if len(result.study.models) > 1 else ""
+            of_model = f" for {model}" if len(result.study.rows) > 1 else ""
             said.append(_difference(pair[0], pair[1]) + of_model)
             if _time_ratio(pair[0], pair[1]) < 1 - HURTS:
                 felt.append(pair[0])
         if said:
             sold = ", which is not sold" if after.hypothetical else ""
             yield f"{before.name} with {words}{sold}: {', '.join(said)}."
-        if len(result.study.models) > 1 and said:
+        if len(result.study.rows) > 1 and said:
             yield _felt(before.name, words, felt)
 
 
@@ -133,7 +183,7 @@ def _time(ratio: float) -> str:
 def _against_the_first(result: Result) -> Iterator[str]:
     """Compare few candidates with the first: time, cost, and the price ratio at which they tie."""
     for ranks in result.ranks.values():
-        if not 2 <= len(ranks) <= MOST_NAMES or len(result.study.models) > 1:
+        if not 2 <= len(ranks) <= MOST_NAMES or len(result.study.rows) > 1:
             continue
         first = ranks[0].outcome
         for rank in ranks[1:]:
@@ -161,6 +211,36 @@ def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
             f"{its.value:.2f}"
         )
     return f"{text}."
+
+
+def worth_of_a_day(result: Result) -> Iterator[str]:
+    """Say at which worth of a day another candidate becomes the first."""
+    goal = result.study.goal
+    if goal.by != "weighted" or goal.day_usd is None:
+        return
+    for model in result.study.rows:
+        best = result.best_of(model)
+        ranks = [
+            rank
+            for rank in result.ranks[model]
+            if "weighted" in rank.first and sure(result.study, rank.outcome)
+        ]
+        if best is None or best.usd is None or best.result_hours is None:
+            continue
+        turns = []
+        for other in (rank.outcome for rank in ranks if rank.outcome is not best):
+            assert other.usd is not None and other.result_hours is not None  # it is weighted
+            days = (best.result_hours.value - other.result_hours.value) / 24
+            if days != 0:
+                turns.append(((other.usd.value - best.usd.value) / days, other.candidate))
+        below = max((turn for turn in turns if 0 < turn[0] <= goal.day_usd), default=None)
+        above = min((turn for turn in turns if turn[0] > goal.day_usd), default=None)
+        said = [
+            *([f"below {below[0]:,.0f} USD {below[1]} ranks first"] if below else []),
+            *([f"above {above[0]:,.0f} USD {above[1]}"] if above else []),
+        ]
+        text = f"A day sooner is worth {goal.day_usd:,.0f} USD: {best.candidate} ranks first"
+        yield f"{text}; {', '.join(said)}." if said else f"{text}, as at any other worth."
 
 
 def _worth(result: Result) -> Iterator[str]:
@@ -248,7 +328,7 @@ def _domain_and_chip(result: Result) -> Iterator[str]:
             its = other.cluster.groups[0]
             if other.changes or its.devices_per_node != width or other.devices != wide.devices:
                 continue
-            for model in result.study.models:
+            for model in result.study.rows:
                 three = [outcomes.get((model, c.name)) for c in (narrow, wide, other)]
                 rates = [o.tokens_per_s.value for o in three if o is not None and o.tokens_per_s]
                 if len(rates) == len(three):
@@ -262,7 +342,7 @@ def _domain_and_chip(result: Result) -> Iterator[str]:
 def _fewest(result: Result) -> Iterator[str]:
     """Name the smallest cluster that keeps the goal's deadline, where sizes differ."""
     study, sizes = result.study, {outcome.devices for outcome in result.outcomes}
-    if study.goal.deadline_days is None or len(sizes) == 1 or len(study.models) > 1:
+    if study.goal.deadline_days is None or len(sizes) == 1 or len(study.rows) > 1:
         return
     keeping = [
         outcome
@@ -293,7 +373,7 @@ def _mixtures(result: Result) -> Iterator[_Mixed]:
         names = [alone.get((group.accelerator.name, group.devices)) for group in groups]
         if len(groups) < 2 or None in names:
             continue
-        for model in result.study.models:
+        for model in result.study.rows:
             whole = outcomes.get((model, candidate.name))
             parts = [outcomes.get((model, name)) for name in names if name is not None]
             found = tuple(part for part in parts if part is not None and part.fits)
@@ -331,7 +411,7 @@ def _rate_under(stack: str, part: Outcome) -> float:
 
 def _replacing(result: Result) -> Iterator[str]:
     """Say for what owned devices must sell for replacing them to pay."""
-    for model in result.study.models:
+    for model in result.study.rows:
         of_model = [o for o in result.outcomes if o.model == model and o.usd is not None]
         owned = [o for o in of_model if result.candidates[o.candidate].priced.owned]
         for old in owned:
@@ -371,6 +451,51 @@ def _buying(result: Result) -> Iterator[str]:
         yield text
 
 
+def data_texts(result: Result) -> Iterator[str]:
+    """Say what storage and transfers are of the first candidates' costs."""
+    for ranks in result.ranks.values():
+        parts = [
+            (rank.outcome.candidate, rank.outcome.data_usd.value, rank.outcome.usd.value)
+            for rank in ranks
+            if rank.outcome.usd is not None and rank.outcome.data_usd.value > 0
+        ]
+        shares = [f"{name} {usd:,.0f} USD ({100 * usd / all_:.0f} %)" for name, usd, all_ in parts]
+        if shares:
+            yield f"Storage and transfers are in the cost: {listed(shares)}."
+
+
+def financed_texts(result: Result) -> Iterator[str]:
+    """Say what loans and leases take a month, and what a loan is worth against paying at once."""
+    for candidate in _by_rank(result):
+        purchase = candidate.priced.purchase
+        if purchase is None or len(purchase.instalments) == 1:
+            continue
+        each = purchase.hardware_usd.value * candidate.devices
+        monthly = purchase.instalments[1].share * each
+        text = f"{candidate.name}: {monthly:,.0f} USD a month"
+        if purchase.leased:
+            useful = purchase.hourly.at(candidate.assumed.utilisation).value
+            yield f"{text}, no residual value; {useful:.2f} USD a useful device-hour."
+            continue
+        at_once = replace(purchase, instalments=AT_ONCE, bound_share=1.0)
+        paid_at_once = replace(
+            candidate,
+            priced=replace(candidate.priced, purchase=at_once, hourly=at_once.hourly),
+        )
+        usd = [present_value_usd(c).value for c in (candidate, paid_at_once)]
+        dearer = "more" if usd[0] > usd[1] else "less"
+        yield (
+            f"{text}; NPV {usd[0]:,.0f} USD, {abs(usd[0] - usd[1]):,.0f} {dearer} than paid at "
+            f"once ({100 * candidate.assumed.interest:g} % a year)."
+        )
+
+
+def _by_rank(result: Result) -> list[Candidate]:
+    """Return all candidates, those that rank first before the others."""
+    ranked = [rank.outcome.candidate for ranks in result.ranks.values() for rank in ranks]
+    return [result.candidates[name] for name in dict.fromkeys([*ranked, *result.candidates])]
+
+
 def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:
     """Return for each accelerator and kind of terms the cheapest candidate and rival."""
 
@@ -392,7 +517,7 @@ def _cheapest_pairs(result: Result) -> list[tuple[str, Against]]:
 
 def _price_basis(result: Result) -> Iterator[str]:
     """Say where the basis of prices, and not the devices, decides between two sizes."""
-    for model in result.study.models:
+    for model in result.study.rows:
         best = result.best_of(model)
         if best is None or best.usd_per_device_hour is None:
             continue
@@ -429,7 +554,7 @@ def _sizes(result: Result) -> Iterator[str]:
             continue
         cheapest = min(outcomes, key=lambda o: o.usd.value if o.usd else 0.0)
         fastest = min(outcomes, key=lambda o: o.hours.value if o.hours else 0.0)
-        of_model = f" for {model}" if len(result.study.models) > 1 else ""
+        of_model = f" for {model}" if len(result.study.rows) > 1 else ""
         text = f"Of the sizes of {result.study.offers[place].cluster}, {cheapest.candidate} costs "
         text += f"least{of_model}"
         if fastest is not cheapest and cheapest.hours and fastest.hours:

@@ -1,6 +1,6 @@
 /** Cash by year, present value and break-even over utilisation.  The twin of break_even.py. */
 import {
-  cheaperAbove, discountedHours, hourlyAt, levelRent, purchaseCash, rentCash,
+  cheaperAbove, discountedHours, hourlyAt, HOURS_PER_YEAR, levelRent, purchaseCash, rentCash, yearsOf,
 } from "./economics.mjs";
 import { times } from "./span.mjs";
 
@@ -18,10 +18,18 @@ export function overYears({ priced, assumed }) {
   return { fixed: times(priced.hourly.fixed, factor), used: times(priced.hourly.used, factor) };
 }
 
+/** With what the devices that are not bought cost in each year. */
+function withBeside(cash, { beside }, { utilisation, years }) {
+  if (!beside) return cash;
+  const aYear = HOURS_PER_YEAR * utilisation * hourlyAt(beside, utilisation).value;
+  const lengths = [0, ...yearsOf({ years }).map(([, length]) => length)];
+  return cash.map((usd, k) => usd + aYear * lengths[k]);
+}
+
 /** USD of all devices on the first day and in each year, before tax; the last has the resale. */
 export function cashUsd({ priced, assumed, devices }) {
   const { purchase, reservation } = priced;
-  const each = purchase ? purchaseCash(purchase, assumed.utilisation)
+  const each = purchase ? withBeside(purchaseCash(purchase, assumed.utilisation), priced, assumed)
     : rentCash(reservation ? reservation.price.value : priced.hourly.used.value, horizonOf(assumed), {
       utilisation: assumed.utilisation,
       changeAYear: assumed.rent_change_a_year,

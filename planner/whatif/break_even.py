@@ -103,6 +103,13 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
     assert priced.hourly is not None  # of the priced ones
     if priced.purchase is not None:
         each = priced.purchase.cash_usd(assumed.utilisation)
+        if priced.beside is not None:
+            a_year = (
+                HOURS_PER_YEAR * assumed.utilisation * priced.beside.at(assumed.utilisation).value
+            )
+            parts = Horizon(years=assumed.years, interest=assumed.interest).parts
+            lengths = (0.0, *(length for _, length in parts))
+            each = tuple(usd + a_year * length for usd, length in zip(each, lengths, strict=True))
     else:
         reserved = priced.reservation
         price = reserved.usd_per_device_hour if reserved is not None else priced.hourly.used
@@ -168,8 +175,10 @@ def _against(candidate: Candidate, hourly: Hourly, other: Candidate) -> Against:
 def _payback_years(candidate: Candidate, rent: Hourly) -> float | None:
     """Return hardware's price over what a year of use saves against a rent, without interest."""
     purchase, used = candidate.priced.purchase, candidate.assumed.utilisation
-    if purchase is None:
+    if purchase is None or purchase.leased:
         return None
     rent_usd = rent.at(used).value * used
-    saved = HOURS_PER_YEAR * (rent_usd - purchase.owning_usd_per_hour(used).value)
+    beside = candidate.priced.beside
+    others_usd = 0.0 if beside is None else beside.at(used).value * used
+    saved = HOURS_PER_YEAR * (rent_usd - others_usd - purchase.owning_usd_per_hour(used).value)
     return purchase.hardware_usd.value / saved if saved > 0 else None

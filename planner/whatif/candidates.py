@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from planner.catalog import PurchasePrice, Rent, network_purchase, purchases, rents
 from planner.catalog.expressions import resolve_cluster
@@ -24,13 +25,22 @@ from planner.whatif.economics import (
     power_usd_per_hour,
     prepaid_factor,
     residual_share,
+    summed,
 )
-from planner.whatif.offers import price_of, rent_of
+from planner.whatif.financing import (
+    Instalments,
+    lease_instalments,
+    lease_months,
+    loan_instalments,
+)
+from planner.whatif.offers import age_years, aged, price_of, rent_of
 from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import (
     Assumptions,
     Buying,
     ChangeName,
+    Lease,
+    Loan,
     Offer,
     Owning,
     Rental,
@@ -58,6 +68,10 @@ class Reservation:
         return self.usd_per_device_hour.times(self.years * HOURS_PER_YEAR)
 
 
+Share = Literal["owned", "bought", "rented"]
+"""Terms of a part of a cluster."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A price of a device and hour, with what stands behind it; none if nothing is known."""
@@ -72,8 +86,14 @@ class Priced:
     """As it was asked: the rent of a device and hour, or the price of a device."""
     network: Span | None = None
     """Of what is bought: its network, a device."""
-    owned_groups: tuple[bool, ...] = ()
-    """Of each group of a cluster that is owned in part, whether it is owned."""
+    parts: tuple[Share, ...] = ()
+    """Of each group of a cluster that is had on several terms: on which."""
+    beside: Hourly | None = None
+    """Of what is bought in part: a device's share in what is not."""
+    part_quotes: dict[Share, Span] = field(default_factory=dict)
+    """Of a cluster that is had on several terms: what is asked for each."""
+    words_beside: tuple[str, str] = ("", "")
+    """What stands before and after the words of the quote in `how`."""
     how: str = "no price known"
     """Commitment, date and source, in words."""
     cause: str = ""
@@ -83,7 +103,7 @@ class Priced:
     def at_once_usd_per_device(self) -> float | None:
         """What signing binds to for each device: a purchase, or a contract's whole term."""
         if self.purchase is not None:
-            return self.purchase.hardware_usd.value
+            return self.purchase.hardware_usd.value * self.purchase.bound_share
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
     def outlay_usd_per_device(self, utilisation: float) -> Span | None:
@@ -319,7 +339,8 @@ def _candidate(study: Study, offer: Offer, text: str, known: Sequence[Rent]) -> 
 
 def _has_price(offer: Offer) -> bool:
     rented = offer.rent is not None and offer.rent.usd_per_device_hour is not None
-    return rented or (offer.buy is not None and offer.buy.usd_per_device is not None)
+    bought = offer.buy is not None and (offer.buy.usd_per_device or offer.buy.lease)
+    return rented or bool(bought)
 
 
 def _name(offer: Offer, text: str) -> str:
@@ -336,8 +357,8 @@ def _name(offer: Offer, text: str) -> str:
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
     assumed = study.assumptions.but(offer.assumptions)
-    if isinstance(offer.owned, tuple):
-        return _owned_in_part(assumed, offer, offer.owned, cluster, known)
+    if isinstance(offer.owned, tuple) or (offer.buy is not None and offer.buy.of):
+        return _in_parts(assumed, offer, cluster, known)
     if offer.owned:
         return Priced(
             hourly=kept_hourly(assumed, cluster, offer.power_limit),
@@ -381,45 +402,83 @@ def _quoted(
     )
 
 
-def _owned_in_part(
-    assumed: Assumptions,
-    offer: Offer,
-    owned: Sequence[str],
-    cluster: ClusterSpec,
-    known: Sequence[Rent],
+def _in_parts(
+    assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]
 ) -> Priced:
-    """Return the mean price of a device of which some are rented and others are owned."""
-    mine = tuple(g for g in cluster.groups if g.accelerator.name in owned)
-    others = tuple(g for g in cluster.groups if g.accelerator.name not in owned)
-    missing = set(owned) - {group.accelerator.name for group in mine}
-    if missing or not others:
-        raise DocumentError(
-            "owned",
-            f"names {', '.join(sorted(missing) or owned)}; the cluster has "
-            f"{', '.join(g.accelerator.name for g in cluster.groups)}, and some must be rented",
+    """Return the mean price of a device of which some are owned or bought, and others rented."""
+    roles = _roles(offer, cluster)
+    parts = {
+        role: cluster.model_copy(
+            update={
+                "groups": tuple(g for g, r in zip(cluster.groups, roles, strict=True) if r == role)
+            }
         )
-    rent = _rented(
-        assumed,
-        offer.rent or Rental(),
-        cluster.model_copy(update={"groups": others}),
-        known,
-    )
-    kept = kept_hourly(assumed, cluster.model_copy(update={"groups": mine}), offer.power_limit)
-    if rent.hourly is None:
-        return rent
-    rented = sum(group.devices for group in others)
-    share = rented / cluster.devices
+        for role in dict.fromkeys(roles)
+    }
+    share = {role: part.devices / cluster.devices for role, part in parts.items()}
+    hourly: list[Hourly] = []
+    priced: dict[Share, Priced] = {}
+    if "owned" in parts:
+        kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
+        hourly.append(kept.times(share["owned"]))
+    if "rented" in parts:
+        priced["rented"] = _rented(assumed, offer.rent or Rental(), parts["rented"], known)
+    if "bought" in parts:
+        assert offer.buy is not None  # it names what is bought
+        priced["bought"] = _bought(assumed, offer.buy, parts["bought"], offer.power_limit)
+    missing = next((one for one in priced.values() if one.hourly is None), None)
+    if missing is not None:
+        return missing
+    if "rented" in priced:
+        rent = priced["rented"].hourly
+        assert rent is not None  # it has a price
+        hourly.append(rent.times(share["rented"]))
+    beside = summed(hourly)
+    bought = priced["bought"].purchase if "bought" in priced else None
+    purchase = None if bought is None else bought.times(share["bought"])
+    words = {role: f"{parts[role].devices} of {cluster.devices} devices: " for role in priced}
+    owned = "; the others are owned: hosting, staff, support and power are paid"
+    after = owned if "owned" in parts else ""
+    lead: Share = "bought" if "bought" in priced else "rented"
+    if lead == "bought" and "rented" in priced:
+        after = f"; {words['rented']}{priced['rented'].how}{after}"
     return Priced(
-        quote=rent.quote,
-        cause=rent.cause,
-        owned_groups=tuple(group.accelerator.name in owned for group in cluster.groups),
-        hourly=Hourly(
-            fixed=total([rent.hourly.fixed.times(share), kept.fixed.times(1 - share)]),
-            used=total([rent.hourly.used.times(share), kept.used.times(1 - share)]),
-        ),
-        how=f"{rented} of {cluster.devices} devices: {rent.how}; the others are owned: hosting, "
-        "staff, support and power are paid",
+        quote=priced[lead].quote,
+        network=priced[lead].network,
+        cause=priced["rented"].cause if lead == "rented" else "",
+        parts=roles,
+        part_quotes={role: one.quote for role, one in priced.items() if one.quote is not None},
+        purchase=purchase,
+        beside=None if purchase is None else beside,
+        hourly=beside if purchase is None else summed([purchase.hourly, beside]),
+        how=f"{words[lead]}{priced[lead].how}{after}",
+        words_beside=(words[lead], after),
     )
+
+
+def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
+    """Return on which terms each group of a cluster is had."""
+    owned = offer.owned if isinstance(offer.owned, tuple) else ()
+    bought = offer.buy.of if offer.buy is not None else ()
+    there = [group.accelerator.name for group in cluster.groups]
+    for path, names in (("owned", owned), ("buy.of", bought)):
+        missing = sorted(set(names) - set(there))
+        if missing:
+            raise DocumentError(
+                path, f"names {', '.join(missing)}; the cluster has {', '.join(there)}"
+            )
+    if set(owned) & set(bought):
+        raise DocumentError("buy.of", "names what is owned already")
+    roles: list[Share] = []
+    for name in there:
+        roles.append("owned" if name in owned else "bought" if name in bought else "rented")
+    if len(set(roles)) == 1:
+        raise DocumentError(
+            "buy.of" if bought else "owned", "names all of the cluster; leave it out"
+        )
+    if bought and "rented" in roles and offer.rent is None:
+        raise DocumentError("rent", "is missing, of what is neither bought nor owned")
+    return tuple(roles)
 
 
 def _rented(
@@ -491,6 +550,8 @@ def _bought(
 ) -> Priced:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
+    if buying.lease is not None:
+        return _leased(assumed, buying.lease, cluster, power_limit)
     name = cluster.groups[0].accelerator.name
     if buying.usd_per_device is not None:
         price = _quoted(buying.usd_per_device, buying.low, buying.high, buying.currency, assumed)
@@ -506,13 +567,81 @@ def _bought(
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
-    return Priced(quote=price, network=network, hourly=purchase.hourly, purchase=purchase, how=how)
+    cause = ""
+    if buying.loan is not None:
+        purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
+        cause, how = how, f"{how}, {loan_words(buying.loan)}"
+    return Priced(
+        quote=price,
+        network=network,
+        hourly=purchase.hourly,
+        purchase=purchase,
+        how=how,
+        cause=cause,
+    )
+
+
+def instalments_of(loan: Loan, years: float) -> Instalments:
+    """Return what is paid for hardware under a loan, and that is sold after `years`."""
+    return loan_instalments(
+        share=loan.share, interest=loan.interest, months=loan.months, years=years
+    )
+
+
+def loan_words(loan: Loan) -> str:
+    """Return a loan's terms.
+
+    >>> loan_words(Loan(interest=0.09, months=36, share=0.8))
+    'loan of 80 % at 9 % over 36 months'
+    """
+    return (
+        f"loan of {100 * loan.share:.0f} % at {100 * loan.interest:g} % over {loan.months} months"
+    )
+
+
+def _leased(assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float) -> Priced:
+    """Return what leased devices cost: the lease for its hardware, all else as if bought."""
+    price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
+    purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
+    return Priced(
+        quote=price,
+        hourly=purchase.hourly,
+        purchase=purchase,
+        how=f"leased for {lease.term_months} months, {lease.date}, {lease.source}",
+    )
+
+
+def lease_of(
+    assumed: Assumptions,
+    usd_per_month: Span,
+    term_months: int,
+    cluster: ClusterSpec,
+    power_limit: float = 1.0,
+) -> Purchase:
+    """Return a device's lease as a purchase that is paid each month and leaves nothing to sell.
+
+    Its payments lower the income that is taxed, so that before tax they count as they are.
+    """
+    name, years = cluster.groups[0].accelerator.name, assumed.years
+    known = purchases().get(name)
+    listed = exact(0.0) if known is None else listed_price(known)
+    months = lease_months(term_months=term_months, years=years)
+    tax = 1 + assumed.owning.sales_tax
+    return replace(
+        purchase_of(assumed, listed, span_of(network_purchase()), cluster, power_limit),
+        hardware_usd=usd_per_month.times(months * tax),
+        residual=exact(0.0),
+        tax=Tax(),
+        instalments=lease_instalments(term_months=term_months, years=years),
+        bound_share=term_months / months,
+        leased=True,
+    )
 
 
 def listed_price(known: PurchasePrice) -> Span:
-    """Return the catalogue's price of a device with its range."""
+    """Return the catalogue's price of a device with its range, which its age widens."""
     low, high = known.ends
-    return Span(value=known.usd_per_device, low=low, high=high)
+    return aged(Span(value=known.usd_per_device, low=low, high=high), age_years(known.date))
 
 
 def kept_hourly(assumed: Assumptions, cluster: ClusterSpec, power_limit: float) -> Hourly:

@@ -19,6 +19,10 @@ export function drawnFigures(outcome) {
   return {
     time: times(outcome, duration),
     cost: costs(outcome, duration),
+    get weighted() {
+      if (outcome.weightedUsd === null) return null;
+      return this.cost.map((usd, k) => usd + outcome.dayUsd / 24 * this.time[k]);
+    },
     get energy() { return energies(outcome, duration); },
     get carbon() {
       return this.energy?.map((each) => each * outcome.assumed.grams_per_kwh) ?? null;
@@ -52,16 +56,27 @@ function energies({ watts }, duration) {
   return found;
 }
 
-function costs({ usdPerDeviceHour: hourly, devices, hours, usd, candidate }, duration) {
+function costs(outcome, duration) {
+  const { usdPerDeviceHour: hourly, devices, hours, candidate, priced } = outcome;
   if (hourly === null) return null;
   const price = multipliers(hourly, `price ${candidate.cause || candidate.how}`), found = new Float64Array(DRAWS);
-  const paid = usd === null ? 0 : usd.value / (hourly.value * devices);
-  // More hours than the run takes are paid where the contract has a minimum.
-  const least = hours !== null && paid > hours.value * (1 + NOTHING) ? paid : 0;
+  const least = hours === null ? 0 : priced.minimumHours;
   for (let k = 0; k < DRAWS; k++) {
     found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
   }
+  if (hours !== null) addData(outcome, duration, found);
   return found;
+}
+
+function addData({ storedUsdPerHour: stored, movedUsd: moved }, duration, costsOf) {
+  if (stored?.value) {
+    const price = multipliers(stored, "price of storage");
+    for (let k = 0; k < DRAWS; k++) costsOf[k] += stored.value * price[k] * duration[k];
+  }
+  if (moved.value) {
+    const price = multipliers(moved, "price of transfers");
+    for (let k = 0; k < DRAWS; k++) costsOf[k] += moved.value * price[k];
+  }
 }
 
 const steps = new Map();

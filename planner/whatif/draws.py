@@ -41,15 +41,14 @@ def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
         case "time":
             return _time(outcome)
         case "energy":
-            duration = _duration(outcome)
-            if duration is None or outcome.watts is None:
-                return None
-            return _of(outcome.watts, "power") * duration
+            return _energy(outcome)
         case "carbon":
             energy, grams = drawn_figure(outcome, "energy"), outcome.grams_per_kwh
             return None if energy is None or grams is None else energy * grams
         case "cost":
             return _cost(outcome)
+        case "weighted":
+            return _weighted(outcome)
         case _:
             assert_never(by)
 
@@ -77,10 +76,27 @@ def _cost(outcome: Outcome) -> Draws | None:
     price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
-    paid_hours = outcome.usd.value / (hourly.value * outcome.devices)
-    # More hours than the run takes are paid where the contract has a minimum.
-    least = paid_hours if paid_hours > outcome.hours.value * (1 + NOTHING) else 0.0
-    return price * np.maximum(duration, least)
+    cost = price * np.maximum(duration, outcome.minimum_hours)
+    if outcome.stored_usd_per_hour is not None:
+        cost = cost + _of(outcome.stored_usd_per_hour, "price of storage") * duration
+    if outcome.moved_usd is not None:
+        cost = cost + _of(outcome.moved_usd, "price of transfers")
+    return cost
+
+
+def _energy(outcome: Outcome) -> Draws | None:
+    duration = _duration(outcome)
+    if duration is None or outcome.watts is None:
+        return None
+    return _of(outcome.watts, "power") * duration
+
+
+def _weighted(outcome: Outcome) -> Draws | None:
+    cost, time = _cost(outcome), _time(outcome)
+    if outcome.weighted_usd is None or cost is None or time is None:
+        return None
+    assert outcome.day_usd is not None  # it weighs
+    return cost + outcome.day_usd / 24 * time
 
 
 def _step(outcome: Outcome) -> Draws:

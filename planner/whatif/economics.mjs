@@ -6,7 +6,8 @@
  * @typedef {{years: number, interest: number}} Horizon  interest a year
  * @typedef {{fixed: Span, used: Span}} Hourly  USD of a device: of every hour, of an hour in use
  * @typedef {{hardware: Span, yearly: Span, horizon: Horizon, residual: Span, idlePower: Span,
- *   running: Span, taxRate: number, depreciationYears: number}} Purchase  USD of a device: once, a
+ *   running: Span, taxRate: number, depreciationYears: number,
+ *   instalments: import("./financing.mjs").Instalment[], boundShare: number}} Purchase  USD of a device: once, a
  *   year, an hour in use; residual and idlePower are shares
  */
 import { exact, inverse, product, times, total } from "./span.mjs";
@@ -97,14 +98,17 @@ export function purchaseHourly(bought) {
 }
 
 /** Share of the hardware's price that is not recovered, at present value before tax. */
-function lostShare({ horizon, taxRate, depreciationYears }, residual) {
+function lostShare({ horizon, taxRate, depreciationYears, instalments }, residual) {
   const writtenOff = yearsOf(horizon).reduce((sum, [start, length]) =>
     sum + Math.max(0, Math.min(length, depreciationYears - start))
       * discount(horizon, start + length / 2) / depreciationYears, 0);
   const book = Math.max(0, 1 - horizon.years / depreciationYears);
   const afterTax = residual - taxRate * (residual - book);
   const end = discount(horizon, horizon.years);
-  return Math.max(0, (1 - taxRate * writtenOff - end * afterTax) / (1 - taxRate));
+  const present = (name) => instalments.reduce(
+    (sum, part) => sum + part[name] * discount(horizon, part.years), 0);
+  const deducted = taxRate * (writtenOff + present("interest"));
+  return Math.max(0, (present("share") - deducted - end * afterTax) / (1 - taxRate));
 }
 
 /** USD of a device in each hour beside its price, where such a share is used. @returns {Span} */
@@ -113,9 +117,12 @@ export function owningUsdPerHour(bought, utilisation) {
   return total([times(bought.yearly, 1 / HOURS_PER_YEAR), product([bought.running, drawn])]);
 }
 
-/** USD that leave a budget for a device over its years; no resale, no interest. @returns {Span} */
+/** All instalments over the price of the hardware: above 1 by the interest of a loan. */
+export const paidShare = ({ instalments }) => instalments.reduce((sum, { share }) => sum + share, 0);
+
+/** USD that leave a budget for a device over its years; no resale. @returns {Span} */
 export const outlayUsd = (bought, utilisation) => total([
-  bought.hardware,
+  times(bought.hardware, paidShare(bought)),
   times(owningUsdPerHour(bought, utilisation), HOURS_PER_YEAR * bought.horizon.years),
 ]);
 
@@ -125,7 +132,11 @@ export function purchaseCash(bought, utilisation) {
   const power = HOURS_PER_YEAR * drawn * bought.running.value;
   const paid = yearsOf(bought.horizon).map(([, length]) => length * (bought.yearly.value + power));
   paid[paid.length - 1] -= bought.residual.value * bought.hardware.value;
-  return [bought.hardware.value, ...paid];
+  const cash = [0, ...paid];
+  for (const { years, share } of bought.instalments) {
+    cash[Math.ceil(years - NOTHING)] += share * bought.hardware.value;
+  }
+  return cash;
 }
 
 /** USD of a device's rent on the first day and in each year; contracts are renewed. */

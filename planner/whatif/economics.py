@@ -15,8 +15,9 @@ each at its present value, over the hours of its years at theirs.  What is paid 
 counts at the year's middle: d(s) = (1 + i)^-s, H = sum over years of 8,760 d(middle).
 
     fixed = capital lost / H + yearly / 8,760 + idle power's price
-    lost  = (1 - t D - (r - t (r - b)) d(Y)) / (1 - t)
+    lost  = (p - t (D + I) - (r - t (r - b)) d(Y)) / (1 - t)
     D     = sum over years of d(middle) / depreciation years
+    p, I  = sums of d(when) over instalments, and over the interest in them; at once p = 1, I = 0
 
 r is the resale and b what is not written off yet, as shares of the capital; t is the income tax.
 All figures are before tax, as rents are quoted.
@@ -26,9 +27,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.documents.tolerances import NOTHING
+from planner.whatif.financing import AT_ONCE, Instalments
 from planner.whatif.span import Span, exact, product, total
 
 HOURS_PER_YEAR = 8760.0
@@ -100,10 +102,21 @@ class Hourly:
         """
         return total([self.fixed.times(1 / utilisation), self.used])
 
+    def times(self, share: float) -> Hourly:
+        """Return a share of it."""
+        return Hourly(fixed=self.fixed.times(share), used=self.used.times(share))
+
     @property
     def middle(self) -> tuple[float, float]:
         """Both figures without their ranges."""
         return self.fixed.value, self.used.value
+
+
+def summed(parts: Sequence[Hourly]) -> Hourly:
+    """Return what several devices, or parts of one, cost together."""
+    return Hourly(
+        fixed=total([part.fixed for part in parts]), used=total([part.used for part in parts])
+    )
 
 
 def cheaper_above(one: tuple[float, float], other: tuple[float, float]) -> float | None:
@@ -204,6 +217,26 @@ class Purchase:
     running_usd_per_hour: Span
     """Electricity of a device that trains."""
     tax: Tax = Tax()
+    instalments: Instalments = AT_ONCE
+    """When the hardware is paid."""
+    bound_share: float = 1.0
+    """Of the hardware's price, what signing binds to: less than a lease that goes on costs."""
+    leased: bool = False
+    """Its hardware is somebody else's: its price is all that the lease costs."""
+
+    def times(self, share: float) -> Purchase:
+        """Return what a share of a device costs."""
+        return replace(
+            self,
+            hardware_usd=self.hardware_usd.times(share),
+            yearly_usd=self.yearly_usd.times(share),
+            running_usd_per_hour=self.running_usd_per_hour.times(share),
+        )
+
+    @property
+    def paid_share(self) -> float:
+        """All instalments over the price of the hardware: above 1 by the interest of a loan."""
+        return sum(part.share for part in self.instalments)
 
     @property
     def hourly(self) -> Hourly:
@@ -236,7 +269,12 @@ class Purchase:
         book = max(0.0, 1 - years / over)
         end = self.horizon.discount(years)
         after_tax = residual - tax.rate * (residual - book)
-        return max(0.0, (1 - tax.rate * written_off - end * after_tax) / (1 - tax.rate))
+        paid = sum(part.share * self.horizon.discount(part.years) for part in self.instalments)
+        interest = sum(
+            part.interest * self.horizon.discount(part.years) for part in self.instalments
+        )
+        deducted = tax.rate * (written_off + interest)
+        return max(0.0, (paid - deducted - end * after_tax) / (1 - tax.rate))
 
     def owning_usd_per_hour(self, utilisation: float) -> Span:
         """Return what a device costs in each hour beside its price, where so many are used.
@@ -249,9 +287,14 @@ class Purchase:
         return total([self.yearly_usd.times(1 / HOURS_PER_YEAR), power])
 
     def outlay_usd(self, utilisation: float) -> Span:
-        """Return all that is paid for a device over its years; no resale and no interest."""
+        """Return what is paid for a device over its years, interest of a loan too; no resale."""
         hours = HOURS_PER_YEAR * self.horizon.years
-        return total([self.hardware_usd, self.owning_usd_per_hour(utilisation).times(hours)])
+        return total(
+            [
+                self.hardware_usd.times(self.paid_share),
+                self.owning_usd_per_hour(utilisation).times(hours),
+            ]
+        )
 
     def cash_usd(self, utilisation: float) -> tuple[float, ...]:
         """Return what is paid for a device: on the first day, then in each year, before tax.
@@ -262,7 +305,10 @@ class Purchase:
         power = HOURS_PER_YEAR * drawn * self.running_usd_per_hour.value
         years = [length * (self.yearly_usd.value + power) for _, length in self.horizon.parts]
         years[-1] -= self.residual.value * self.hardware_usd.value
-        return (self.hardware_usd.value, *years)
+        cash = [0.0, *years]
+        for part in self.instalments:
+            cash[math.ceil(part.years - NOTHING)] += part.share * self.hardware_usd.value
+        return tuple(cash)
 
 
 def rent_cash_usd(

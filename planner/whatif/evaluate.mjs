@@ -6,10 +6,13 @@
 import { within } from "./chances.mjs";
 import { drawnFigures } from "./draws.mjs";
 import {
-  carbonKg, energyKwh, hours, HOURS_PER_YEAR, owningUsdPerHour, rentUsd, SECONDS_PER_HOUR,
+  carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
+  SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
+import { load } from "./queue.mjs";
 import { exact, inverse, product, times, total } from "./span.mjs";
+import { movedUsd, storedUsdPerHour } from "./transfers.mjs";
 import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
 
 const ROUNDING = 1e-12;
@@ -28,26 +31,24 @@ export function tokensOf(goal, parameters) {
  * @param {object} goal       days, USD, W, kg
  * @param {boolean} drawn     whether futures are drawn; without, no probability is known
  */
-export function evaluate(candidate, assumed, goal, drawn = true) {
+export function evaluate(candidate, given, goal, drawn = true) {
   const { plan, devices } = candidate;
+  const goodput = goodputFor(candidate, given);
+  const tokensPerS = product([exact(plan.tokens_per_step), inverse(plan.step_s)]);
+  const tokens = tokensOf(goal, plan.parameters);
+  const jobs = plan.jobs.length ? yearly(plan, tokens, hours(tokens, tokensPerS, goodput)) : [];
+  const assumed = jobs.length ? { ...given, utilisation: Math.min(1, load(jobs)) } : given;
   const priced = pricedOf(candidate, assumed);
   const watts = wattsOf(candidate.groups, assumed, candidate.power_limit);
   const outcome = {
-    candidate, assumed, priced, plan, devices, watts,
-    tokensPerS: product([exact(plan.tokens_per_step), inverse(plan.step_s)]),
-    goodput: assumed.goodput ?? goodputOf(assumed.failures, {
-      parameters: plan.parameters,
-      devices: devices - plan.idle,
-      nodes: Math.round(candidate.nodes * (1 - plan.idle / devices)),
-      spot: candidate.spot,
-    }),
-    leadDays: priced.purchase ? assumed.lead_days : null,
+    candidate, assumed, priced, plan, devices, watts, tokensPerS, goodput, jobs, tokens,
+    leadDays: priced.purchase && !jobs.length ? assumed.lead_days : null,
     usdPerDeviceHour: priced.hourly ? usefulHour(priced, assumed) : null,
     capitalUsd: null, outlayUsd: null, hours: null, usd: null, energyKwh: null, carbonKg: null,
-    resultHours: null,
-    tokens: tokensOf(goal, plan.parameters),
+    resultHours: null, weightedUsd: null, dayUsd: goal.day_usd ?? null,
   };
   const bound = boundUsd(priced), outlay = outlayOf(priced, assumed.utilisation);
+  withData(outcome);
   if (bound !== null) outcome.capitalUsd = bound * devices;
   if (outlay !== null) outcome.outlayUsd = times(outlay, devices);
   if (outcome.tokens !== null) withRun(outcome);
@@ -63,6 +64,44 @@ export function evaluate(candidate, assumed, goal, drawn = true) {
   return outcome;
 }
 
+const goodputFor = ({ plan, devices, nodes, spot }, assumed) => assumed.goodput
+  ?? goodputOf(assumed.failures, {
+    parameters: plan.parameters,
+    devices: devices - plan.idle,
+    nodes: Math.round(nodes * (1 - plan.idle / devices)),
+    spot,
+  });
+
+/** [runs a year, hours of a run] of each job; where a year has more tokens, there are more runs. */
+const yearly = ({ jobs, tokens_per_step: planned }, tokens, yearHours) => jobs.map((job) => {
+  const runs = job.runs_a_year * tokens / planned;
+  return [runs, job.share * yearHours.value / runs];
+});
+
+/** What storage costs an hour, beside rented devices, and what transfers cost. */
+function withData(outcome) {
+  const { assumed: { data }, priced, jobs, candidate: { terms } } = outcome;
+  const stored = priced.purchase || terms.kind === "owned" ? null : storedUsdPerHour(data);
+  const moved = movedUsd(data);
+  outcome.storedUsdPerHour = stored;
+  outcome.movedUsd = moved;
+  if (!jobs.length) return;
+  const runs = jobs.reduce((sum, [each]) => sum + each, 0);
+  outcome.storedUsdPerHour = null;
+  outcome.movedUsd = total([times(moved, runs), ...(stored ? [times(stored, HOURS_PER_YEAR)] : [])]);
+}
+
+/** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
+function outlayWith({ outlayUsd, priced: { beside }, devices, hours: run, assumed }, rent) {
+  if (outlayUsd === null) return rent;
+  if (!beside) return outlayUsd;
+  return total([outlayUsd, rentUsd(devices, run, hourlyAt(beside, assumed.utilisation))]);
+}
+
+/** USD of storage and transfers of a run. @returns {Span} */
+export const dataUsdOf = ({ storedUsdPerHour: stored, movedUsd: moved, hours: run }) => total(
+  [...(stored && run ? [product([stored, run])] : []), moved]);
+
 function withRun(outcome) {
   const { devices, watts, priced, assumed } = outcome;
   outcome.hours = hours(outcome.tokens, outcome.tokensPerS, outcome.goodput);
@@ -70,8 +109,12 @@ function withRun(outcome) {
     : total([times(outcome.leadDays, 24), outcome.hours]);
   if (outcome.usdPerDeviceHour !== null) {
     const paid = atLeast(outcome.hours, priced.minimumHours);
-    outcome.usd = rentUsd(devices, paid, outcome.usdPerDeviceHour);
-    outcome.outlayUsd ??= outcome.usd;
+    const rent = rentUsd(devices, paid, outcome.usdPerDeviceHour), dataUsd = dataUsdOf(outcome);
+    outcome.usd = total([rent, dataUsd]);
+    outcome.outlayUsd = total([outlayWith(outcome, rent), dataUsd]);
+    if (outcome.dayUsd !== null) {
+      outcome.weightedUsd = outcome.usd.value + outcome.dayUsd * outcome.resultHours.value / 24;
+    }
   }
   if (watts !== null) {
     outcome.energyKwh = energyKwh(watts, outcome.hours);
@@ -88,6 +131,8 @@ const atLeast = (span, least) => ({
 function limitsOf(goal, outcome) {
   const value = (span, factor = 1) => (span === null ? null : span.value * factor);
   return [
+    { name: "hours of a year", figure: value(outcome.hours),
+      limit: outcome.jobs.length ? HOURS_PER_YEAR : null, unit: "hours" },
     { name: "deadline", figure: value(outcome.resultHours, 1 / 24), limit: goal.deadline_days,
       unit: "days" },
     { name: "budget", figure: value(outcome.outlayUsd), limit: goal.budget_usd, unit: "USD" },
@@ -105,6 +150,7 @@ function share(drawn, most) {
 }
 
 function chanceOf(name, outcome, limit) {
+  if (name === "hours of a year") return share(outcome.drawn.time, limit);
   if (name === "deadline") return share(outcome.drawn.time, 24 * limit);
   if (name === "emission cap") {
     return share(outcome.drawn.energy, 1e6 * limit / outcome.assumed.grams_per_kwh);
@@ -123,7 +169,14 @@ function tokensInBudget(goal, outcome) {
     left -= outcome.capitalUsd;
     anHour = priced.hourly.used.value;
   }
-  if (priced.purchase) anHour = owningUsdPerHour(priced.purchase, used).value / used;
+  if (priced.purchase) {
+    anHour = owningUsdPerHour(priced.purchase, used).value / used;
+    left -= priced.purchase.hardware.value * (paidShare(priced.purchase) - priced.purchase.boundShare)
+      * outcome.devices;
+    if (priced.beside) anHour += hourlyAt(priced.beside, used).value;
+  }
+  left -= outcome.movedUsd.value;
+  if (outcome.storedUsdPerHour) anHour += outcome.storedUsdPerHour.value / outcome.devices;
   if (left < 0) return 0;
   const most = [anHour === 0 ? Infinity : left / (anHour * outcome.devices)];
   if (goal.deadline_days) {

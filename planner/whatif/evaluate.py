@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,12 @@ from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
 from planner.whatif.goals import chances_of, misses
 from planner.whatif.goodput import goodput_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import Outcome, YearlyRun
 from planner.whatif.planning import Planned, planned
-from planner.whatif.span import Span, exact, product, span_of
+from planner.whatif.queue import load
+from planner.whatif.span import Span, exact, product, span_of, total
 from planner.whatif.study import Goal, Study
+from planner.whatif.transfers import moved_usd, stored_usd_per_hour
 
 FULL = 0.92
 """Share of device memory above which a plan is called bound by it."""
@@ -55,7 +58,7 @@ def evaluate(
         low=prediction.step_time_low_s,
         high=prediction.step_time_high_s,
     )
-    tokens = exact(float(found.job.global_batch * found.job.seq_len))
+    tokens = exact(found.tokens_per_step)
     idle = 0
     if plan is not None and len(candidate.cluster.groups) == 1:
         idle = candidate.devices - plan.mesh.devices
@@ -82,7 +85,29 @@ def evaluate(
         optimal=found.optimal,
         plan=plan.model_copy(update={"cluster": candidate.name}) if plan else None,
     )
+    outcome = replace(outcome, goodput=goodput(candidate, outcome.parameters, idle=outcome.idle))
+    if found.runs:
+        outcome = replace(outcome, jobs=tuple(_yearly(found, outcome)))
+        candidate = loaded(candidate, outcome)
     return _with_goal(study, candidate, outcome)
+
+
+def _yearly(found: Planned, outcome: Outcome) -> Iterator[YearlyRun]:
+    """Yield what a run of each job of a year takes on the wall clock."""
+    assert outcome.goodput is not None  # it fits
+    for job, plan in found.runs:
+        steps = job.tokens / plan.tokens_per_step
+        hours = steps * plan.step_s / economics.SECONDS_PER_HOUR / outcome.goodput.value
+        yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
+
+
+def loaded(candidate: Candidate, outcome: Outcome) -> Candidate:
+    """Return a candidate of whose hours a year of jobs uses what it takes."""
+    if not outcome.jobs:
+        return candidate
+    used = min(1.0, load(outcome.arrivals))
+    assumed = candidate.assumed.model_copy(update={"utilisation": used})
+    return replace(candidate, assumed=assumed)
 
 
 def binding_of(prediction: Prediction) -> str:
@@ -120,19 +145,24 @@ def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
         outcome,
         watts=watts,
         grams_per_kwh=None if watts is None else grams,
-        goodput=goodput(candidate, outcome.parameters, idle=outcome.idle),
-        lead_days=candidate.lead_days,
+        lead_days=None if outcome.jobs else candidate.lead_days,
+        day_usd=goal.day_usd,
         **_prices(candidate),
+        **_data(candidate, outcome),
     )
-    tokens = goal.tokens_of(outcome.parameters)
+    tokens = study.tokens_of(outcome.parameters)
     assert outcome.tokens_per_s is not None and outcome.goodput is not None  # it fits
     if tokens is not None:
         run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
         outcome = replace(outcome, hours=run_hours, tokens=tokens)
         if outcome.usd_per_device_hour is not None:
-            paid_hours = at_least(run_hours, candidate.priced.minimum_hours)
-            usd = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
-            outcome = replace(outcome, usd=usd, outlay_usd=outcome.outlay_usd or usd)
+            paid_hours = at_least(run_hours, outcome.minimum_hours)
+            rent = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
+            outcome = replace(
+                outcome,
+                usd=total([rent, outcome.data_usd]),
+                outlay_usd=total([_outlay_usd(candidate, outcome, rent), outcome.data_usd]),
+            )
         if watts is not None:
             energy = economics.energy_kwh(watts, run_hours)
             outcome = replace(
@@ -188,6 +218,30 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
     )
 
 
+def _outlay_usd(candidate: Candidate, outcome: Outcome, rent: Span) -> Span:
+    """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
+    beside, run_hours = candidate.priced.beside, outcome.hours
+    if outcome.outlay_usd is None:
+        return rent
+    if beside is None or run_hours is None:
+        return outcome.outlay_usd
+    price = beside.at(candidate.assumed.utilisation)
+    others = economics.rent_usd(outcome.devices, run_hours, price)
+    return total([outcome.outlay_usd, others])
+
+
+def _data(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+    """Return what storage costs an hour, beside rented devices, and what transfers cost."""
+    data, priced = candidate.assumed.data, candidate.priced
+    stored = None if priced.owned or priced.purchase else stored_usd_per_hour(data)
+    moved = moved_usd(data)
+    if not outcome.jobs:
+        return {"stored_usd_per_hour": stored, "moved_usd": moved}
+    each_year = moved.times(sum(job.runs_a_year for job in outcome.jobs))
+    kept = [] if stored is None else [stored.times(economics.HOURS_PER_YEAR)]
+    return {"stored_usd_per_hour": None, "moved_usd": total([each_year, *kept])}
+
+
 def _prices(candidate: Candidate) -> dict[str, Any]:
     """Return the price of a useful device hour on the candidate's terms, and what it binds to."""
     priced = candidate.priced
@@ -196,6 +250,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     at_once = priced.at_once_usd_per_device
     outlay = priced.outlay_usd_per_device(candidate.assumed.utilisation)
     return {
+        "minimum_hours": priced.minimum_hours,
         "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
@@ -213,13 +268,21 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> floa
         return None
     left = goal.budget_usd
     an_hour = price.value
+    purchase, share_used = candidate.priced.purchase, candidate.assumed.utilisation
     if outcome.capital_usd is not None:
         assert candidate.priced.hourly is not None  # it has a price
         left -= outcome.capital_usd
         an_hour = candidate.priced.hourly.used.value
-    purchase, share_used = candidate.priced.purchase, candidate.assumed.utilisation
     if purchase is not None:
+        hardware = purchase.hardware_usd.value * (purchase.paid_share - purchase.bound_share)
+        left -= hardware * outcome.devices
         an_hour = purchase.owning_usd_per_hour(share_used).value / share_used
+        if candidate.priced.beside is not None:
+            an_hour += candidate.priced.beside.at(share_used).value
+    if outcome.moved_usd is not None:
+        left -= outcome.moved_usd.value
+    if outcome.stored_usd_per_hour is not None:
+        an_hour += outcome.stored_usd_per_hour.value / outcome.devices
     if left < 0:
         return 0.0
     hours = [math.inf if an_hour == 0 else left / (an_hour * outcome.devices)]

@@ -11,6 +11,7 @@ import numpy as np
 from planner.documents.tolerances import ROUNDING
 from planner.whatif.chances import within
 from planner.whatif.draws import drawn_figure
+from planner.whatif.economics import HOURS_PER_YEAR
 from planner.whatif.outcome import Outcome
 from planner.whatif.study import Goal, Order
 
@@ -23,7 +24,9 @@ def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, float | None, float
     result = outcome.result_hours if outcome.hours is not None else None
     spans = (outcome.outlay_usd, outcome.watts, outcome.carbon_kg)
     outlay, watts, carbon = (None if span is None else span.value for span in spans)
+    of_year = None if outcome.hours is None else outcome.hours.value
     return [
+        ("hours of a year", of_year, HOURS_PER_YEAR if outcome.jobs else None, "hours"),
         ("deadline", None if result is None else result.value / 24, goal.deadline_days, "days"),
         ("budget", outlay, goal.budget_usd, "USD"),
         ("power cap", watts, goal.power_cap_w, "W"),
@@ -58,6 +61,8 @@ def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
 
 
 def _chance(name: str, outcome: Outcome, limit: float) -> float:
+    if name == "hours of a year":
+        return _share(outcome, "time", limit)
     if name == "deadline":
         return _share(outcome, "time", 24 * limit)
     if name == "emission cap":

@@ -110,10 +110,14 @@ def _prices(quotes: Sequence[Quote]) -> list[float]:
 
 
 def _age_years(quotes: Sequence[Quote]) -> float:
-    """Return the mean age of quotes; without a date, that of the catalogue's oldest."""
+    """Return the mean age of quotes."""
+    return statistics.mean(age_years(quote.offer.date) for quote in quotes)
+
+
+def age_years(date: str) -> float:
+    """Return the years since a price's date; without one, since the catalogue's oldest rent."""
     today = datetime.date.today()
-    months = [max(price_ages(quote.offer.date, today), default=_oldest(today)) for quote in quotes]
-    return statistics.mean(months) / 12
+    return max(price_ages(date, today), default=_oldest(today)) / 12
 
 
 def _oldest(today: datetime.date) -> int:

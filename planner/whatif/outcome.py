@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.costs.uncertainty import link_seconds
 from planner.documents.plan import Plan
-from planner.whatif.span import Span, exact, total
+from planner.whatif.span import Span, exact, product, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YearlyRun:
+    """A job of a year on one candidate."""
+
+    name: str
+    runs_a_year: float
+    hours: float
+    """Of one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +54,27 @@ class Outcome:
     goodput: Span | None = None
     """Share of the wall clock that trains."""
     hours: Span | None = None
-    """Of the run."""
+    """Of the run; of a year of jobs, those that they take."""
+    jobs: tuple[YearlyRun, ...] = ()
+    """Of a year of jobs: each of them."""
     lead_days: Span | None = None
     """Until bought devices are there and a run can begin."""
     usd: Span | None = None
     usd_per_device_hour: Span | None = None
+    day_usd: float | None = None
+    """What the result is worth more, a day sooner, where the goal says it."""
     price: str = ""
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
     """The quotes that it rests on, where they are the catalogue's."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
+    minimum_hours: float = 0.0
+    """That are paid at least."""
+    stored_usd_per_hour: Span | None = None
+    """Of data that lies beside a rented cluster while the run lasts."""
+    moved_usd: Span | None = None
+    """What transfers of data cost; of a year of jobs, storage too."""
     outlay_usd: Span | None = None
     """What a budget has to hold: a purchase and what its years cost, a contract's whole term, or
     the rent of the run."""
@@ -82,11 +102,30 @@ class Outcome:
         return min(self.chances.values(), default=1.0)
 
     @property
+    def arrivals(self) -> list[tuple[float, float]]:
+        """Runs a year, and hours of a run, of each job."""
+        return [(job.runs_a_year, job.hours) for job in self.jobs]
+
+    @property
     def result_hours(self) -> Span | None:
         """Hours from signing to the result: delivery and the run."""
         if self.hours is None or self.lead_days is None:
             return self.hours
         return total([self.lead_days.times(24), self.hours])
+
+    @property
+    def data_usd(self) -> Span:
+        """What storage and transfers cost, in `usd` too."""
+        stored, moved = self.stored_usd_per_hour, self.moved_usd
+        parts = [] if stored is None or self.hours is None else [product([stored, self.hours])]
+        return total([*parts, *([] if moved is None else [moved])])
+
+    @property
+    def weighted_usd(self) -> float | None:
+        """What it costs, and what its days until the result are worth; None if one is unknown."""
+        if self.usd is None or self.day_usd is None or self.result_hours is None:
+            return None
+        return self.usd.value + self.day_usd * self.result_hours.value / 24
 
     @property
     def utilisation(self) -> Span:
@@ -113,6 +152,8 @@ class Outcome:
             value = getattr(self, name)
             if isinstance(value, Span):
                 value = value.as_dict()
+            elif name == "jobs":
+                value = [asdict(job) for job in self.jobs]
             elif isinstance(value, Plan):
                 value = value.model_dump(mode="json", exclude_none=True)
             result[name] = value

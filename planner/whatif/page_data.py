@@ -11,12 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.catalog import Facility, Quantity, network_purchase, purchases
-from planner.whatif.candidates import Candidate, listed_price, term_words
+from planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
 from planner.whatif.evaluate import carbon_of
 from planner.whatif.outcome import Outcome
 from planner.whatif.run import Result
 from planner.whatif.span import Span, span_of
-from planner.whatif.study import Assumptions, Failures, Offer, Owning, Rental, Study
+from planner.whatif.study import (
+    Assumptions,
+    Data,
+    Failures,
+    Lease,
+    Loan,
+    Offer,
+    Owning,
+    Rental,
+    Study,
+)
 from planner.whatif.words import price_dates
 
 PER_SPAN = ("value", "low", "high")
@@ -27,9 +37,12 @@ def page_data(result: Result) -> dict[str, Any]:
     study = result.study
     return {
         "document": document_of(study),
-        "models": list(study.models),
+        "models": list(study.rows),
         "question": study.question or study.name,
-        "goal": study.goal.model_dump(mode="json"),
+        "goal": {
+            **study.goal.model_dump(mode="json"),
+            **({"tokens": study.tokens_of(1.0)} if study.jobs else {}),
+        },
         "assumed": assumed_data(study.assumptions),
         "made": datetime.date.today().isoformat(),
         "candidates": [
@@ -59,6 +72,7 @@ def assumed_data(assumed: Assumptions) -> dict[str, Any]:
         "goodput": None if assumed.goodput is None else _span(span_of(assumed.goodput)),
         "failures": _part(assumed.failures, tuple(Failures.model_fields)),
         "owning": _part(assumed.owning, tuple(Owning.model_fields)),
+        "data": _part(assumed.data, tuple(Data.model_fields)),
         **_part(known, _FACILITY),
         "network_usd_per_device": _span(span_of(network_purchase())),
         "grams_per_kwh": carbon_of(assumed.country) if grams is None else grams,
@@ -74,7 +88,7 @@ _FACILITY = (
 
 
 def _part(
-    part: Assumptions | Failures | Owning | Facility, names: tuple[str, ...]
+    part: Assumptions | Failures | Owning | Data | Facility, names: tuple[str, ...]
 ) -> dict[str, Any]:
     found = {}
     for name in names:
@@ -128,7 +142,7 @@ def _named(said: Mapping[str, Any]) -> list[str]:
     """Return the fields that an offer assumes for itself, those of parts by part and name."""
     names = []
     for name, value in said.items():
-        if name in ("owning", "failures"):
+        if name in ("owning", "failures", "data"):
             names += [f"{name}.{inner}" for inner in value]
         else:
             names.append(name)
@@ -143,18 +157,30 @@ def _terms(offer: Offer, candidate: Candidate) -> dict[str, Any]:
         "kind": _kind(candidate),
         "bought": bought,
         "commitment": "bought" if bought else rental.commitment,
+        "rent_commitment": rental.commitment,
         "quote": None if priced.quote is None else _span(priced.quote),
         "minimum_hours": priced.minimum_hours,
     }
     if bought:
         terms["network"] = _span(priced.network or span_of(network_purchase()))
+        terms["loan"] = None if offer.buy is None else _plain(offer.buy.loan)
+        loan = None if offer.buy is None else offer.buy.loan
+        terms["loan_words"] = "" if loan is None else loan_words(loan)
+        terms["lease"] = None if offer.buy is None else _plain(offer.buy.lease)
     if priced.reservation is not None:
         terms["years"] = priced.reservation.years
         terms["prepaid"] = priced.reservation.prepaid
         terms["term_words"] = term_words(priced.reservation)
-    if priced.owned_groups:
-        terms["owned_groups"] = list(priced.owned_groups)
+    if priced.parts:
+        terms["parts"] = list(priced.parts)
+        terms["words_beside"] = list(priced.words_beside)
+        rent = priced.part_quotes.get("rented")
+        terms["part_rent"] = None if rent is None else _span(rent)
     return terms
+
+
+def _plain(part: Loan | Lease | None) -> dict[str, Any] | None:
+    return None if part is None else part.model_dump(mode="json")
 
 
 def _kind(candidate: Candidate) -> str:
@@ -163,7 +189,7 @@ def _kind(candidate: Candidate) -> str:
         return "none"
     if priced.owned:
         return "owned"
-    if priced.owned_groups:
+    if priced.parts:
         return "part"
     return "rented" if priced.purchase is None else "bought"
 
@@ -181,6 +207,15 @@ def _plan(outcome: Outcome) -> dict[str, Any]:
         "layout": outcome.layout,
         "binding": outcome.binding,
         "native_step_s": outcome.native_step_s,
+        "jobs": [
+            {
+                "name": job.name,
+                "runs_a_year": job.runs_a_year,
+                "share": job.runs_a_year * job.hours / outcome.hours.value,
+            }
+            for job in outcome.jobs
+            if outcome.hours is not None
+        ],
     }
 
 

@@ -28,7 +28,8 @@ from planner.search.simulated_proof import BRIEF
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
-from planner.whatif.study import PUBLIC, Study
+from planner.whatif.study import PUBLIC, YEAR, Study
+from planner.whatif.study import Job as StudyJob
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
@@ -56,12 +57,22 @@ class Planned:
     reason: str = ""
     """Why nothing fits."""
     parameters: int = 0
-    """Of the model."""
+    """Of the model; of the largest where there are several."""
+    runs: tuple[tuple[StudyJob, Planned], ...] = ()
+    """Of a year of jobs: each of them."""
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; slower than any where nothing fits."""
         return ANY_S if self.prediction is None else self.prediction.step_time_s
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a step; of the year where it is one."""
+        if self.runs:
+            return sum(job.tokens * job.runs_a_year for job, _ in self.runs)
+        assert self.job is not None  # it fits
+        return float(self.job.global_batch * self.job.seq_len)
 
 
 @uncollected()
@@ -80,6 +91,8 @@ def planned(
     `backend` instead of the study's own.  A `likely` stack, which wins on fewer devices and on
     more, is the only one that is searched if it fits.
     """
+    if model_name == YEAR:
+        return _year(study, candidate, backend, store or FigureStore())
     model = resolve_model(model_name)
     ways = list(_ways(study, model, candidate, backend or study.work.backend))
     own = [way for way in ways if way[0] == likely]
@@ -89,6 +102,64 @@ def planned(
         plain = replace(candidate, cluster=candidate.narrower, narrower=None)
         best = among.fastest(plain, ways, ANY_S if best is None else best.step_s) or best
     return best or Planned(reason=among.reason(candidate, ways))
+
+
+def _year(study: Study, candidate: Candidate, backend: str | None, store: FigureStore) -> Planned:
+    """Return a year of jobs as one step: the seconds that all of them train."""
+    runs = []
+    for job in study.jobs:
+        said = {"seq_len": job.seq_len, "global_batch": job.global_batch}
+        update = {name: value for name, value in said.items() if value is not None}
+        work = study.work.model_copy(update=update)
+        own = replace(candidate, tuning=job.tuning)
+        one = study.model_copy(update={"work": work})
+        found = planned(one, job.model, own, backend, None, store)
+        if found.prediction is None:
+            return Planned(reason=f"{job.name}: {found.reason}")
+        runs.append((job, found))
+    return year_of(runs)
+
+
+def year_of(runs: Sequence[tuple[StudyJob, Planned]]) -> Planned:
+    """Return jobs of a year, each with its plan, as one step that has all their tokens.
+
+    Kernels and links are those of one accelerator, so its ends are those of all jobs together.
+    """
+    known = [(found.prediction, _steps_a_year(job, found), found) for job, found in runs]
+    most, _, longest = max(known, key=lambda one: one[1] * one[2].step_s)
+    assert most is not None  # each fits
+
+    def seconds(name: str) -> float:
+        each: list[float] = [getattr(prediction, name) for prediction, _, _ in known]
+        return sum(steps * one for one, (_, steps, _) in zip(each, known, strict=True))
+
+    parts: dict[str, float] = {}
+    for prediction, steps, _ in known:
+        assert prediction is not None  # each fits
+        for name, part_s in prediction.step_parts.items():
+            parts[name] = parts.get(name, 0.0) + steps * part_s
+    mfu = sum(p.mfu * steps * p.step_time_s for p, steps, _ in known if p is not None)
+    year = most.model_copy(
+        update={
+            "step_time_s": seconds("step_time_s"),
+            "step_time_low_s": seconds("step_time_low_s"),
+            "step_time_high_s": seconds("step_time_high_s"),
+            "step_parts": parts,
+            "mfu": mfu / seconds("step_time_s"),
+        }
+    )
+    return replace(
+        longest,
+        prediction=year,
+        optimal=all(found.optimal for _, found in runs),
+        stack="+".join(dict.fromkeys(found.stack for _, found in runs)),
+        parameters=max(found.parameters for _, found in runs),
+        runs=tuple(runs),
+    )
+
+
+def _steps_a_year(job: StudyJob, found: Planned) -> float:
+    return job.runs_a_year * job.tokens / found.tokens_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 /** Outcomes compared: order with ties, Pareto front, price of a tie.  The twin of ranking.py. */
 import { chancesToBeFirst } from "./draws.mjs";
+import { dataUsdOf } from "./evaluate.mjs";
 
-const ORDERS = ["cost", "time", "energy", "carbon"];
+const ORDERS = ["cost", "time", "energy", "carbon", "weighted"];
 const FRONT = ["time", "cost", "energy"];
 
 /** What outcomes are ranked by: the goal's figure, or time where none has it. */
@@ -22,6 +23,7 @@ export function figureOf(outcome, by) {
     return outcome.carbonKg === null ? figureOf(outcome, "energy") * outcome.assumed.grams_per_kwh
       : outcome.carbonKg.value;
   }
+  if (by === "weighted") return outcome.weightedUsd ?? Infinity;
   if (outcome.usd !== null) return outcome.usd.value;
   const hourly = outcome.usdPerDeviceHour;
   return hourly === null ? Infinity : hourly.value * outcome.devices / rate;
@@ -83,5 +85,6 @@ export function tiePrice(first, outcome) {
   const ours = figureOf(outcome, "cost"), best = figureOf(first, "cost");
   const price = outcome.usdPerDeviceHour;
   if (ours === Infinity || best === Infinity || price === null) return null;
-  return price.value * best / ours;
+  const beside = outcome.usd === null ? 0 : dataUsdOf(outcome).value;
+  return best > beside ? price.value * (best - beside) / (ours - beside) : null;
 }

@@ -43,7 +43,8 @@ def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
     price = outcome.usd_per_device_hour
     if outcome is first or ours is None or best is None or price is None:
         return None
-    return price.value * best / ours
+    beside = outcome.data_usd.value if outcome.usd is not None else 0.0
+    return price.value * (best - beside) / (ours - beside) if best > beside else None
 
 
 def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
@@ -147,6 +148,8 @@ def _figure(outcome: Outcome, by: Order) -> float | None:
             price = outcome.usd_per_device_hour
             rate = None if price is None else price.times(outcome.devices)
             return _value(outcome.usd, outcome, rate)
+        case "weighted":
+            return outcome.weighted_usd
         case _:
             assert_never(by)
 
@@ -204,7 +207,7 @@ def doubts(study: Study, best: Outcome) -> list[Doubt]:
     if best.hours is not None:
         assert best.goodput is not None  # it has hours
         widths.append((GOODPUT, _width(best.goodput) ** 2))
-    if study.goal.by == "cost" and best.usd_per_device_hour is not None:
+    if study.goal.by in ("cost", "weighted") and best.usd_per_device_hour is not None:
         widths.append((PRICE, _width(best.usd_per_device_hour) ** 2))
     whole = sum(width for _, width in widths)
     if whole == 0:
@@ -243,10 +246,10 @@ def measured_first(study: Study, best: Outcome) -> list[str]:
         share = f"{100 * doubt.share:.0f} % of the uncertainty"
         if doubt.cause == KERNELS and best.step_s is not None:
             hours = 20 * best.step_s.value * best.devices / 3600
+            steps = f", then 20 steps of the plan ({hours:,.1f} device hours)"
             said.append(
                 f"{KERNELS}, {share}: `meshwright profile` on one node, which times its products "
-                f"(about {node * PROFILE_HOURS:g} device hours), then 20 steps of the plan "
-                f"({hours:,.1f} device hours)"
+                f"(about {node * PROFILE_HOURS:g} device hours)" + ("" if best.jobs else steps)
             )
         elif doubt.cause == LINKS:
             nodes = min(best.devices, 2 * node)

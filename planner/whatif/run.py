@@ -14,7 +14,7 @@ from planner.errors.shown import html_table
 from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
-from planner.whatif.evaluate import evaluate
+from planner.whatif.evaluate import evaluate, loaded
 from planner.whatif.outcome import Outcome
 from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
@@ -134,9 +134,7 @@ def _carried_out(
         study = with_sizes(study, [(sizes[at][1], size) for at, size in found])
     candidates = {candidate.name: candidate for candidate in candidates_of(study, offers)}
     tasks = [
-        _Task(study, model, candidate)
-        for model in study.models
-        for candidate in candidates.values()
+        _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
     ]
     done: dict[int, Outcome] = {}
     interrupted = False
@@ -148,6 +146,8 @@ def _carried_out(
     except KeyboardInterrupt:
         interrupted = True
     outcomes = tuple(done[index] for index in sorted(done))
+    if study.jobs:  # each candidate's outcome says how much of it is used
+        candidates |= {o.candidate: loaded(candidates[o.candidate], o) for o in outcomes}
     result = Result(
         study=study,
         outcomes=outcomes,
@@ -166,7 +166,7 @@ def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureSto
 def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
     return {
         model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
-        for model in study.models
+        for model in study.rows
     }
 
 
@@ -177,7 +177,7 @@ def _natives(
 
     None where the study names the stack that it asks of.
     """
-    if tasks[0].study.work.backend != PUBLIC:
+    if tasks[0].study.work.backend != PUBLIC or tasks[0].study.jobs:
         return
     places = {(done[at].model, done[at].candidate): at for at in done}
     wanted: dict[tuple[str, ...], list[int]] = {}

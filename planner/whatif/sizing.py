@@ -30,7 +30,7 @@ def unsolved(study: Study) -> Iterator[tuple[int, str]]:
     """Yield each place among the offers whose `n` is to be found, and the model that it is for."""
     for place, offer in enumerate(study.offers):
         if offer.solve is not None and not offer.n:
-            yield from ((place, model) for model in study.models)
+            yield from ((place, model) for model in study.rows)
 
 
 def with_sizes(study: Study, found: Sequence[tuple[int, int]]) -> Study:

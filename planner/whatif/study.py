@@ -81,9 +81,10 @@ USUAL: dict[ChangeName, tuple[float, ...]] = {
 }
 """What is changed where a study does not say."""
 Tuning = Literal["pretrain", "full", "lora", "qlora"]
-Order = Literal["cost", "time", "energy", "carbon"]
+Order = Literal["cost", "time", "energy", "carbon", "weighted"]
 Commitment = Literal["on_demand", "reserved", "spot"]
 Sizing = Literal["need", "power", "afford"]
+YEAR = "a year of jobs"
 PUBLIC = "public"
 """As a backend: the public stack that is fastest there."""
 
@@ -121,7 +122,10 @@ class Goal(Part):
     """Least probability of keeping each of these; what keeps one at its midpoint alone comes after
     what keeps all so surely."""
     by: Order = "cost"
-    """What candidates are ranked by; those without a price come last."""
+    """What candidates are ranked by; those without a price come last.  `weighted` is the cost and
+    what the days until the result are worth."""
+    day_usd: Rate | None = None
+    """What the result is worth more, a day sooner."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -130,6 +134,8 @@ class Goal(Part):
             raise ValueError("tokens, tokens_per_parameter and epochs exclude each other")
         if (self.epochs is None) != (self.dataset_tokens is None):
             raise ValueError("epochs and dataset_tokens go together")
+        if self.by == "weighted" and (self.day_usd is None or self.tokens_of(1.0) is None):
+            raise ValueError("by: weighted weighs days against money; give day_usd and tokens")
         return self
 
     def tokens_of(self, parameters: float) -> float | None:
@@ -139,6 +145,25 @@ class Goal(Part):
         if self.tokens_per_parameter is not None:
             return self.tokens_per_parameter * parameters
         return self.tokens
+
+
+class Job(Part):
+    """A kind of training that comes again through a year, at random times.
+
+    One job at a time has the whole cluster.
+    """
+
+    name: Line
+    model: Line
+    """As on the command line."""
+    tokens: Rate
+    """Of one run."""
+    runs_a_year: Rate
+    tuning: Tuning = "pretrain"
+    seq_len: SampleTokens | None = None
+    """Instead of the study's own."""
+    global_batch: Samples | None = None
+    """Instead of the study's own."""
 
 
 class Rental(Part):
@@ -203,8 +228,50 @@ def _check_price(
         raise ValueError(f"{value} is not between {low} and {high}")
 
 
+class Loan(Part):
+    """What is borrowed for a purchase, and paid back in equal parts each month."""
+
+    interest: Interest
+    """A year; what a dollar costs later is `assumptions.interest`."""
+    months: Annotated[int, Field(ge=1, le=600, strict=True)]
+    share: Proportion = 1.0
+    """Of the price."""
+
+
+class Lease(Part):
+    """Devices with nodes, network, storage and spares that are given back in the end."""
+
+    usd_per_device_month: Rate
+    low: Rate | None = None
+    high: Rate | None = None
+    term_months: Annotated[int, Field(ge=1, le=600, strict=True)]
+    """That are paid at least."""
+    currency: Line = "USD"
+    date: DateLine
+    source: Text
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_price(
+            self.usd_per_device_month,
+            self.low,
+            self.high,
+            self.date,
+            self.source,
+            "usd_per_device_month",
+        )
+        return self
+
+
 class Buying(Part):
     """A purchase per device, node included; the catalogue's dated price where none is given."""
+
+    of: tuple[Line, ...] = ()
+    """Accelerators of a cluster with several: these are bought, the others owned or rented."""
+    loan: Loan | None = None
+    """Else the price is paid on the first day."""
+    lease: Lease | None = None
+    """Instead of a price; hosting, staff, support, insurance and power are paid as ever."""
 
     usd_per_device: Rate | None = None
     low: Rate | None = None
@@ -219,6 +286,10 @@ class Buying(Part):
         _check_price(
             self.usd_per_device, self.low, self.high, self.date, self.source, "usd_per_device"
         )
+        if self.loan is not None and self.lease is not None:
+            raise ValueError("loan and lease exclude each other; make an offer of each")
+        if self.of and self.lease is not None:
+            raise ValueError("a lease is of whole clusters; leave out `of`")
         return self
 
 
@@ -334,6 +405,22 @@ class Owning(Part):
     """Straight line."""
 
 
+class Data(Part):
+    """Storage and transfers, which a run pays beside its devices."""
+
+    stored_tb: Amount = 0.0
+    """Of data and checkpoints, beside rented clusters while a run lasts; what is bought or owned
+    has storage of its own."""
+    usd_per_tb_month: Quantity = _assumed(
+        Quantity, 23.0, 7.0, 80.0, "list prices of object stores, 20 to 23; file systems cost more"
+    )
+    moved_tb: Amount = 0.0
+    """Read out of a cloud for a run, and brought back: data to the cluster, checkpoints from it."""
+    usd_per_tb_moved: Quantity = _assumed(
+        Quantity, 60.0, 20.0, 90.0, "list prices of hyperscalers; specialists often ask nothing"
+    )
+
+
 class Assumptions(Part):
     """Figures that no plan knows; each default names its source."""
 
@@ -341,6 +428,7 @@ class Assumptions(Part):
     """Share of the wall clock that trains; by size from `failures` where it is not given."""
     failures: Failures = Failures()
     owning: Owning = Owning()
+    data: Data = Data()
     utilisation: Fraction = 0.8
     """Share of the hours of what is bought or reserved that are used."""
     years: Years = 3.0
@@ -408,7 +496,7 @@ def _merged(base: P, other: P) -> P:
     said = {}
     for name in other.model_fields_set:
         mine, its = getattr(base, name), getattr(other, name)
-        nested = isinstance(its, Failures | Owning)
+        nested = isinstance(its, Failures | Owning | Data)
         said[name] = _merged(mine, its) if nested else its
     return base.model_copy(update=said)
 
@@ -455,10 +543,12 @@ class Offer(Part):
             raise ValueError("solve finds n; list no numbers")
         if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
             raise ValueError("name holds {n}, and cluster does not; n numbers both")
-        in_part = isinstance(self.owned, tuple)
-        if in_part and self.buy is not None:
-            raise ValueError("what is not owned of a cluster can be rented; buy is for whole ones")
-        if sum((self.rent is not None, self.buy is not None, bool(self.owned))) - in_part > 1:
+        part_owned = isinstance(self.owned, tuple)
+        part_bought = self.buy is not None and len(self.buy.of) > 0
+        if part_owned and self.buy is not None and not part_bought:
+            raise ValueError("some is owned; name in buy.of what is bought of the rest")
+        ways = sum((self.rent is not None, self.buy is not None, bool(self.owned)))
+        if ways - (part_owned or part_bought) > 1:
             raise ValueError("rent, buy and owned exclude each other; make an offer of each")
         if self.largest and not self.n:
             raise ValueError("largest chooses among n; list numbers")
@@ -488,8 +578,10 @@ class Study(Document):
 
     name: Line
     question: Text | None = None
-    models: tuple[Line, ...]
+    models: tuple[Line, ...] = ()
     """As on the command line: catalogue names, configurations."""
+    jobs: tuple[Job, ...] = ()
+    """Instead of models: all that is trained in a year."""
     work: Work = Work()
     goal: Goal = Goal()
     offers: tuple[Offer, ...]
@@ -499,8 +591,36 @@ class Study(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.models:
-            raise ValueError("models is empty; name at least one")
+        if not (self.models or self.jobs):
+            raise ValueError("models is empty; name at least one, or jobs")
+        if self.jobs:
+            self._check_jobs()
         if not self.offers:
             raise ValueError("offers is empty; name at least one cluster")
         return self
+
+    def _check_jobs(self) -> None:
+        """Refuse what is of one training beside a year of jobs."""
+        goal = self.goal
+        one_run = (goal.tokens_of(1.0), goal.deadline_days, goal.budget_usd, goal.day_usd)
+        if self.models or any(figure is not None for figure in one_run):
+            raise ValueError(
+                "jobs name models and tokens; models, tokens, deadline_days, budget_usd and "
+                "day_usd are of one training"
+            )
+        changed = any(offer.solve or offer.tuning for offer in self.offers)
+        if changed or self.marginal or self.curves:
+            raise ValueError("jobs go with neither solve, an offer's tuning, marginal nor curves")
+        if len({job.name for job in self.jobs}) < len(self.jobs):
+            raise ValueError("two jobs have one name")
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What candidates are ranked for: each model, or a year of all jobs."""
+        return (YEAR,) if self.jobs else self.models
+
+    def tokens_of(self, parameters: float) -> float | None:
+        """Return the tokens to train a model of so many parameters on, or those of a year."""
+        if self.jobs:
+            return sum(job.tokens * job.runs_a_year for job in self.jobs)
+        return self.goal.tokens_of(parameters)

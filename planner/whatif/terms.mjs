@@ -5,12 +5,14 @@
  * @typedef {import("./span.mjs").Span} Span
  * @typedef {{devices: number, tdp_w: ?number, listed: ?Span}} Group  listed: USD of a device
  * @typedef {{kind: string, commitment: string, quote: ?Span, network: ?Span, years: number,
- *   prepaid: number, minimum_hours: number, owned_groups: boolean[]}} Terms
+ *   prepaid: number, minimum_hours: number, parts: string[], part_rent: ?Span}} Terms
+ *   parts: of each group "owned", "bought" or "rented"; part_rent: of what is rented beside a purchase
  */
 import {
   deviceWatts, hourlyAt, HOURS_PER_YEAR, outlayUsd, powerUsdPerHour, prepaidFactor, purchaseHourly,
   residualShare,
 } from "./economics.mjs";
+import { AT_ONCE, leaseInstalments, leaseMonths, loanInstalments } from "./financing.mjs";
 import { exact, product, times, total } from "./span.mjs";
 
 const MONTHS_PER_YEAR = 12;
@@ -36,9 +38,10 @@ export function pricedOf(candidate, assumed) {
     case "owned":
       return { hourly: keptHourly(groups, assumed, limit), minimumHours: 0 };
     case "part":
-      return { hourly: inPart(candidate, assumed), minimumHours: 0 };
+      return { ...inParts(candidate, assumed), minimumHours: 0 };
     case "bought": {
-      const purchase = purchaseOf(assumed, terms.quote, terms.network, groups, limit);
+      const purchase = terms.lease ? leaseOf(assumed, terms, groups, limit)
+        : financed(purchaseOf(assumed, terms.quote, terms.network, groups, limit), terms.loan);
       return { hourly: purchaseHourly(purchase), purchase, minimumHours: 0 };
     }
     case "rented":
@@ -58,16 +61,33 @@ function rented(terms, assumed) {
   };
 }
 
-function inPart({ terms, groups, power_limit: limit }, assumed) {
-  const rent = rented(terms, assumed).hourly;
-  const others = groups.filter((_, at) => !terms.owned_groups[at]);
-  const kept = keptHourly(groups.filter((_, at) => terms.owned_groups[at]), assumed, limit);
-  const share = devicesOf(others) / devicesOf(groups);
-  return {
-    fixed: total([times(rent.fixed, share), times(kept.fixed, 1 - share)]),
-    used: total([times(rent.used, share), times(kept.used, 1 - share)]),
+function inParts({ terms, groups, power_limit: limit }, assumed) {
+  const groupsOf = (role) => groups.filter((_, at) => terms.parts[at] === role);
+  const shareOf = (role) => devicesOf(groupsOf(role)) / devicesOf(groups);
+  const beside = [];
+  if (shareOf("owned")) {
+    beside.push(partOf(keptHourly(groupsOf("owned"), assumed, limit), shareOf("owned")));
+  }
+  if (shareOf("rented")) {
+    const quote = shareOf("bought") ? terms.part_rent : terms.quote;
+    const commitment = terms.bought ? terms.rent_commitment : terms.commitment;
+    beside.push(partOf(rented({ ...terms, quote, commitment }, assumed).hourly, shareOf("rented")));
+  }
+  if (!shareOf("bought")) return { hourly: summed(beside) };
+  const whole = financed(
+    purchaseOf(assumed, terms.quote, terms.network, groupsOf("bought"), limit), terms.loan);
+  const share = shareOf("bought"), purchase = {
+    ...whole, hardware: times(whole.hardware, share), yearly: times(whole.yearly, share),
+    running: times(whole.running, share),
   };
+  return { purchase, beside: summed(beside), hourly: summed([purchaseHourly(purchase), ...beside]) };
 }
+
+const partOf = ({ fixed, used }, share) => ({ fixed: times(fixed, share), used: times(used, share) });
+
+const summed = (parts) => ({
+  fixed: total(parts.map(({ fixed }) => fixed)), used: total(parts.map(({ used }) => used)),
+});
 
 /** What owned devices cost: as if bought, but for the hardware. */
 function keptHourly(groups, assumed, limit) {
@@ -80,6 +100,21 @@ function keptHourly(groups, assumed, limit) {
   return {
     fixed: total(parts.map(([share, hourly]) => times(hourly.fixed, share))),
     used: total(parts.map(([share, hourly]) => times(hourly.used, share))),
+  };
+}
+
+/** A purchase that a loan pays, if there is one. */
+const financed = (purchase, loan) => (loan
+  ? { ...purchase, instalments: loanInstalments(loan, purchase.horizon.years) } : purchase);
+
+/** A device's lease as a purchase that is paid each month and leaves nothing to sell. */
+function leaseOf(assumed, { quote, lease }, groups, limit) {
+  const { years, owning } = assumed, months = leaseMonths(lease, years);
+  return {
+    ...purchaseOf(assumed, groups[0].listed ?? exact(0), assumed.network_usd_per_device, groups, limit),
+    hardware: times(quote, months * (1 + owning.sales_tax)),
+    residual: exact(0), taxRate: 0,
+    instalments: leaseInstalments(lease, years), boundShare: lease.term_months / months,
   };
 }
 
@@ -106,6 +141,7 @@ function purchaseOf(assumed, price, network, groups, limit) {
       : powerUsdPerHour(times(watts, 1 / devices), assumed.electricity_usd_per_kwh),
     taxRate: own.income_tax,
     depreciationYears: own.depreciation_years,
+    instalments: AT_ONCE, boundShare: 1,
   };
 }
 
@@ -121,7 +157,7 @@ export const usefulHour = (priced, assumed) => hourlyAt(priced.hourly, assumed.u
 
 /** USD that signing binds to for each device; null on terms that bind to nothing. */
 export function boundUsd({ purchase, reservation }) {
-  if (purchase) return purchase.hardware.value;
+  if (purchase) return purchase.hardware.value * purchase.boundShare;
   return reservation ? reservation.price.value * (reservation.years * HOURS_PER_YEAR) : null;
 }
 

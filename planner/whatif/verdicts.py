@@ -12,6 +12,7 @@ from itertools import pairwise
 from planner.documents.units import seconds_text
 from planner.whatif.candidates import Candidate
 from planner.whatif.outcome import Outcome
+from planner.whatif.queue import load
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
 from planner.whatif.study import Order
@@ -21,7 +22,7 @@ from planner.whatif.words import days_text, listed, price_ages, usd_text
 def verdicts(result: Result) -> list[str]:
     """Return the headline: a sentence for each model, then what they say together."""
     if result.interrupted:
-        left = len(result.candidates) * len(result.study.models) - len(result.outcomes)
+        left = len(result.candidates) * len(result.study.rows) - len(result.outcomes)
         return [f"Interrupted: {len(result.outcomes)} done, {left} not looked at."]
     said = [_of_model(result, model, ranks) for model, ranks in result.ranks.items()]
     if len(result.ranks) > 1:
@@ -53,7 +54,8 @@ def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 
 def commitment_text(candidate: Candidate, usd: float) -> str:
     """Return what signing binds to."""
-    word = "Capex" if candidate.priced.purchase is not None else "Commitment"
+    bought = candidate.priced.purchase
+    word = "Commitment" if bought is None or bought.leased else "Capex"
     return f"{word} {usd:,.0f} USD"
 
 
@@ -65,7 +67,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
         known = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
-        if best is None or best not in known or by in ("energy", "carbon"):
+        if best is None or best not in known or by in ("energy", "carbon", "weighted"):
             continue
         first = min(known, key=lambda outcome: _native_figure(outcome, by))
         if _native_figure(first, by) < _native_figure(best, by):
@@ -92,6 +94,7 @@ FIRST_IN: dict[Order, str] = {
     "time": "fastest",
     "energy": "lowest in energy",
     "carbon": "lowest in CO2",
+    "weighted": "best by cost and days together",
 }
 OLD_MONTHS = 6
 """Age above which a price is no basis for an order."""
@@ -135,7 +138,9 @@ def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
 
 def _costs(outcome: Outcome) -> str:
     parts = []
-    if outcome.step_s is not None:
+    if outcome.jobs:
+        parts.append(f"{100 * load(outcome.arrivals):.0f} % of a year's hours used")
+    elif outcome.step_s is not None:
         parts.append(f"step {seconds_text(outcome.step_s.value)}")
     if outcome.hours is not None:
         parts.append(days_text(outcome.hours))
@@ -243,7 +248,7 @@ def _crossover(result: Result) -> Iterator[str]:
 
 def _mixed(result: Result) -> Iterator[str]:
     """Say whether to keep, add and split, mix or replace, where some devices are owned."""
-    for model in result.study.models:
+    for model in result.study.rows:
         ways = ways_of(result, model)
         known = {name: way for name, way in ways.items() if way is not None}
         if "keep" not in known or len(known) < 2:
@@ -291,10 +296,13 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
         return {}
     rented = [o for o in new if kinds[o.candidate].priced.purchase is None]
     bought = [o for o in new if kinds[o.candidate].priced.purchase is not None]
+    mix_rented = [o for o in mix if kinds[o.candidate].priced.purchase is None]
+    mix_bought = [o for o in mix if kinds[o.candidate].priced.purchase is not None]
     return {
         "keep": _days_usd(keep[0]),
         "split": _split(keep[0], rented[0]) if rented else None,
-        "mix": _days_usd(mix[0]),
+        "mix": _days_usd(mix_rented[0]) if mix_rented else None,
+        "mix, bought": _days_usd(mix_bought[0]) if mix_bought else None,
         "replace": _days_usd(bought[0]) if bought else None,
     }
 

@@ -56,7 +56,7 @@ def page_of(sections: dict[str, str]) -> str:
     """Return the page with all sections in their order."""
     today = datetime.datetime.now(datetime.UTC).date()
     return (
-        "# Twelve questions\n\n"
+        "# Sixteen questions\n\n"
         f"Written on {today} by `python plans/studies/make.py`; each is one command, "
         "`meshwright whatif plans/studies/NAME.yaml`, and `--html` makes a page of it. Prices are "
         "as old as they say and only of offers that can make the cluster. Each candidate is priced "

@@ -35,6 +35,7 @@ def agree(name: str, tensor: int) -> None:
             assert abs(error) <= traces.TOLERANCE, f"{where}: {figure} {error:+.2%}"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("qwen3_moe-2", "llama-2")
 @pytest.mark.parametrize(("family", "tensor"), QUICK)
 def test_families_do_what_the_arithmetic_says(family: str, tensor: int) -> None:

@@ -30,6 +30,7 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.long(
     "unequal-v100",
     "mixtral-16",
@@ -58,6 +59,7 @@ def test_no_plan_of_an_attack_beats_an_answer(name: str) -> None:
     assert outcome.simulation_hits == []
 
 
+@pytest.mark.matrix
 def test_an_attack_draws_devices_that_are_idle_and_micro_batches_of_any_size() -> None:
     attack = attack_on("deep-3b")
 
@@ -127,6 +129,7 @@ def test_an_attack_sees_a_simulated_bound_that_is_too_high() -> None:
     assert outcome.bound_hits
 
 
+@pytest.mark.matrix
 def test_an_attack_sees_a_bound_that_is_too_high() -> None:
     answer = attack_on("gpt2-xl-4090").answer
     true = answer.certificate

@@ -47,6 +47,7 @@ def test_half_a_line_is_no_line(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "none") == []
 
 
+@pytest.mark.matrix
 def test_a_dry_run_goes_on_at_the_row_that_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -276,6 +276,8 @@ PATHS: dict[str, Path] = {
 }
 
 COVERED = (
+    "compiled, zero 3",
+    "offloaded optimizer",
     "compressed activations",
     "zero 3, two ahead",
     "zero 3, kept",

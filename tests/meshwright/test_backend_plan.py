@@ -44,6 +44,7 @@ def test_text_says_how_the_configuration_is_written(
     assert document.read(Plan, output).backend == "megatron"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -57,6 +57,7 @@ def test_a_pin_is_kept(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert {item.recompute for stage in plan.stages for item in stage.layers} == {"full"}
 
 
+@pytest.mark.matrix
 def test_the_integer_program_finds_the_same_objective(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_batch_script_holds_values_as_values(
     assert not list(here.parent.rglob("PWNED"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("flag", ["--data", "--output", "--job"])
 def test_no_value_of_a_batch_script_is_several_lines(
     flag: str, capfd: pytest.CaptureFixture[str]

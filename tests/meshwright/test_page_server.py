@@ -93,6 +93,7 @@ def test_a_changed_study_is_planned_and_shown(server: PageServer) -> None:
         ("\xff\xfe", 400, "UTF-8"),
         ("x" * (MOST_BYTES + 1), 413, "at most"),
         ("code.py:model", 400, "is a file"),
+        ("a job of code.py:model", 400, "is a file"),
     ],
 )
 def test_what_is_no_study_is_refused_with_the_reason(
@@ -100,6 +101,9 @@ def test_what_is_no_study_is_refused_with_the_reason(
 ) -> None:
     if body == "code.py:model":
         body = study(models=[body]).dump(defaults=False)
+    if body == "a job of code.py:model":
+        job = {"name": "a", "model": "code.py:model", "tokens": 1e9, "runs_a_year": 1.0}
+        body = study(models=[], goal={}, jobs=[job]).dump(defaults=False)
 
     answer: tuple[int, Any] = ask(server, "plan", body)
 

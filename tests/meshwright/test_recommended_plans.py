@@ -65,7 +65,9 @@ def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: st
         assert bool(said) == above
         assert all("% likely to fit" in note for note in said)
         seen.add((found.fits, above))
-    assert seen == {(True, True), (True, False), (False, False)}
+    # The allocator of Hugging Face's stack is replayed: it reserves what a device has, never more.
+    replayed = backend == "transformers"
+    assert seen == {(True, False), (False, False)} | (set() if replayed else {(True, True)})
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(
     "command",
     [
@@ -187,6 +190,7 @@ def test_a_layout_that_its_backend_cannot_run_is_priced_with_the_reason(layout: 
 LAYERS = ("recompute=none", "recompute=selective", "recompute=full", "activations=offload")
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "gpt2", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("pin", LAYERS)
 def test_blocks_are_priced_as_they_are_pinned_or_the_pin_is_refused(pin: str, model: str) -> None:

@@ -81,6 +81,7 @@ READ_ONLY = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_what_does_not_train_works_from_the_figures_in_the_plan(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -91,6 +92,7 @@ def test_what_does_not_train_works_from_the_figures_in_the_plan(
     assert not planned()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_received_plan_without_figures_is_refused_and_nothing_run(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -118,6 +120,7 @@ def test_figures_that_are_not_those_of_the_digest_are_refused(
     assert "model: its graph has sha256:" in error(capfd, "show", "plan.yaml")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_file_of_a_name_that_none_can_have_is_not_there(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]

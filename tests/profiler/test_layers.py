@@ -252,6 +252,7 @@ def test_bf16_layers_compute_in_bf16() -> None:
 
 @pytest.mark.long("none")
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.matrix
 def test_compiled_layers_are_measured_beside_eager_ones(
     recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
 
     first = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
 
-    kept = [file.name for file in cache.rglob("*.json")]
+    kept = [file.name for file in cache.rglob("profile*.json")]
     monkeypatch.setattr(profiles, "result_of", lambda *_, **__: pytest.fail("ranks start"))
     second = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
     assert kept == ["profile.json"]
@@ -109,6 +109,7 @@ def failing(arguments: dict[str, Any], tell: ranks.Tell) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_what_a_rank_refuses_is_the_error_of_the_whole() -> None:
     with pytest.raises(LaunchError, match="no luck here"):
         ranks.result_of(

@@ -186,6 +186,7 @@ def test_a_setting_that_is_a_hundredth_off_leaves_the_bound(setting: str) -> Non
     assert apart(found.losses, oracle(one).losses) > BOUNDS["fp32"].loss
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bound_of_bf16_is_what_the_library_loses_by_it(name: str) -> None:
     whole, half = (oracle(row(name, "fp32", precision=p)) for p in ("fp32", "bf16"))

@@ -54,6 +54,7 @@ def equals_one_process(plan: Plan, name: str) -> None:
         assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.long("resnet-1f1b", "two_towers-1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
     equals_one_process(cases.plan(graph(name), pipeline=2, schedule=schedule), name)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -190,6 +192,7 @@ def test_what_is_no_graph_is_refused(name: str, message: str) -> None:
         graph_of_factory(f"{networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "schedule"),

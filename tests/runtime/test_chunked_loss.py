@@ -256,6 +256,7 @@ def test_stale_weights_refuse_chunks() -> None:
 # --- memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [256, 1024])
 def test_bytes_are_those_of_the_formula(dtype: torch.dtype, rows: int) -> None:
@@ -283,6 +284,7 @@ def test_bytes_are_those_of_the_formula(dtype: torch.dtype, rows: int) -> None:
         assert found[one] == pytest.approx(expected, rel=0.01, abs=10_000)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("gradients", "layout", "near"),
     [

@@ -107,6 +107,7 @@ def eager_and_compiled(part: int) -> list[tuple[dict[str, float], int, dict[str,
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.matrix) for part in range(1, PARTS))]
 )
+@pytest.mark.matrix
 def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part: int) -> None:
     for of_rank in on_ranks(2, eager_and_compiled, part):
         for (family, layout, bound), (found, graphs, fallbacks) in zip(
@@ -120,6 +121,7 @@ def test_every_axis_trains_compiled_as_eager_with_one_graph_for_all_blocks(part:
 # --- what is kept and held ----------------------------------------------------------------------
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("llama-fp8-none", "olmo2-fp32-selective")
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
     return DerivedStyles(module, Recorder.of(module, batch, inputs), batch)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("kind", MODULES)
 def test_what_can_be_divided_is_found(kind: str) -> None:
     torch.manual_seed(0)
@@ -174,7 +175,7 @@ def trained(kind: str, layout: dict[str, Any], folder: Path | None = None) -> Ru
     return losses, engine.state_dict(), seen
 
 
-SOME, OTHERS = ("fused", "torch", "t5"), ("reshaped", "grouped", "convolutions")
+SOME, OTHERS = ("fused", "t5"), ("torch", "reshaped", "grouped", "convolutions")
 V = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor": (2, {"tensor": 2, "micro_batches": 2}, SOME),

@@ -96,6 +96,7 @@ def in_bf16(layouts: list[dict[str, Any]]) -> list[tuple[list[float], set[torch.
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_bf16_computes_in_bf16_and_stays_near_fp32() -> None:
     graph = cases.transformer()
     expected = steps(token_engine(cases.plan(graph), graph, device=CPU), 0, 4)

@@ -60,6 +60,7 @@ def test_the_loss_of_the_next_step_is_known_before() -> None:
     assert engine.evaluate(batch).loss < before
 
 
+@pytest.mark.spread(2)
 @pytest.mark.long("zbv, zero 2", "zero 1")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -29,14 +29,10 @@ HYBRID = {"data_replicate": 2, "data_shard": 2}
 SPLIT = {"schedule": "zbv", "virtual_stages": 2}
 
 TWO = (
-    case("mixture, tensor, selective", model=SHARED, tensor=2, recompute="selective"),
     case("zero 3, selective", model=SHARED, expert=2, data_shard=2, zero=3, recompute="selective"),
     case("over tensor", model=SHARED, expert=2, tensor=2, recompute="full"),
     case("gathered", model=SHARED, expert=2, data_shard=2, zero=3, dispatch="allgather"),
-    case("gathered, over tensor", "mixtral", expert=2, tensor=2, **GATHERED),
     case("over context", model=SHARED, expert=2, context=2),
-    case("zero 2", "qwen3_moe", expert=2, data_shard=2, zero=2),
-    case("over tensor, selective", "mixtral", expert=2, tensor=2, recompute="selective"),
 )
 FOUR = (
     case("mixture, more ranks than divide experts", model=SIX, data_shard=4, zero=3),
@@ -53,6 +49,10 @@ FOUR = (
     case("over tensor and context", "qwen3_moe", expert=4, tensor=2, context=2, zero=1),
 )
 MORE_ON_TWO = (
+    case("mixture, tensor, selective", model=SHARED, tensor=2, recompute="selective"),
+    case("gathered, over tensor", "mixtral", expert=2, tensor=2, **GATHERED),
+    case("zero 2", "qwen3_moe", expert=2, data_shard=2, zero=2),
+    case("over tensor, selective", "mixtral", expert=2, tensor=2, recompute="selective"),
     case("mixture, zero 3", model=SHARED, data_shard=2, zero=3),
     case("mixture, split backward", model=SHARED, pipeline=2, **SPLIT),
     case("mixture, context", model=SHARED, context=2),

@@ -72,6 +72,7 @@ def first_loss(plan: Plan, model: ModelGraph, weights: Path) -> float:
     return engine.evaluate(own(engine, 7)).loss
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> Non
 @pytest.mark.long("mixtral, tensor")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["mixtral, tensor", "qwen3_moe, pipeline"])
+@pytest.mark.matrix
 def test_published_experts_are_read_part_by_part(name: str, tmp_path: Path) -> None:
     family, changes, layout = CASES[name]
     model = cases.transformer(family, **changes)

@@ -68,6 +68,7 @@ def graph(optimizer: Any) -> ModelGraph:
     )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_of_gathers_and_broadcasts(name: str) -> None:
     layout, fields = LAYOUTS[name]
@@ -103,6 +104,7 @@ def request_job() -> Any:
     return Job(seq_len=1, global_batch=samples_in(batch_of(0)), precision="fp32")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["zero 1", "tensor"])
 def test_they_take_their_time_once_per_step(name: str) -> None:
     layout, _ = LAYOUTS[name]
@@ -131,6 +133,7 @@ def test_they_take_their_time_once_per_step(name: str) -> None:
     assert more == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.matrix
 def test_the_owner_keeps_whole_matrices() -> None:
     told = {}
     for optimizer in (torch.optim.Adafactor, torch.optim.Adagrad):

@@ -49,9 +49,11 @@ def planned(wire: str, shares: tuple[int, ...] = (), **layout: Any) -> Plan:
     return cases.shared(plan, shares) if shares else plan
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("wire", LAYOUTS)
 @pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_losses_stay_within_the_bound(part: str, wire: str) -> None:
     layouts = LAYOUTS[wire][::3] if part == "some" else LAYOUTS[wire]
     graph = cases.transformer()

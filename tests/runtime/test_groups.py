@@ -58,6 +58,7 @@ def planned(fast: int, slow: int, pins: Pins, model: ModelGraph = MODEL) -> Plan
     return Plan(**{**dict(found), "training": plain.training})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("2-2-gpipe", "1-2-zb-h1", "1-1-interleaved-zb")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def equals_one_process(plan: Plan, model: ModelGraph = MODEL) -> None:
         assert run.norms == pytest.approx(one.norms, rel=TOLERANCE)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mesh", "shares", "recompute"),

@@ -95,6 +95,7 @@ def module(build: Any, layout: dict[str, Any]) -> nn.Module:
     return made.eval()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("two stages", "replicated")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_evaluation_of_any_size_is_that_of_one_process(layout: dict[str, Any]) -> None:

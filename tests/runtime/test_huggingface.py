@@ -110,6 +110,7 @@ def test_first_weights_have_the_library_spread() -> None:
             assert ours.mean().item() == mean, name
 
 
+@pytest.mark.spread(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "axes"),
@@ -175,6 +176,7 @@ def loss_and_bytes(plan: Plan, graph: ModelGraph, folder: Path) -> tuple[float, 
     return engine.step(own).loss, Counting.read_bytes
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("qwen3-changes1-layout1")
 @pytest.mark.ranks
 @pytest.mark.parametrize(

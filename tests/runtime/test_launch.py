@@ -345,6 +345,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_bit_that_flips_on_one_rank_ends_the_launch_before_a_checkpoint_has_it(
     room: Room,
 ) -> None:
@@ -402,6 +403,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(room: Room) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_folder_that_disappears_ends_the_launch_in_words(room: Room) -> None:
     pytest.importorskip("torch")
     launcher = room.start(plan_of(), steps=ENOUGH)

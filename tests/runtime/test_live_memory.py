@@ -300,6 +300,7 @@ def test_a_stage_holds_its_activations_once_per_micro_batch_in_flight() -> None:
     assert len(set(alternating[2:])) == 1
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_what_is_packed_is_not_held_by_the_device(recompute: str) -> None:

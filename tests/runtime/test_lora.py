@@ -173,6 +173,7 @@ def rounded() -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.matrix
 def test_adapters_train_within_the_bounds_of_what_rounds(name: str) -> None:
     ranks, single = rounded()
     index = list(ROUNDED).index(name)

@@ -130,6 +130,7 @@ def plainly(build: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_every_rank_is_given_what_one_process_has() -> None:
     expected = {name: plainly(build) for name, build in NETS.items()}
 

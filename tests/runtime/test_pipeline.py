@@ -140,6 +140,7 @@ def test_ranks_act_as_written(name: str) -> None:
         assert seen.messages["gradients"] == (0 if first else 2 * MICRO_BATCHES)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "virtual_stages", "ranks"),

@@ -145,6 +145,7 @@ SOME = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("rows", some_and_others(ROWS, SOME))
+@pytest.mark.matrix
 def test_two_ranks_have_the_gradients_of_one_process(rows: list[tuple[str, str, int]]) -> None:
     for worst in on_ranks(2, every_row, rows):
         assert worst.keys() == set(rows)

@@ -124,6 +124,7 @@ def check(pairs: list[tuple[str, str]], folder: Path, of: str = "reference") -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_some_plans_go_on_where_others_ended(tmp_path: Path) -> None:
     check(SOME, tmp_path)
 

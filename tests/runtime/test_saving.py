@@ -74,6 +74,7 @@ WHOLE = {"all on 2 ranks": (2, TWO), "all on 4 ranks": (4, FOUR)}
 @pytest.mark.parametrize(
     "group", ["an eighth on 2 ranks", pytest.param("a fourth on 4 ranks", marks=pytest.mark.matrix)]
 )
+@pytest.mark.matrix
 def test_saving_plans_train_like_one_process(group: str) -> None:
     world, rows = GROUPS[group]
 

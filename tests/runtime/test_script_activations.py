@@ -45,7 +45,7 @@ def offloaded(layout: dict[str, Any], how: str = "offload") -> Moved:
         activations.LEAST_ELEMENTS, host.to_host = LEAST_ELEMENTS, to_host
 
 
-SOME = ["replicated", "zero 3", "zero bubble, selective"]
+SOME = ["replicated", "zero 3"]
 
 
 def rows_of(names: list[str]) -> tuple[dict[str, Moved], Moved]:
@@ -102,6 +102,7 @@ def gradients(kind: str, layout: dict[str, Any]) -> dict[str, Tensor]:
     return dict(engine.gradients())
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("kind", ["resnet", "diffusion", "two_towers", "lstm", "t5", "experts"])
 def test_layers_of_every_kind_store_their_tensors_on_the_host(

@@ -113,6 +113,7 @@ def of_blocks(block: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
+@pytest.mark.spread(2)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("block", "reason"),
@@ -182,6 +183,7 @@ def gathered_everywhere() -> dict[str, tuple[script.Run, int, int]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_units_are_gathered_as_far_ahead_and_kept_as_a_plan_says() -> None:
     expected = script.plainly()
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.documents.profile import ChunkedLoss
-from planner.documents.training import Lora
 from planner.errors import BatchError, DocumentError, LaunchError, OptimizerError
 from runtime import host, streamed_state
 from runtime.engine import Engine, StepResult
@@ -41,10 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 build = functools.partial(own_modules.GPT, tied="module")
 INNERS: dict[str, dict[str, Any]] = {
-    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "zero bubble": {"pipeline": 2, "schedule": "zb-h1"},
 }
 MORE_INNERS: dict[str, dict[str, Any]] = {
+    "zero 3, recompute": LAYOUTS["zero 3, recompute"],
     "two stages, gpipe, recompute": LAYOUTS["two stages, gpipe, recompute"],
 }
 LENGTHS = (LENGTH, 4, 5, 4)
@@ -388,9 +387,9 @@ def test_an_optimizer_that_updates_parameters_together_is_refused_with_its_state
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"offload": "parameters"}, "offload: is parameters, which .* use ZeRO 3, or offload: opt"),
-        ({"precision": "fp8"}, "precision: is fp8, .* convert modules in build"),
+        ({"precision": "nvfp4"}, "precision: is nvfp4, .* use mxfp8 or fp8"),
         ({"gradient_wire": "powersgd"}, "gradient_wire: is powersgd, .* use full"),
+        ({"weight_wire": "fp8"}, "weight_wire: is fp8, and products in fp32"),
         ({"backend": "megatron"}, "backend: is megatron, .*meshwright export"),
     ],
 )
@@ -403,6 +402,7 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
         new_engine(plan)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -417,7 +417,6 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
         ("dispatch", "allgather"),
         ("tensor_overlap", "async"),
         ("document_len", 3),
-        ("training.lora", Lora(rank=2)),
         ("training.learning_rate", 0.01),
         ("training.clip_norm", 0.5),
         ("training.warmup_steps", 10),

@@ -65,6 +65,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     ],
     ids=" ".join,
 )
+@pytest.mark.matrix
 def test_a_rank_holds_what_is_predicted(fix: list[str]) -> None:
     batch = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     plan = meshwright.plan(

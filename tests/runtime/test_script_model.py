@@ -20,6 +20,7 @@ from runtime.script_model import SAMPLES, check_module, check_replay, few_sample
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("kind", MODULES)
 def test_layers_add_up_to_the_module(kind: str) -> None:
     torch.manual_seed(0)

@@ -113,6 +113,7 @@ def interrupted(asked_after: list[int]) -> Run:
     return Run(losses, [0.0] * STEPS, weights_of(engine))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("asked_after", [[0], [1, 3], [0, 1, 2, 3, 4]])
 def test_draining_changes_no_number(asked_after: list[int]) -> None:

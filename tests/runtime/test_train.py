@@ -139,6 +139,7 @@ def losses(output: Path) -> list[float]:
     return [record.loss for record in run.read_records(run.metrics_file(output))]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("data", [2, 4, 8])
 def test_data_ranks_together_see_what_one_rank_sees(
     corpus: Corpus, tmp_path: Path, data: int

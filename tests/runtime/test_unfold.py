@@ -80,6 +80,7 @@ def test_a_forward_that_looks_at_values_is_refused_with_a_way_out() -> None:
         unfold.layers_of(made("undecided"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",

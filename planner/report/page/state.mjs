@@ -4,7 +4,7 @@
  * `data` is what page_data.py writes.  `values` has by a control's id what the reader set; what is not
  * in it stands as the study has it.
  */
-import { evaluate } from "../../whatif/evaluate.mjs";
+import { evaluate, tokensOf } from "../../whatif/evaluate.mjs";
 import { exact, spanOf, times } from "../../whatif/span.mjs";
 
 /**
@@ -18,6 +18,8 @@ const CONTROLS = [
     most: 1e4, now: (data) => data.goal.deadline_days },
   { id: "budget", label: "Budget", unit: "USD", path: ["goal", "budget_usd"], least: 1, most: 1e12,
     now: (data) => data.goal.budget_usd },
+  { id: "day", label: "What a day sooner is worth", unit: "USD", path: ["goal", "day_usd"], least: 0.01,
+    most: 1e9, now: (data) => data.goal.day_usd },
   { id: "utilisation", label: "Utilisation of what is bought or reserved", unit: "share of hours",
     path: ["assumptions", "utilisation"], least: 0.01, most: 1,
     now: (data) => data.assumed.utilisation },
@@ -35,6 +37,16 @@ const CONTROLS = [
     path: ["assumptions", "lead_days"], now: (data) => data.assumed.lead_days.value },
 ];
 
+const OF_DATA = [
+  { id: "stored", label: "Data stored beside rented clusters", unit: "TB", least: 0, most: 1e7,
+    path: ["assumptions", "data", "stored_tb"], now: (data) => data.assumed.data.stored_tb },
+  { id: "moved", label: "Data moved for a run", unit: "TB", least: 0, most: 1e7,
+    path: ["assumptions", "data", "moved_tb"], now: (data) => data.assumed.data.moved_tb },
+];
+const OF_ONE_RUN = ["tokens", "deadline", "budget", "day", "utilisation"];
+const RUNS = { id: "runs", label: "Runs of all jobs", unit: "times the study's", path: [], ranged: false,
+  least: 0.01, most: 100, now: 1 };
+
 /** Id of the price that a candidate has in common with others of its offer. */
 export function priceId(data, { place, provider }) {
   const each = data.document.offers[place].rent?.each_provider;
@@ -43,17 +55,22 @@ export function priceId(data, { place, provider }) {
 
 /** All controls of a study's page. @returns {Control[]} */
 export function controlsOf(data) {
-  const assumed = CONTROLS.map((c) => ({ ranged: false, ...c, now: c.now(data) ?? null }));
+  const jobs = data.document.jobs?.length > 0; // which use what they take, and have no deadline
+  const counted = data.assumed.data.stored_tb || data.assumed.data.moved_tb;
+  const all = [...CONTROLS, ...(counted ? OF_DATA : [])];
+  const assumed = all.filter(({ id }) => !(jobs && OF_ONE_RUN.includes(id)))
+    .map((c) => ({ ranged: false, ...c, now: c.now(data) ?? null }));
+  if (jobs) assumed.unshift(RUNS);
   const prices = new Map();
   for (const candidate of data.candidates) {
-    const { kind, bought, commitment, quote } = candidate.terms, id = priceId(data, candidate);
+    const { kind, bought, commitment, quote, lease } = candidate.terms, id = priceId(data, candidate);
     if (kind === "owned" || prices.has(id) || (kind === "none" && commitment === "reserved")) continue;
     const provider = data.document.offers[candidate.place].rent?.each_provider
       ? ` at ${candidate.provider}` : "";
     const offer = data.document.offers[candidate.place];
     prices.set(id, {
       id, label: `${offer.name ?? offer.cluster}${provider}`, ranged: true, path: [],
-      unit: bought ? "USD per device" : `USD per device-hour, ${commitment.replace("_", " ")}`,
+      unit: lease ? "USD per device and month" : bought ? "USD per device" : `USD per device-hour, ${commitment.replace("_", " ")}`,
       now: quote === null ? null : quote.value, least: bought ? 1 : 0.001, most: bought ? 1e7 : 1e4,
     });
   }
@@ -73,23 +90,18 @@ const sourceOf = (place) => `set on the page for offer ${place + 1}`;
 /** The candidate at the price that the reader set for its offer. */
 function repriced(data, candidate, value) {
   const { terms, place } = candidate, first = firstOf(data, candidate);
-  const words = `${terms.commitment}, ${data.made}, ${sourceOf(place)}`;
-  const how = terms.kind === "part" ? inPartWords(candidate, words)
-    : words + (terms.term_words ? `, ${terms.term_words}` : "");
+  const words = terms.lease
+    ? `leased for ${terms.lease.term_months} months, ${data.made}, ${sourceOf(place)}`
+    : `${terms.commitment}, ${data.made}, ${sourceOf(place)}`;
+  const whole = [words, terms.term_words, terms.loan_words].filter(Boolean).join(", ");
+  const how = terms.kind === "part" ? terms.words_beside.join(whole) : whole;
   return {
-    ...candidate, how, cause: "", dates: [data.made.slice(0, 7)], hypothetical: false,
+    ...candidate, how, cause: terms.loan_words && terms.kind !== "part" ? words : "", dates: [data.made.slice(0, 7)], hypothetical: false,
     terms: {
       ...terms, kind: terms.kind === "none" ? (terms.bought ? "bought" : "rented") : terms.kind,
       quote: scaled(first.terms.quote, value),
     },
   };
-}
-
-function inPartWords({ terms, groups, devices }, words) {
-  const rented = groups.reduce(
-    (sum, group, at) => sum + (terms.owned_groups[at] ? 0 : group.devices), 0);
-  return `${rented} of ${devices} devices: ${words}; the others are owned: hosting, staff, support `
-    + "and power are paid";
 }
 
 /** The first candidate of a price: its relative range is the one that a set price has. */
@@ -111,6 +123,10 @@ export function assumptionsOf(base, values, own = []) {
     moved.owning.retained_a_year = scaled(base.owning.retained_a_year, kept, 1);
     if (!own.includes("owning.residual_by_age")) moved.owning.residual_by_age = [];
   }
+  const stored = set("stored", "data.stored_tb"), transferred = set("moved", "data.moved_tb");
+  moved.data = {
+    ...base.data, stored_tb: stored ?? base.data.stored_tb, moved_tb: transferred ?? base.data.moved_tb,
+  };
   if ("lost" in values) moved.failures = { ...base.failures, other: exact(values.lost) };
   return moved;
 }
@@ -121,9 +137,12 @@ export function goalOf({ goal }, values) {
   if ("tokens" in values) {
     Object.assign(moved, { tokens: values.tokens, tokens_per_parameter: null, epochs: null });
   }
+  if ("runs" in values) moved.tokens = goal.tokens * values.runs;
   if ("deadline" in values) moved.deadline_days = values.deadline;
   if ("budget" in values) moved.budget_usd = values.budget;
+  if ("day" in values) moved.day_usd = values.day;
   if ("by" in values) moved.by = values.by;
+  if (moved.by === "weighted" && !(moved.day_usd && tokensOf(moved, 1))) moved.by = "cost";
   return moved;
 }
 
@@ -156,15 +175,18 @@ export function changedDocument(data, values) {
     if (value === null) delete place[path.at(-1)];
     else place[path.at(-1)] = value;
   };
-  for (const { id, path, ranged } of CONTROLS.filter((control) => control.id in values)) {
+  for (const { id, path, ranged } of [...CONTROLS, ...OF_DATA].filter((control) => control.id in values)) {
     const moved = ranged && quantities(assumptionsOf(data.assumed, values))[id];
     put(path, ranged ? { ...moved, source } : values[id]);
+  }
+  if ("runs" in values) {
+    for (const job of document.jobs) job.runs_a_year *= values.runs;
   }
   if ("tokens" in values) {
     for (const name of ["tokens_per_parameter", "epochs", "dataset_tokens"]) delete document.goal[name];
   }
   if ("residual" in values) delete document.assumptions.owning.residual_by_age;
-  if ("by" in values) put(["goal", "by"], values.by);
+  if ("by" in values || "day" in values) put(["goal", "by"], goalOf(data, values).by);
   document.offers = document.offers.flatMap((offer, place) => pricedOffers(data, values, offer, place));
   return document;
 }
@@ -195,6 +217,11 @@ function withPrice(data, offer, candidate, value) {
     [bought ? "usd_per_device" : "usd_per_device_hour"]: moved.value,
     low: moved.low, high: moved.high, date: data.made, source: sourceOf(candidate.place),
   };
+  if (offer.buy?.lease) {
+    const { currency: _, ...lease } = offer.buy.lease;
+    const { usd_per_device: usd_per_device_month, ...quoted } = said;
+    return { ...offer, buy: { ...offer.buy, lease: { ...lease, ...quoted, usd_per_device_month } } };
+  }
   const part = bought ? "buy" : "rent";
   const { provider: _, region: __, currency: ___, ...terms } = offer[part] ?? {};
   if (terms.commitment === "reserved" && candidate.terms.years) {
@@ -212,7 +239,7 @@ export const fragmentOf = (values) => new URLSearchParams(
 export function valuesFrom(fragment, controls) {
   const values = {};
   for (const [id, text] of new URLSearchParams(fragment)) {
-    if (id === "by" && ["cost", "time", "energy", "carbon"].includes(text)) values.by = text;
+    if (id === "by" && ["cost", "time", "energy", "carbon", "weighted"].includes(text)) values.by = text;
     const control = controls.find((one) => one.id === id);
     if (control && text === "" && clearable(id)) values[id] = null;
     const number = Number(text);
@@ -224,4 +251,4 @@ export function valuesFrom(fragment, controls) {
 }
 
 /** Whether a control may be left empty: a limit that is not set. */
-export const clearable = (id) => id === "deadline" || id === "budget";
+export const clearable = (id) => ["deadline", "budget", "day"].includes(id);

@@ -1,6 +1,8 @@
 /** The page of a study: everything below the controls is drawn again when one moves. */
 import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from "../../whatif/break_even.mjs";
 import { hourlyAt } from "../../whatif/economics.mjs";
+import { load, shortestFirstH, waitH } from "../../whatif/queue.mjs";
+import { dataUsdOf } from "../../whatif/evaluate.mjs";
 import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
 import { tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
@@ -15,9 +17,10 @@ import {
   duration, flipText, grouped, percent, price, provenance, ranged, verdict,
 } from "./words.mjs";
 
-const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10;
+const MOST_DOTS = 40, MOST_BARS = 12, MOST_CASH = 6, MOST_LINES = 8, MOST_PAIRS = 4, MOST_COMPARED = 10,
+  MOST_YEARS = 3;
 const SLIDER = 200, REACH = 5; // steps of a slider, and how far it goes either way
-const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2" };
+const UNITS = { cost: "USD", time: "hours", energy: "kWh", carbon: "kg of CO2", weighted: "USD, days counted" };
 
 const at = (id) => document.getElementById(id);
 const data = JSON.parse(at("data").textContent);
@@ -30,9 +33,15 @@ const page = {
 const COLUMNS = [
   ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
   ["candidate", (r) => r.outcome.candidate.name, (r) => r.outcome.candidate.name],
-  ["time to result", (r) => r.outcome.resultHours?.value,
+  [data.document.jobs?.length ? "hours used" : "time to result", (r) => r.outcome.resultHours?.value,
     (r) => r.outcome.resultHours && duration(r.outcome.resultHours)],
   ["USD", (r) => r.outcome.usd?.value, (r) => r.outcome.usd && ranged(r.outcome.usd)],
+  ...(data.document.jobs?.length ? [
+    ["share of hours", (r) => load(r.outcome.jobs), (r) => percent(load(r.outcome.jobs))],
+    ["mean wait", (r) => waitH(r.outcome.jobs), (r) => hoursText(waitH(r.outcome.jobs))],
+  ] : []),
+  ...(data.assumed.data.stored_tb || data.assumed.data.moved_tb ? [["storage and transfers, USD",
+    (r) => dataUsdOf(r.outcome).value, (r) => grouped(dataUsdOf(r.outcome).value)]] : []),
   ["P(cheapest)", (r) => r.first.cost, (r) => r.first.cost?.toFixed(2)],
   ["P(fastest)", (r) => r.first.time, (r) => r.first.time?.toFixed(2)],
   ["goals", (r) => r.outcome.chance, goalsText],
@@ -73,6 +82,7 @@ function update() {
   at("warning").textContent = found.warning;
   drawChoice(ranks);
   drawTornado(ranks, by);
+  drawYear(ranks);
   drawCash(ranks);
   drawUse(ranks);
   drawSizes(ranks);
@@ -99,7 +109,8 @@ function drawChoice(ranks) {
     };
   });
   const focused = document.activeElement?.dataset?.name;
-  at("scatter").innerHTML = scatter("Cost against time to result", points, "days to the result", "USD")
+  at("scatter").innerHTML = scatter("Cost against time to result", points,
+    data.document.jobs?.length ? "days used of a year" : "days to the result", "USD")
     + key(kinds);
   for (const dot of at("scatter").querySelectorAll(".dot")) {
     if (dot.dataset.name === focused) dot.focus();
@@ -138,6 +149,26 @@ function drawTornado(ranks, by) {
   }).join("");
 }
 
+/** What share of hours a year of jobs uses on the chosen candidates, or the first, and what waits. */
+function drawYear(ranks) {
+  const chosen = ranks.filter((r) => page.chosen.has(r.outcome.candidate.name));
+  const shown = (chosen.length ? chosen : ranks).slice(0, MOST_YEARS).map((r) => r.outcome);
+  at("year").hidden = !shown.some(({ jobs }) => jobs.length);
+  if (at("year").hidden) return;
+  const rows = shown.flatMap(({ candidate, plan, jobs }) => {
+    const used = load(jobs), mean = waitH(jobs), shortest = shortestFirstH(jobs);
+    return jobs.map(([runs, hours], k) => [
+      candidate.name, plan.jobs[k].name, grouped(runs, 1), hoursText(hours), percent(used),
+      hoursText(mean), hoursText(shortest && shortest[k])]);
+  });
+  at("year-table").innerHTML = tableHtml("One job at a time has the whole cluster; jobs come at random. "
+    + "Waits are means; one that has begun is not interrupted", ["candidate", "job", "runs a year",
+    "a run", "hours used", "wait in order", "wait, shortest first"], rows);
+}
+
+const hoursText = (hours) => (hours === null ? "longer and longer"
+  : hours < 48 ? `${grouped(hours, 1)} h` : `${grouped(hours / 24, 1)} days`);
+
 /** Those that are shown over years: the chosen ones, or the first few. */
 function overYearsShown(ranks, most) {
   const known = ranks.map((r) => r.outcome).filter(comparable);
@@ -152,12 +183,12 @@ function drawCash(ranks) {
   const rows = shown.map((o) => ({ o, cash: cashUsd(o), present: presentValueUsd(o) }));
   const most = Math.max(...rows.map(({ cash }) => cash.length));
   const head = ["candidate", "first day", ...Array.from({ length: most - 1 }, (_, k) => `year ${k + 1}`),
-    "in all", "NPV"];
+    "TCO", "NPV"];
   const body = rows.map(({ o, cash, present }) => [
     o.candidate.name, ...Array.from({ length: most }, (_, k) => (k in cash ? grouped(cash[k]) : "")),
     grouped(cash.reduce((a, b) => a + b, 0)), ranged(present)]);
-  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax; the last year "
-    + "has the resale; NPV at the interest set, before tax", head, body);
+  at("cash").innerHTML = tableHtml("USD paid by all devices over the years, before tax: capex on the "
+    + "first day, opex in each year, TCO in all; the last year has the residual value; NPV at the interest set", head, body);
 }
 
 function drawUse(ranks) {
@@ -197,11 +228,17 @@ function drawSizes(ranks) {
   at("sizes").hidden = !several.length;
   if (!several.length) return;
   const series = (figure) => several.slice(0, MOST_LINES).map((of) => ({
-    name: of[0].candidate.cluster, dots: true, dashed: true,
+    name: offerName(of[0].candidate), dots: true, dashed: true,
     points: of.map((o) => [o.devices, figure(o)]).sort(([a], [b]) => a - b),
   }));
   at("by-size").innerHTML = lines("Cost by size", series((o) => o.usd.value), "devices", "USD")
     + lines("Time to result by size", series((o) => o.resultHours.value / 24), "devices", "days");
+}
+
+/** What an offer of several sizes is called. */
+function offerName({ place, cluster, provider }) {
+  const { name, rent } = data.document.offers[place];
+  return `${name ?? cluster}${rent?.each_provider ? ` at ${provider}` : ""}`;
 }
 
 const tableHtml = (caption, head, body) => `<table><caption>${safe(caption)}</caption><thead><tr>`

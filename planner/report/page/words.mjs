@@ -1,5 +1,6 @@
 /** Figures and verdicts of a study in words. */
 import { eligible, orderedBy } from "../../whatif/ranking.mjs";
+import { load } from "../../whatif/queue.mjs";
 import { times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
@@ -28,7 +29,12 @@ export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 /** A price, with as many digits as one signs. */
 export const price = (usd) => (usd >= 1000 ? grouped(usd) : usd.toFixed(2));
 
-const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2" };
+/** A price with its range, if it has one. */
+const priceRange = ({ value, low, high }) => (low === high ? price(value)
+  : `${price(value)} (${price(low)}–${price(high)})`);
+
+const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2",
+  weighted: "best by cost and days together" };
 
 /** The verdict in one sentence, and what stands beside it. */
 export function verdict(goal, ranks) {
@@ -41,7 +47,8 @@ export function verdict(goal, ranks) {
     return `No candidate reaches the goal; ${name} comes closest and misses ${missed.join("; ")}.`;
   }
   const said = [verb(outcome) + name];
-  if (outcome.hours) {
+  if (outcome.jobs.length) said.push(`${percent(load(outcome.jobs))} of a year's hours used`);
+  else if (outcome.hours) {
     said.push(outcome.leadDays ? `result after ${duration(outcome.resultHours)} with delivery`
       : duration(outcome.hours));
   }
@@ -52,7 +59,7 @@ export function verdict(goal, ranks) {
     const rival = rivals.filter((r) => r !== first)
       .reduce((a, b) => (a.first[by] >= b.first[by] ? a : b));
     sentence += `: ${WORDS[by]} of ${rivals.length} with probability ${first.first[by].toFixed(2)}`
-      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)})`;
+      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)}${unsureText(goal, rival)})`;
   }
   const unsure = outcome.chance < goal.confidence;
   const kept = Object.entries(outcome.chances).map(([goalName, chance]) =>
@@ -61,10 +68,18 @@ export function verdict(goal, ranks) {
     ? `, less than the ${goal.confidence} asked for` : ""}.` : ""}`.trim();
 }
 
+/** Why a rival is not the first although it may be so oftener: it keeps a goal too seldom. */
+function unsureText(goal, { outcome }) {
+  if (outcome.chance >= goal.confidence) return "";
+  const [name, chance] = Object.entries(outcome.chances).reduce((a, b) => (a[1] <= b[1] ? a : b));
+  return `, which keeps the ${name} with probability ${chance.toFixed(2)} alone`;
+}
+
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 /** What signing means on a candidate's terms. */
 function verb({ candidate: { terms } }) {
+  if (terms.lease) return "Lease: ";
   if (terms.kind === "bought") return "Buy: ";
   if (terms.kind === "owned") return "Use: ";
   return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
@@ -79,9 +94,8 @@ export function monthsSince(month, today) {
 /** What the first one's price rests on, and whether it is old. @returns {{text, warning}} */
 export function provenance(outcome, today) {
   const { how, dates, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
-  const unit = terms.bought ? "USD per device" : "USD per device-hour";
-  const asked = terms.quote ? `${price(terms.quote.value)} (${price(terms.quote.low)}–`
-    + `${price(terms.quote.high)}) ${unit}. ` : "";
+  const unit = terms.lease ? "USD per device and month" : terms.bought ? "USD per device" : "USD per device-hour";
+  const asked = terms.quote ? `${priceRange(terms.quote)} ${unit}. ` : "";
   const useful = hourly && (terms.bought || terms.commitment === "reserved")
     ? `${price(hourly.value)} USD per useful device-hour. ` : "";
   const ages = dates.map((month) => monthsSince(month, today));

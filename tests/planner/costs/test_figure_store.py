@@ -90,6 +90,7 @@ def test_clusters_of_other_devices_links_stacks_and_of_twice_the_size_share_noth
     assert len({id(one) for one in rows}) == 5
 
 
+@pytest.mark.matrix
 def test_a_search_with_a_store_finds_what_it_finds_without() -> None:
     store = FigureStore()
     found = {}

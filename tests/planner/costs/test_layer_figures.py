@@ -28,6 +28,7 @@ from planner.search.space import layouts
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("divided", [1, 2])
 def test_a_table_of_many_settings_is_the_tables_of_each(name: str, divided: int) -> None:
@@ -92,6 +93,7 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("stack", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-8b"])
 def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack: str) -> None:

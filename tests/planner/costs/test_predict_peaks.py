@@ -115,6 +115,7 @@ def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
     return engine.stage, min(peaks)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("selective")
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -150,6 +151,7 @@ def test_one_rank_peaks_where_predicted(recompute: str) -> None:
         ("bf16", "none", Mesh(pipeline=2, data_shard=2), 3, "1f1b"),
     ],
 )
+@pytest.mark.matrix
 def test_every_stage_peaks_where_predicted(
     precision: str, recompute: str, mesh: Mesh, zero: int, schedule: str
 ) -> None:

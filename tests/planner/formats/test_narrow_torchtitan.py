@@ -51,6 +51,7 @@ CHOICES: list[tuple[Precision, str, str]] = [
 ]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("precision", "pins", "cluster"), CHOICES)
 def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, cluster: str) -> None:
     plan, machine = planned(precision, pins, cluster), resolve_cluster(cluster)
@@ -96,6 +97,7 @@ def test_mxfp8_converts_the_linears_of_blocks() -> None:
     assert wanted + "model_compile_enabled=True)" in text
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("precision", "pins", "why"),
     [

@@ -13,6 +13,7 @@ const [state, documents, ranking, years, inputs, sensitivity] = await Promise.al
     "planner/whatif/ranking.mjs", "planner/whatif/break_even.mjs",
     "planner/report/page/inputs.mjs", "planner/whatif/sensitivity.mjs"].map(load));
 
+const queue = await load("planner/whatif/queue.mjs");
 const results = [];
 for (const { module, name, arguments: given } of calls) {
   const found = (await load(`planner/whatif/${module}.mjs`))[name](...given);
@@ -28,6 +29,7 @@ const worked = studies.map(({ data, model, values }) => {
     candidate: o.candidate.name, hours: o.hours, usd: o.usd, outlayUsd: o.outlayUsd,
     capitalUsd: o.capitalUsd, watts: o.watts, energyKwh: o.energyKwh, carbonKg: o.carbonKg,
     usdPerDeviceHour: o.usdPerDeviceHour, goodput: o.goodput, tokensInBudget: o.tokensInBudget,
+    load: queue.load(o.jobs), wait: queue.waitH(o.jobs), shortest: queue.shortestFirstH(o.jobs),
     chances: o.chances, misses: o.misses.map(({ name }) => name),
     cash: years.comparable(o) ? years.cashUsd(o) : null,
     presentValue: years.comparable(o) ? years.presentValueUsd(o) : null,

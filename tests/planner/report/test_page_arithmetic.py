@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from planner.documents.tolerances import ROUNDING
-from planner.whatif import chances, economics, goodput, span
+from planner.whatif import chances, economics, financing, goodput, span
 from planner.whatif.break_even import cash_usd, present_value_usd
 from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.evaluate import evaluate
+from planner.whatif.evaluate import evaluate, loaded
 from planner.whatif.page_data import page_data
-from planner.whatif.planning import Planned, planned
+from planner.whatif.planning import Planned, planned, year_of
+from planner.whatif.queue import load, shortest_first_h, wait_h
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result
 from planner.whatif.span import Span
@@ -103,6 +104,15 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         1.7, horizon, utilisation=used, change_a_year=change, term_years=contract, prepaid=prepaid
     )
     yield "economics", "rentCash", [1.7, plain, terms], list(paid)
+    interest = rng.choice([0.0, rng.random() / 3])
+    loan = {"share": rng.random(), "interest": interest, "months": rng.randint(1, 60)}
+    instalments = financing.loan_instalments(**loan, years=horizon.years)
+    plain_instalments = [part._asdict() for part in instalments]
+    yield "financing", "loanInstalments", [loan, horizon.years], plain_instalments
+    leased = financing.lease_instalments(term_months=loan["months"], years=horizon.years)
+    plain_lease = [part._asdict() for part in leased]
+    lease = {"term_months": loan["months"]}
+    yield "financing", "leaseInstalments", [lease, horizon.years], plain_lease
     tax = economics.Tax(rate=rng.choice([0.0, rng.random() / 2]), depreciation_years=5.0)
     bought = economics.Purchase(
         hardware_usd=figure(1e3, 1e5),
@@ -112,6 +122,7 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         idle_power=share(),
         running_usd_per_hour=figure(0.01, 1.0),
         tax=tax,
+        instalments=instalments,
     )
     its = {
         "hardware": bought.hardware_usd,
@@ -122,6 +133,7 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
         "running": bought.running_usd_per_hour,
         "taxRate": tax.rate,
         "depreciationYears": 5.0,
+        "instalments": plain_instalments,
     }
     hourly = bought.hourly
     yield "economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
@@ -227,12 +239,49 @@ OFFERS: list[dict[str, Any]] = [
         "name": "elsewhere",
         "cluster": "8xa10g",
         "buy": {"usd_per_device": 9500.0, "network_usd_per_device": 0.0, **QUOTE},
-        "assumptions": {"electricity_usd_per_kwh": 0.04, "utilisation": 0.9, "country": "NOR"},
+        "assumptions": {
+            "electricity_usd_per_kwh": 0.04,
+            "utilisation": 0.9,
+            "country": "NOR",
+            "data": {"moved_tb": 9.0},
+        },
     },
     {
         "name": "spot",
         "cluster": "4xa10g",
         "rent": {"usd_per_device_hour": 0.9, "commitment": "spot", "minimum_hours": 30.0, **QUOTE},
+    },
+    {
+        "name": "borrowed",
+        "cluster": "8xa10g",
+        "buy": {
+            "usd_per_device": 9000.0,
+            "high": 12000.0,
+            "loan": {"interest": 0.11, "months": 48, "share": 0.7},
+            **QUOTE,
+        },
+    },
+    {
+        "name": "leased",
+        "cluster": "8xa10g",
+        "buy": {"lease": {"usd_per_device_month": 280.0, "low": 250.0, "term_months": 30, **QUOTE}},
+    },
+    {
+        "name": "half bought",
+        "cluster": "8xa10g+4xl4",
+        "buy": {"of": ["l4"], "usd_per_device": 4000.0, "high": 5000.0, **QUOTE},
+        "rent": {"usd_per_device_hour": 1.9, "high": 2.5, **QUOTE},
+    },
+    {
+        "name": "added to ours",
+        "cluster": "8xa10g+4xl4",
+        "owned": ["a10g"],
+        "buy": {
+            "of": ["l4"],
+            "usd_per_device": 4100.0,
+            "loan": {"interest": 0.05, "months": 24},
+            **QUOTE,
+        },
     },
     {
         "name": "nobody's",
@@ -245,23 +294,49 @@ SET: list[dict[str, Any]] = [
     {},
     {"price.0": 1.1, "utilisation": 0.35, "tokens": 4e10},
     {"price.3": 5200.0, "price.1": 0.7, "years": 4.5, "residual": 0.5, "interest": 0.02},
-    {"price.5": 3.3, "price.6": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
+    {"price.5": 3.3, "price.10": 0.25, "electricity": 0.31, "lead": 9.0, "deadline": 40.0},
     {"budget": 60_000.0, "deadline": None, "by": "time", "utilisation": 1.0},
     {"by": "carbon", "electricity": 0.2},
+    {"by": "weighted", "day": 40.0, "price.0": 1.7},
+    {"by": "weighted"},
+    {"stored": 20.0, "moved": 4.0, "price.0": 1.2},
+    {"price.8": 3100.0, "price.9": 5000.0, "utilisation": 0.7, "budget": 200_000.0},
+    {"price.6": 8100.0, "price.7": 333.0, "years": 2.2, "interest": 0.2, "budget": 150_000.0},
+]
+
+
+JOBS: list[dict[str, Any]] = [
+    {"name": "pretraining", "model": "gpt2", "tokens": 2e10, "runs_a_year": 4.0},
+    {"name": "trials", "model": "gpt2", "tokens": 3e8, "runs_a_year": 90.0, "seq_len": 512},
+]
+OF_A_YEAR: list[dict[str, Any]] = [
+    {},
+    {"runs": 0.5, "price.2": 8e3},
+    {"runs": 60.0, "electricity": 0.3},
+    {"runs": 2.0, "years": 2.0, "by": "energy"},
 ]
 
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Planned]:
     """Of each cluster of the offers, planned once: prices change no plan."""
-    asked = study(offers=OFFERS)
-    return {c.plain: planned(asked, "gpt2", c) for c in candidates_of(asked)}
+    return planned_once(study(offers=OFFERS))
+
+
+def planned_once(asked: Study) -> dict[str, Planned]:
+    """Of a cluster of several kinds the plan of its first is taken: prices are what is compared."""
+    [row] = asked.rows
+    each = {candidate.plain: candidate for candidate in candidates_of(asked)}
+    plain = {name: planned(asked, row, c) for name, c in each.items() if "+" not in name}
+    return plain | {name: plain[name.partition("+")[0]] for name in each if "+" in name}
 
 
 def worked_out(asked: Study, plans: dict[str, Planned]) -> Result:
     candidates = {candidate.name: candidate for candidate in candidates_of(asked)}
-    outcomes = tuple(evaluate(asked, "gpt2", c, plans[c.plain]) for c in candidates.values())
-    ranks = {"gpt2": ranked(asked, outcomes)}
+    [row] = asked.rows
+    outcomes = tuple(evaluate(asked, row, c, plans[c.plain]) for c in candidates.values())
+    candidates = {o.candidate: loaded(candidates[o.candidate], o) for o in outcomes}
+    ranks = {row: ranked(asked, outcomes)}
     return Result(study=asked, outcomes=outcomes, ranks=ranks, candidates=candidates)
 
 
@@ -279,6 +354,9 @@ def figures(asked: Study, candidate: Candidate, outcome: Any) -> dict[str, Any]:
         "usdPerDeviceHour": outcome.usd_per_device_hour,
         "goodput": outcome.goodput,
         "tokensInBudget": outcome.tokens_in_budget,
+        "load": load(outcome.arrivals),
+        "wait": wait_h(outcome.arrivals),
+        "shortest": shortest_first_h(outcome.arrivals),
         "chances": outcome.chances,
         "misses": [miss.partition(":")[0] for miss in outcome.misses],
         "cash": cash_usd(candidate) if comparable else None,
@@ -291,17 +369,35 @@ def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
     plans: dict[str, Planned],
 ) -> None:
     goal = {"tokens": 2e10, "deadline_days": 60.0, "budget_usd": 90_000.0}
-    shown = page_data(worked_out(study(offers=OFFERS, goal=goal), plans))
+    data = {"stored_tb": 3.0, "moved_tb": 1.5}
+    asked = study(offers=OFFERS, goal=goal, assumptions={"data": data})
+    shown = page_data(worked_out(asked, plans))
 
-    found = node([], [{"data": shown, "model": "gpt2", "values": values} for values in SET])
+    assert not list(exported_differs(shown, SET, plans))
 
-    for values, page in zip(SET, found["studies"], strict=True):
+
+@without_node
+def test_a_year_of_jobs_on_the_page_is_that_of_the_planner() -> None:
+    asked = study(models=[], goal={}, jobs=JOBS, offers=OFFERS[1:4])
+    plans = planned_once(asked)
+    shown = page_data(worked_out(asked, plans))
+
+    assert not list(exported_differs(shown, OF_A_YEAR, plans))
+
+
+def exported_differs(
+    shown: dict[str, Any], changes: list[dict[str, Any]], plans: dict[str, Planned]
+) -> Iterator[str]:
+    """Yield where a page with figures set differs from the study that it exports."""
+    [row] = shown["models"]
+    found = node([], [{"data": shown, "model": row, "values": values} for values in changes])
+    for values, page in zip(changes, found["studies"], strict=True):
         exported = Study.parse(page["document"])
-        result = worked_out(exported, plans)
+        result = worked_out(exported, {c: of_year(exported, plan) for c, plan in plans.items()})
         expected = [
             figures(exported, result.candidates[o.candidate], o) for o in result.outcomes if o.fits
         ]
-        wrong = list(differences(page["figures"], expected, str(values)))
+        yield from differences(page["figures"], expected, str(values))
         places = [
             {
                 "candidate": rank.outcome.candidate,
@@ -311,10 +407,16 @@ def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
                 "tiesAtUsd": rank.ties_at_usd_per_device_hour,
                 "first": rank.first,
             }
-            for rank in result.ranks["gpt2"]
+            for rank in result.ranks[row]
         ]
-        wrong += differences(page["ranks"], places, str(values))
-        assert not wrong, wrong[:5]
+        yield from differences(page["ranks"], places, str(values))
+
+
+def of_year(asked: Study, plan: Planned) -> Planned:
+    """Return the plan of a year with the numbers of runs of another study."""
+    if not plan.runs:
+        return plan
+    return year_of([(job, found) for job, (_, found) in zip(asked.jobs, plan.runs, strict=True)])
 
 
 @without_node

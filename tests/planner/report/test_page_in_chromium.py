@@ -20,12 +20,10 @@ import pytest
 from meshwright import commands
 from planner.documents.tolerances import ROUNDING
 from planner.report.whatif_html import study_page
-from planner.whatif.candidates import candidates_of
-from planner.whatif.planning import planned
 from planner.whatif.ranking import Rank
 from planner.whatif.run import Result
 from planner.whatif.study import Study
-from tests.planner.report.test_page_arithmetic import OFFERS, SET, worked_out
+from tests.planner.report.test_page_arithmetic import OFFERS, SET, planned_once, worked_out
 from tests.planner.whatif.test_study import study
 
 CHECK = Path(__file__).parents[3] / "benchmarks" / "page_check"
@@ -53,8 +51,7 @@ def chromium(script: str, *arguments: str, given: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    plans = {c.plain: planned(ASKED, "gpt2", c) for c in candidates_of(ASKED)}
-    return worked_out(ASKED, plans)
+    return worked_out(ASKED, planned_once(ASKED))
 
 
 def test_the_page_of_a_study_shows_what_python_computes(result: Result, tmp_path: Path) -> None:
@@ -64,7 +61,7 @@ def test_the_page_of_a_study_shows_what_python_computes(result: Result, tmp_path
 
     shown = json.loads(chromium("figures.js", str(page), given=json.dumps(fragments)))
 
-    plans = {c.plain: planned(ASKED, "gpt2", c) for c in result.candidates.values()}
+    plans = planned_once(ASKED)
     for values, one in zip(SET, shown, strict=True):
         expected = worked_out(Study.parse(one["yaml"]), plans).ranks["gpt2"]
         rows = list(csv.DictReader(io.StringIO(one["csv"])))

@@ -60,6 +60,7 @@ def test_moments_peak_as_the_whole_order_does(
             assert max(here) == pytest.approx(most, rel=1e-12)
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize(("name", "virtual"), SHAPES[1:])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize("turns", [1, 2, 3])
@@ -79,6 +80,7 @@ def test_the_moment_that_counts_is_a_backward_with_most_alive(
         assert most.holding[:, rank].sum() == found.holding.sum(axis=1).max()
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize(("name", "virtual"), SHAPES[1:])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize("turns", [1, 2, 3])

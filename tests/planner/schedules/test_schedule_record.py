@@ -101,6 +101,7 @@ def answer(node: ClusterSpec, name: str, **pins: int) -> Answer:
 
 @pytest.mark.long("1f1b-eager", "late-weights")
 @pytest.mark.parametrize("name", ["gpipe-reversed", "1f1b-eager", "late-weights"])
+@pytest.mark.matrix
 def test_a_made_up_schedule_is_planned_and_proven(node: ClusterSpec, name: str) -> None:
     found = answer(node, name)
 

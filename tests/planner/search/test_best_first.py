@@ -284,6 +284,7 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
     return cluster.model_copy(update={"groups": (faster,)})
 
 
+@pytest.mark.spread(5)
 @pytest.mark.long(
     "mixtral-8x7b 4x8xh100-sxm-80gb-memory",
     "mixtral-8x7b 4x8xh100-sxm-80gb-links",
@@ -317,6 +318,7 @@ def test_a_better_machine_is_never_slower(case: Case, what: str) -> None:
     assert after.certificate.objective_s <= before.certificate.objective_s * (1 + 1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", [ROOMY, EXPERTS], ids=lambda case: f"{case.model} {case.cluster}")
 def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     exact = usual_answer(case)
@@ -326,6 +328,7 @@ def test_the_integer_program_finds_the_same_objective(case: Case) -> None:
     assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
     exhaustive = optima(SNUG)
     fastest_of_kind: dict[tuple[int, ...], float] = {}
@@ -367,6 +370,7 @@ def test_hosts_that_are_too_small_for_what_would_fit_devices_are_named() -> None
     assert "in each node's host memory, of which 4.0 GiB of 8.0 GiB" in str(caught.value)
 
 
+@pytest.mark.matrix
 def test_a_model_that_cannot_fit_names_the_closest_miss_and_ways_out_that_hold() -> None:
     impossible = Case("llama-3.1-8b", "4xa100-sxm-40gb", 65536, 8)
     with pytest.raises(NoPlanFits) as raised:
@@ -419,6 +423,7 @@ def test_a_pin_that_divides_nothing_is_told_with_what_does(pins: Pins, told: str
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(range(1, 12), marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_a_pin_that_is_blamed_is_to_blame(seed: int | range) -> None:
     blamed = 0
     for number in seed if isinstance(seed, range) else [seed]:
@@ -455,6 +460,7 @@ def test_a_pin_that_leaves_no_room_is_told() -> None:
     assert replace(pinned, pins=replace(pins, schedule=schedule)).search()
 
 
+@pytest.mark.matrix
 def test_a_pinned_recomputation_that_leaves_no_room_is_told() -> None:
     pins = Pins(recompute="none", micro_batch=4, tensor=1)
     pinned = Case("llama-3.1-8b", "8xa100-sxm-40gb", 8192, 32, pins)

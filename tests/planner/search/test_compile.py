@@ -70,6 +70,7 @@ def test_a_compiled_plan_is_faster_holds_less_and_says_how_long_it_compiles() ->
     assert compiled.compile_s == request.stack.host.graph_s > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("samples", "chosen"), [(8, "none"), (64, "block")])
 def test_where_the_device_waits_for_its_host_the_price_decides(samples: int, chosen: str) -> None:
     model, cluster = resolve_model("gpt2"), resolve_cluster("8xh100-sxm-80gb")

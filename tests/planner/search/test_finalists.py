@@ -44,6 +44,7 @@ def simulated(name: str) -> Simulated:
     return found
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_fastest_of_those_simulated_and_fits(name: str) -> None:
     model, cluster, _, _, _ = CASES[name]

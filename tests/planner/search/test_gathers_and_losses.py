@@ -44,6 +44,7 @@ def request(cluster: str, *pins: str, model: str = "llama-3.1-8b", batch: int = 
 CHUNKS, ANEW = ChunkedLoss(rows=1024), ChunkedLoss(rows=1024, gradients="recomputed")
 
 
+@pytest.mark.matrix
 def test_a_loss_is_in_chunks_where_that_is_faster() -> None:
     free, chunks, plain = (
         search(request("8xa100-sxm-40gb", *pins))
@@ -80,6 +81,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
     assert losses(asked, "1f1b") == (None, ChunkedLoss(gradients="recomputed"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("gemma-2-2b-4xrtx-4090-4096-16")
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "batch"),

@@ -52,6 +52,7 @@ def pinned(request: Request, kept: tuple[str, ...], schedule: str | None) -> Ans
     "('llama-3.1-8b', '8xh100-sxm-80gb', 64, 'native')",
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.matrix
 def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int, str]) -> None:
     request = asked(*case)
     found = search(request)
@@ -76,6 +77,7 @@ def test_no_plan_near_the_fastest_asks_for_fewer_axes(case: tuple[str, str, int,
     assert answer.certificate.plan.closed_form_s >= found.certificate.lower_bound_s
 
 
+@pytest.mark.matrix
 def test_usual_plans_are_the_best_of_their_kind() -> None:
     request = asked(*CASES[0])
 
@@ -167,6 +169,7 @@ def test_what_a_stack_cannot_divide_is_said_where_its_usual_plan_would_stand() -
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("stack", "compiles", "worth"),
     [("native", "none", False), ("native", "block", True), ("torchtitan", "block", True)],

@@ -185,6 +185,7 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
     return priced(instance, cuts, options)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.long(
     "gpt2-xl-interleaved-8",
     "gpt2-xl-interleaved-zb-8",
@@ -293,6 +294,7 @@ def test_a_rank_with_both_ends_of_the_model_alone_holds_no_less_than_its_sums(
         assert least[0] <= used[0] * (1 + 1e-9)
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("memory_gb", [80, 55, 40])
 @pytest.mark.parametrize(("name", "virtual"), TIMETABLES)
 @pytest.mark.parametrize("zero", [1, 3])
@@ -401,6 +403,7 @@ def test_no_options_of_a_rank_hold_less_than_the_least() -> None:
     assert least_share < 1.01  # and it is close
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("model", "cluster", "allow"),
     [

@@ -54,6 +54,7 @@ def least_s(model: ModelGraph, cluster: ClusterSpec, job: Job, pins: Pins) -> fl
 @pytest.mark.parametrize(
     ("memory", "host"), [(2.6e9, None), (3.5e9, None), (2.6e9, 6e9), (6e9, None)]
 )
+@pytest.mark.matrix
 def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float | None) -> None:
     cluster = small(memory, host, devices=2)
     job = Job(seq_len=1024, global_batch=4)

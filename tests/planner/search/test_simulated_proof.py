@@ -89,6 +89,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("schedule", "virtual", "count"), SPLITS)
 def test_nothing_simulates_below_the_bound_and_the_answer_is_the_least(
     schedule: str, virtual: int, count: int
@@ -174,6 +175,7 @@ def open_answer(prove: bool) -> Answer:
     return search(request(Pins()), effort=FULL if prove else USUAL)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("prove", [False, True])
 def test_no_layout_is_solved_below_the_bound(prove: bool) -> None:
     """The closed form's optimum of every layout, simulated."""
@@ -205,6 +207,7 @@ def test_more_effort_gives_no_lower_bound_and_no_slower_plan() -> None:
     assert full.gap < 1e-5
 
 
+@pytest.mark.matrix
 def test_the_usual_answer_has_the_pipeline_that_simulates_faster_than_the_closed_form() -> None:
     """Its closed form is above that of fewer stages; its simulated step is 11 % below."""
     job = Job(seq_len=1024, global_batch=64)

@@ -189,6 +189,7 @@ def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Ite
         yield ["none", *["full"] * full, *["none"] * (BLOCKS - full), "none"]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.long(
     "torchtitan-pp=2,zero=3-0.62", "megatron--1.0", "torchtitan-pp=2,schedule=zbv-0.62"
 )
@@ -240,6 +241,7 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
     assert predict(plan, MODEL, cluster).fits
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stack", ["megatron", "nanotron", "torchtitan"])
 def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
     cluster = resolve_cluster("8xa10g")
@@ -253,6 +255,7 @@ def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
     assert program.certificate.objective_s == pytest.approx(exact.certificate.objective_s, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_is_required_of_stages_and_the_rule_of_a_framework_hold_together() -> None:
     names = [name for name, _ in MODEL.chain]
     required = read_requirements(["at most 4 layers on stage 0"], names)

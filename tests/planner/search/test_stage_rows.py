@@ -102,6 +102,7 @@ def asked(*texts: str, **fixed: object) -> Request:
     )
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
@@ -159,6 +160,7 @@ def test_what_no_numbers_of_layers_keep_is_told() -> None:
         search(asked("layer block.8 recompute full", schedule="interleaved", virtual_stages=2))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [

@@ -47,6 +47,7 @@ def test_where_nobody_asks_collectives_run_one_by_one() -> None:
     assert "tensor_overlap" not in plan.dump()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("2xh100-sxm-80gb+2xa100-sxm-80gb-pins6-True", "8xh100-sxm-80gb-pins1-True")
 @pytest.mark.parametrize(
     ("cluster", "pins", "faster"),

@@ -55,6 +55,7 @@ def in_order(instance: Instance, solution: Solution) -> bool:
     return True
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long("60-True")
 @pytest.mark.parametrize("sync_by_option", [False, True])
 @pytest.mark.parametrize("start", [0, 60])

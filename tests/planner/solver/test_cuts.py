@@ -42,6 +42,7 @@ def random_tables(seed: int) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, 
     return stage_s, fill_s, tuple(once_s)
 
 
+@pytest.mark.spread(90)
 @pytest.mark.parametrize("seed", range(120))
 @pytest.mark.parametrize("tables", [0, 1, 2])
 def test_no_split_is_cheaper(seed: int, tables: int) -> None:

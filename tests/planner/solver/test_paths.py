@@ -68,6 +68,7 @@ def value_s(costs: Costs, path: tuple[int, ...]) -> float:
     return float(value) if np.isfinite(costs.stage_s[taken]).all() else math.inf
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize("seed", range(200))
 def test_no_path_is_cheaper(seed: int) -> None:
     paths, costs, steps = random_levels(seed)

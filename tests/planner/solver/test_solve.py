@@ -105,6 +105,7 @@ def least_s(instance: Instance) -> float:
     )
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("start", range(0, 120, 30))
 @pytest.mark.parametrize("solver", [solve_chain, ilp.solve], ids=["exact", "program"])
 def test_ties_are_kept_and_nothing_that_keeps_them_is_faster(start: int, solver) -> None:
@@ -267,6 +268,7 @@ def tied_on_types(seed: int) -> GraphInstance:
     return replace(problem, types=tuple(types))
 
 
+@pytest.mark.matrix
 def test_ties_and_hosts_are_kept_on_chains_and_graphs_of_any_types() -> None:
     fitting = bound = 0
     for seed in range(40):

@@ -50,7 +50,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 EXECUTED_OF_SCRIPTS = {
     *("pipeline", "data_replicate", "data_shard", "tensor", "zero", "order", "virtual_stages"),
-    *("micro_batch", "micro_batches"),
+    *("micro_batch", "micro_batches", "offload", "gradient_wire", "prefetch", "reshard"),
+    *("scales", "weight_wire"),
 }
 """What runtime/script_*.py reads of a plan, by hand."""
 OWN = ModelGraph(
@@ -89,7 +90,6 @@ def test_values_that_a_script_does_not_execute_are_refused_by_name_in_a_search(n
     job = Job(seq_len=1, global_batch=16, precision="fp32")
     plain = Layout(pipeline=2, tensor=2)
     executed = {
-        "offload": {"optimizer"},
         "schedule": {n for n in SCHEDULES if not SCHEDULES[n].stale},
     }
     values = [v for v in VALUES[name] if v != getattr(plain, name)]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from planner.errors import DocumentError
+from planner.report.facts import MOST_LINES
+from planner.report.whatif_text import result_facts
 from planner.whatif import run as running
 from planner.whatif.answers import answers
+from planner.whatif.break_even import break_evens
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
+from planner.whatif.planning import planned
+from planner.whatif.ranking import ranked
 from planner.whatif.run import Result, run
 from planner.whatif.study import Study
 from tests.planner.whatif.test_study import PRICE, study
@@ -176,3 +183,37 @@ def test_nodes_stay_idle_where_a_plan_is_faster_without_them() -> None:
     # Idle ones are paid, and fail as others do.
     less_often = fewer.goodput.value / nine.goodput.value
     assert nine.usd.value == pytest.approx(fewer.usd.value * 72 / 64 * less_often)
+
+
+def test_twenty_purchases_beside_twenty_rents_are_one_page() -> None:
+    """400 pairs of terms could each be a sentence; the rest stands in tables and CSV."""
+    quote = {"date": "2026-11", "source": "a quote"}
+    bought = [
+        {"name": f"buy {k}", "cluster": "4xa10g", "buy": {"usd_per_device": 9e3 + k, **quote}}
+        for k in range(20)
+    ]
+    rented = [
+        {
+            "name": f"rent {k}",
+            "cluster": "4xa10g",
+            "rent": {**PRICE, "usd_per_device_hour": 2.0 + k},
+        }
+        for k in range(20)
+    ]
+    asked = study(offers=[*bought, *rented])
+    candidates = candidates_of(asked)
+    plan = planned(asked, "gpt2", candidates[0])
+    outcomes = tuple(evaluate(asked, "gpt2", candidate, plan) for candidate in candidates)
+    result = Result(
+        study=asked,
+        outcomes=outcomes,
+        ranks={"gpt2": ranked(asked, outcomes)},
+        candidates={candidate.name: candidate for candidate in candidates},
+        break_even=tuple(break_evens(candidates)),
+    )
+
+    assert len(result.break_even) == 40
+    assert len(answers(result)) <= 10
+    page = Console(width=80, file=io.StringIO(), record=True)
+    page.print(result_facts(result))
+    assert len(page.export_text().splitlines()) <= MOST_LINES

@@ -128,8 +128,8 @@ def test_one_quote_moves_all_prices_that_rest_on_it() -> None:
 def test_a_minimum_of_hours_is_paid_in_every_future() -> None:
     one = outcome("x", "a", (2.0, 2.0, 2.0), "one quote")
     # Its run takes 3.1 h and its contract 40, which no future exceeds.
-    bound = replace(one, usd=exact(40 * 8 * 2.0))
-    other = replace(one, candidate="y", usd=exact(39 * 8 * 2.0))
+    bound = replace(one, minimum_hours=40.0)
+    other = replace(one, candidate="y", minimum_hours=39.0)
 
     assert chances_to_be_first([bound, other], "cost") == [0.0, 1.0]
 

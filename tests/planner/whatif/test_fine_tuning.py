@@ -91,6 +91,7 @@ def layouts(cluster: ClusterSpec, job: Job) -> Iterator[Layout]:
         )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("devices", "memory_gb", "host_gb", "quantised"),
     [(4, 24, 64, False), (4, 12, 64, False), (4, 24, None, True), (2, 9, 200, True)],

@@ -42,6 +42,7 @@ def least_s(model: str, cluster: str, job: Job) -> float:
     change=st.sampled_from(["memory", "memory_bandwidth", "compute", "node_links", "network"]),
     factor=st.floats(1.01, 4.0),
 )
+@pytest.mark.matrix
 def test_a_better_machine_is_never_slower(
     case: tuple[str, str, Job], change: ChangeName, factor: float
 ) -> None:

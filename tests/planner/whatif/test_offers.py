@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import Rent, rents
+from planner.catalog import Rent, purchases, rents
 from planner.catalog.expressions import resolve_cluster
+from planner.whatif.candidates import listed_price
 from planner.whatif.offers import range_of, rent_of, usual_spread
 from planner.whatif.study import Rental
 
@@ -142,3 +143,17 @@ def test_the_lowest_spot_price_seen_is_not_what_weeks_of_it_cost() -> None:
     spot = offer(fabric="x", on_demand_usd_per_device_hour=4.0, spot_usd_per_device_hour=1.0)
     found = rent("2x8xh100-sxm-80gb", spot, commitment="spot")
     assert found.usd_per_device_hour.value == pytest.approx(2.0)
+
+
+def test_the_age_of_a_purchases_price_widens_its_range() -> None:
+    """One price of a device, sold in a month: by hand, 0.67 to 1.25 times as much each year."""
+    known = purchases()["b200"]
+    assert known.low is None and known.high is None and known.date == "2024-12"
+    today = datetime.date.today()
+    years = (12 * (today.year - 2024) + today.month - 12) / 12
+
+    span = listed_price(known)
+
+    assert span.value == known.usd_per_device
+    assert span.low == pytest.approx(known.usd_per_device * 0.67**years)
+    assert span.high == pytest.approx(known.usd_per_device * 1.25**years)

@@ -161,6 +161,7 @@ def test_missed_goals_are_named_and_ranked_behind() -> None:
     assert result.best is None
 
 
+@pytest.mark.matrix
 def test_the_fewest_devices_that_keep_a_deadline_are_named() -> None:
     by_size = {o.devices: o.hours.value / 24 for o in run(study(), processes=1).outcomes if o.hours}
     assert by_size[8] < by_size[4]

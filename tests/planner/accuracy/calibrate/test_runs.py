@@ -69,6 +69,7 @@ TRUTH = Calibration(
 )
 
 
+@pytest.mark.matrix
 def test_rates_of_products_and_of_the_network_are_found_again(tmp_path: Path) -> None:
     observed = runs.of_table(table(tmp_path / "runs.csv", TRUTH, slack=1.2))
 
@@ -82,6 +83,7 @@ def test_rates_of_products_and_of_the_network_are_found_again(tmp_path: Path) ->
     assert told["left_out"]["median"] < 0.03 < told["before"]["median"]
 
 
+@pytest.mark.matrix
 def test_runs_faster_than_the_peak_are_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "runs.csv", TRUTH)
     lines = path.read_text().splitlines(keepends=True)

@@ -66,6 +66,7 @@ def check_range(of_row: Prediction, of_plan: Prediction, run: Setup) -> None:
     assert math.exp(-less) * low_s == pytest.approx(of_row.step_time_low_s, rel=1e-9)
 
 
+@pytest.mark.spread(40)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("cells", LAYOUTS, ids=str)
 def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]) -> None:
@@ -83,9 +84,11 @@ def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]
         assert one.memory_parts == pytest.approx(other.memory_parts, rel=1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.matrix)]
 )
+@pytest.mark.matrix
 def test_random_rows_are_predicted_as_their_plans_are(seeds: range) -> None:
     said = named = 0
     for seed in seeds:

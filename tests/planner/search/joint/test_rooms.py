@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long(
     "full-mixtral-8x7b-2x8xh100-sxm-80gb-job1-activations1",
     "None-mixtral-8x7b-2x8xh100-sxm-80gb-job1-activations1",

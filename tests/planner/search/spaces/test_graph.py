@@ -104,6 +104,7 @@ def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
     return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "seed", [*range(1, 6), *(pytest.param(s, marks=pytest.mark.matrix) for s in (0, *range(6, 16)))]
 )
@@ -418,6 +419,7 @@ def grouped(model: ModelGraph, seed: int) -> ModelGraph:
     return model
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_group_are_planned_on_one_stage(seed: int) -> None:
     model, pins = grouped(random_model(seed), seed), Pins(pipeline=2, schedule="1f1b")
@@ -486,6 +488,7 @@ def test_what_does_not_fit_and_an_unknown_solver_are_told() -> None:
         search(Request(unet(), resolve_cluster(TWO), JOB), solver="simplex")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
 @pytest.mark.parametrize("seed", [0, 4])
 def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> None:

@@ -134,6 +134,7 @@ def least_shared_s(case: Case, cluster: ClusterSpec, layout: Layout) -> float:
     ],
     ids=lambda case: case.cluster,
 )
+@pytest.mark.matrix
 def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     cluster = resolve_cluster(case.cluster)
     best_s = math.inf
@@ -163,6 +164,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
 HOST = frozenset({"offload", "compress"})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "interleaved-zb", "zbv"])
 def test_schedules_that_several_stages_share_fit_and_come_near_the_simulation(
     schedule: ScheduleName,
@@ -267,6 +269,7 @@ def test_a_plan_of_shares_says_what_lies_on_hosts_and_is_predicted_again() -> No
     assert predict(answer.plan, case.model, cluster) == answer.prediction
 
 
+@pytest.mark.matrix
 def test_each_group_is_priced_by_its_own_profile() -> None:
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, Pins(pipeline=3, micro_batch=1, tensor=1))
     cluster = resolve_cluster(case.cluster)
@@ -329,6 +332,7 @@ def measured(case: Case, group: str, *, factor: float) -> Profile:
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.long(
     "1xa100-sxm-40gb+2xv100-sxm-32gb",
     "2xa100-sxm-40gb+2xv100-sxm-16gb",
@@ -414,6 +418,7 @@ def test_ranks_find_the_devices_of_their_stage() -> None:
     assert devices[0] + 1 == devices[1]
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_is_told() -> None:
     case = Case("1xa100-sxm-40gb+1xv100-sxm-16gb", 32)
 

@@ -37,6 +37,7 @@ def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     return best
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("seed", [s for s in range(40) if len(random_model(s).layers) <= 5][:10])
 def test_no_order_of_kinds_and_branches_beats_the_plan(seed: int) -> None:
     model, cluster = random_model(seed), resolve_cluster(THREE)
@@ -65,6 +66,7 @@ def storing(model: ModelGraph, factor: int) -> ModelGraph:
     return model.model_copy(update={"layers": tuple(layers)})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("word", ["offload", "compress"])
 def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
     model, cluster = storing(random_model(2), 16), resolve_cluster(THREE)

@@ -131,6 +131,7 @@ SEEDS = [range(0, 400, 50), pytest.param(range(400), marks=pytest.mark.matrix)]
 @pytest.mark.long("seeds0-two types")
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "two types"])
 @pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.matrix
 def test_nothing_of_a_graph_simulates_below_the_bound(seeds: range, mixed: bool) -> None:
     """Every layout, downset split, order of types and choice of options, simulated one by one."""
     gaps = []

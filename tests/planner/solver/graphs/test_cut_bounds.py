@@ -28,6 +28,7 @@ def bounds_of(problem: GraphInstance, programs: int, iterations: int = 10**6) ->
     return CutBounds(problem, fluid, knapsacks.exposed_s, programs=programs, iterations=iterations)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("start", range(0, 60, 30))
 def test_no_split_is_faster_than_its_cuts_allow(start: int) -> None:
     above_fluid = 0
@@ -69,6 +70,7 @@ def test_what_is_near_are_downsets_that_keep_groups(seed: int) -> None:
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("relayed", [True, False])
 @pytest.mark.parametrize("start", range(0, 40, 20))
 def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed: bool) -> None:
@@ -128,6 +130,7 @@ def test_programs_end_with_the_iterations_they_may_take() -> None:
     assert limited_s <= free_s
 
 
+@pytest.mark.matrix
 def test_a_wide_graph_gets_a_split_and_a_gap() -> None:
     problem, effort = wide(80, 1), GraphEffort(programs=28, most_programs=20, most_ideals=1000)
 

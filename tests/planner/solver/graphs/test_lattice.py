@@ -70,6 +70,7 @@ def agrees_with_enumeration(problem: GraphInstance) -> bool:
     return True
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("start", range(0, 300, 60))
 def test_no_split_of_a_graph_beats_the_solution(start: int) -> None:
     feasible = [agrees_with_enumeration(random_graph(seed)) for seed in range(start, start + 60)]
@@ -77,6 +78,7 @@ def test_no_split_of_a_graph_beats_the_solution(start: int) -> None:
     assert 30 < sum(feasible) < 60
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("sync_by_option", [False, True])
 @pytest.mark.parametrize("start", range(0, 120, 60))
 def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) -> None:
@@ -93,6 +95,7 @@ def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) ->
     assert 10 < sum(feasible) < 60
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("relayed", [True, False])
 @pytest.mark.parametrize("start", range(0, 120, 60))
 def test_layers_of_a_group_stay_on_one_stage(start: int, relayed: bool) -> None:
@@ -103,6 +106,7 @@ def test_layers_of_a_group_stay_on_one_stage(start: int, relayed: bool) -> None:
     assert 20 < sum(feasible) < 60
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("start", range(0, 120, 60))
 def test_outputs_may_go_straight_to_their_readers(start: int) -> None:
     problems = [random_graph(seed) for seed in range(start, start + 60)]
@@ -127,6 +131,7 @@ def test_a_relay_costs_what_no_straight_way_does() -> None:
             assert straight.objective_s <= relayed.objective_s * (1 + 1e-9) + 1e-9
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("start", range(600, 720, 60))
 def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
     feasible = [
@@ -137,6 +142,7 @@ def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
     assert 30 < sum(feasible) < 60
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("start", range(300, 420, 60))
 def test_many_small_rises_of_the_target_change_nothing(
     start: int, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +157,7 @@ def test_many_small_rises_of_the_target_change_nothing(
 TOO_FEW: list[dict[str, int]] = [{"most_ideals": 1}, {"most_pairs": 12}]
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("seed", range(420, 480))
 def test_a_lattice_too_large_to_finish_still_bounds_every_split(seed: int) -> None:
     problem = random_graph(seed)
@@ -258,6 +265,7 @@ def test_no_order_solved_as_a_chain_is_faster_and_parallel_branches_share_a_stag
     assert any({name.split(".")[0] for name in held} >= {"text", "image"} for held in answer.stages)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("room", [6e9, 9e9, 30e9])
 def test_it_is_the_best_of_all_orders_solved_as_chains(room: float) -> None:
     problem = two_towers(room, send_s=5e-4, lengths=(5, 4))

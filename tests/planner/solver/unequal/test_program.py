@@ -33,6 +33,7 @@ def one_optimum(problem: GraphInstance) -> bool:
     return True
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("types", [1, 2, 3])
 def test_chains_have_one_optimum(types: int) -> None:
     some = (random_unequal(seed) for seed in range(300))
@@ -41,6 +42,7 @@ def test_chains_have_one_optimum(types: int) -> None:
     assert sum(map(one_optimum, problems)) > 1
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("types", [1, 2, 3])
 def test_graphs_have_one_optimum(types: int) -> None:
     some = (random_graph(seed) for seed in range(300))

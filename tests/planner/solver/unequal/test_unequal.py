@@ -195,6 +195,7 @@ def with_more_bytes(problem: GraphInstance, seed: int, *, by_place: bool) -> Gra
     return replace(problem, types=types)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("sync_by_option", [False, True])
 @pytest.mark.parametrize("start", range(0, 120, 40))
 def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) -> None:
@@ -224,6 +225,7 @@ def agrees_with_enumeration(problem: GraphInstance) -> bool:
     return True
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("start", range(0, 240, 60))
 def test_no_order_cuts_and_options_beat_the_solution(start: int) -> None:
     feasible = [agrees_with_enumeration(random_unequal(seed)) for seed in range(start, start + 60)]

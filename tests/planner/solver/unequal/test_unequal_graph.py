@@ -105,6 +105,7 @@ GRAPHS = [
 ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("exact", [True, False], ids=["sums", "no sums"])
 @pytest.mark.parametrize("start", range(0, 100, 20))
 def test_no_split_and_no_order_of_types_beats_the_solution(start: int, exact: bool) -> None:

@@ -1,0 +1,96 @@
+"""A cluster of which a part is bought, and the rest rented or owned already: by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.whatif.break_even import cash_usd, present_value_usd
+from planner.whatif.candidates import Candidate, candidates_of
+from planner.whatif.evaluate import evaluate
+from planner.whatif.planning import planned
+from tests.planner.whatif.test_study import PRICE, study
+
+QUOTE = {"date": "2026-11", "source": "a quote"}
+BUY = {"usd_per_device": 4_000.0, "network_usd_per_device": 100.0, **QUOTE}
+OFFERS: list[dict[str, Any]] = [
+    {"name": "half", "cluster": "8xa10g+4xl4", "buy": {"of": ["l4"], **BUY}, "rent": PRICE},
+    {"name": "added", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "buy": {"of": ["l4"], **BUY}},
+    {"name": "bought", "cluster": "4xl4", "buy": BUY},
+    {"name": "owned", "cluster": "8xa10g", "owned": True},
+    {"name": "rented", "cluster": "8xa10g", "rent": PRICE},
+]
+
+
+def candidates(**changes: Any) -> dict[str, Candidate]:
+    return {c.name: c for c in candidates_of(study(offers=OFFERS, **changes))}
+
+
+def test_an_hour_is_the_mean_of_its_parts() -> None:
+    known = {name: c.priced.hourly for name, c in candidates().items()}
+
+    for name, other in (("half", "rented"), ("added", "owned")):
+        whole, bought, rest = known[name], known["bought"], known[other]
+        assert whole is not None and bought is not None and rest is not None
+        for used in (0.3, 1.0):
+            by_hand = (4 * bought.at(used).value + 8 * rest.at(used).value) / 12
+            assert whole.at(used).value == pytest.approx(by_hand)
+
+
+def test_signing_binds_to_the_part_that_is_bought_and_waits_for_it() -> None:
+    half = candidates()["half"]
+
+    # (4,000 + 100 + 600) x 1.03 each of 4.
+    assert half.priced.at_once_usd_per_device is not None
+    assert 12 * half.priced.at_once_usd_per_device == pytest.approx(4 * 4_700 * 1.03)
+    assert half.lead_days is not None and half.lead_days.value == 60
+    assert "4 of 12 devices: bought" in half.priced.how
+    assert "8 of 12 devices: on_demand" in half.priced.how
+
+
+def test_cash_and_present_value_add_up() -> None:
+    known = candidates(assumptions={"years": 2.0, "utilisation": 0.5})
+
+    cash = {name: cash_usd(known[name]) for name in ("half", "bought", "rented")}
+
+    # 8 rented at 2.00 for half of the hours: 70,080 a year.
+    assert cash["rented"] == pytest.approx((0.0, 70_080.0, 70_080.0))
+    by_hand = [a + b for a, b in zip(cash["bought"], cash["rented"], strict=True)]
+    assert cash["half"] == pytest.approx(by_hand)
+    parts = [present_value_usd(known[name]).value for name in ("bought", "rented")]
+    assert present_value_usd(known["half"]).value == pytest.approx(sum(parts))
+
+
+def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> None:
+    known = candidates()
+    asked = study(offers=OFFERS)
+    alike = planned(asked, "gpt2", known["rented"])  # whose plan is asked is all the same here
+    outcome = evaluate(asked, "gpt2", known["half"], alike)
+
+    bought = known["bought"].priced.outlay_usd_per_device(0.8)
+    assert outcome.hours is not None and outcome.outlay_usd is not None and bought is not None
+    by_hand = 4 * bought.value + 8 * 2.0 * outcome.hours.value
+    assert outcome.outlay_usd.value == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [
+        ({"cluster": "8xa10g+4xl4", "buy": {"of": ["t4"], **BUY}, "rent": PRICE}, "names t4"),
+        ({"cluster": "8xa10g+4xl4", "buy": {"of": ["l4"], **BUY}}, "rent: is missing"),
+        (
+            {"cluster": "8xa10g+4xl4", "buy": {"of": ["l4", "a10g"], **BUY}, "rent": PRICE},
+            "names all",
+        ),
+        (
+            {"cluster": "8xa10g+4xl4", "owned": ["l4"], "buy": {"of": ["l4"], **BUY}},
+            "owned already",
+        ),
+        ({"cluster": "8xa10g+4xl4", "owned": ["l4"], "buy": BUY}, "name in buy.of"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(offer: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        candidates_of(study(offers=[offer]))
