@@ -8,11 +8,11 @@ schedules, micro-batches, degrees, ZeRO levels, orders of axes, experts, offload
 the loss, how ZeRO-3 gathers, scales, how tokens are dispatched) are written as documents, read as
 documents and predicted.  A plan is a hit if it fits and
 
-    closed form   it lies in the space that the certificate speaks of, and its objective there is
-                  below the proven bound
+    closed form   it lies in the space that the certificate speaks of, and its closed form is below
+                  the least that the search found
     simulation    it lies in that space, laid out as the space has it, and its simulated step is
-                  below the proven bound of that; or it is anywhere and more than TOLERANCE faster
-                  than the answer
+                  below the proven bound; or it is anywhere and more than TOLERANCE faster than the
+                  answer
 
 The last is a measure of quality, not of truth, of plans that the space does not have.  Answers are
 those of `plan --prove simulated`, so that bounds are as high as they get; with --usual those of
@@ -36,7 +36,7 @@ What the certificate's space is, as it says itself (`certificate.model`, planner
     each pipeline stage is on devices of one kind, and of a kind all devices are used
 
 Other plans are tried too, and count in simulation alone.  The objective of a plan is worked out
-here from the seconds of its layers, by the words of `certificate.model`; for the search's own
+here from the seconds of its layers, as planner.search.goals has it; for the search's own
 optimum the two agree to 1e-9, or the attack says so.
 """
 
@@ -83,10 +83,10 @@ from planner.requests.pins import Pins, read_allowances
 from planner.requests.request import Request
 from planner.schedules.pipeline_model import pace
 from planner.search.answer import Answer
-from planner.search.best_first import search
 from planner.search.certificate import UNSEARCHED
+from planner.search.effort import EFFORTS, Prove
 from planner.search.ranks import shares_of
-from planner.search.simulated_proof import EFFORTS, Prove
+from planner.search.search import search
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -155,34 +155,25 @@ class Attack:
         self.drafts.layer_s = self._layer_s
         self._layouts: set[Layout] = set()
         self._forget()
-        certificate = self.answer.certificate
         self.outcome = Outcome(
             request=request.name,
             asked=request.text,
             answer=self.answer.plan.layout.text(),
             simulated_s=self.answer.prediction.step_time_s,
-            objective_s=certificate.objective_s,
-            lower_bound_s=certificate.lower_bound_s,
-            simulated_bound_s=self._simulated_bound_s,
+            objective_s=self.answer.closed_form.objective_s,
+            lower_bound_s=self.answer.closed_form_bound_s,
+            simulated_bound_s=self.answer.certificate.lower_bound_s,
             own_objective_s=None,
         )
         self.starts = [self.drafts.of(plan) for plan in self._own_plans() if plan.shares is None]
-        optimum = (self.answer.closed_form or self.answer.top[0]).plan
+        optimum = self.answer.closed_form.plan
         if optimum.shares is None:
             judged = self.judged(self.drafts.of(optimum))
             self.outcome.own_objective_s = judged.objective_s if judged else None
 
-    @property
-    def _simulated_bound_s(self) -> float:
-        """What is proven of simulated time; 0 if nothing is."""
-        finals = self.answer.certificate.simulated
-        return (finals.lower_bound_s or 0.0) if finals is not None else 0.0
-
     def _own_plans(self) -> list[Plan]:
         found = [self.answer.plan, *(one.plan for one in self.answer.top)]
-        if self.answer.closed_form is not None:
-            found.append(self.answer.closed_form.plan)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, self.answer.closed_form.plan]))
 
     def _forget(self) -> None:
         """Drop the costs of the layouts seen: they would fill the memory."""
@@ -394,10 +385,12 @@ class Attack:
         if judged.outside is None:
             outcome.inside += 1
             outcome.least_objective_s = min(outcome.least_objective_s, judged.objective_s)
-            if judged.objective_s < answer.certificate.lower_bound_s * (1 - EQUAL):
+            if judged.objective_s < answer.closed_form_bound_s * (1 - EQUAL):
                 self._confirm(judged)
                 _enlist(outcome.closed_form_hits, judged, judged.objective_s)
-            if step_s < self._simulated_bound_s * (1 - EQUAL) and self._laid_out(judged.draft):
+            if step_s < answer.certificate.lower_bound_s * (1 - EQUAL) and self._laid_out(
+                judged.draft
+            ):
                 self._confirm(judged)
                 _enlist(outcome.bound_hits, judged, step_s)
         if step_s < answer.prediction.step_time_s * (1 - TOLERANCE):
@@ -501,7 +494,7 @@ class Climber:
 def objective_s(
     layout: Layout, seats: Seats, placements: Sequence[Placement], largest_stage: float
 ) -> float:
-    """Seconds of a step in the certificate's closed form, from the seconds of a plan's stages.
+    """Seconds of a step in the closed form, from the seconds of a plan's stages.
 
     T = steady max_r t_r + Σ_r (fill t_r - credit_r) + max_r Σ sync + step_s
     """

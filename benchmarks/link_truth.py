@@ -44,7 +44,7 @@ from planner.documents.profile import Profile
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import layouts
 
 MODEL = "local-25m"

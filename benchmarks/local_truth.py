@@ -40,7 +40,7 @@ from planner.documents.profile import Profile, Recompute
 from planner.errors import NoPlanFits
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import Pins, layouts
 from runtime.live_memory import LiveMemory
 from runtime.train import token_engine

@@ -26,8 +26,8 @@ from planner.errors import MeshwrightError
 from planner.requests.pins import Pins
 from planner.requests.request import SURE_TO_FIT, Request
 from planner.requests.setup import Setup
-from planner.search.best_first import search
 from planner.search.preferred import with_preference
+from planner.search.search import search
 
 JUDGED = Path(__file__).with_name("judged_layouts.csv")
 STATED = (

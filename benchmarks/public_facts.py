@@ -32,7 +32,7 @@ from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import step_flops
 from planner.requests.request import Request
 from planner.requests.setup import Recomputed, Setup
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 

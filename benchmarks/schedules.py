@@ -170,9 +170,9 @@ def page() -> str:
     parts = [
         "# Schedules: closed form, simulation, memory",
         "    python benchmarks/schedules.py -o docs/schedules.md",
-        "The search proves its answer in a closed form of the step time "
-        "(`planner/search/formulation.py`) and simulates the plans near its optimum "
-        "(`planner/search/simulated_proof.py`). This page compares the two.",
+        "The search begins with the optimum of a closed form of the step time "
+        "(`planner/search/formulation.py`); the simulated step is what it proves "
+        "(`planner/search/goals.py`). This page compares the two.",
         "## Closed form over simulated step",
         f"Smallest and largest ratio over {SEEDS} pipelines of 2, 4 or 8 ranks with 2 to 4 times "
         f"as many micro-batches. Per rank, forward (F) takes {MIX[0]}, backward of the input (I) "

@@ -40,7 +40,7 @@ from planner.requests.pins import read_pins
 from planner.requests.request import Request
 from planner.requests.setup import Recomputed, Setup
 from planner.schedules import schedule_of
-from planner.search.best_first import search
+from planner.search.search import search
 
 OF_2021 = {"flash_attention": "0", "inter_gb_per_s_per_device": "25"}
 STACKS: tuple[tuple[str, str, dict[str, str]], ...] = (

@@ -40,7 +40,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "top": [
             {
                 "layout": ranked.prediction.layout,
-                "objective_s": ranked.objective_s,
+                "closed_form_s": ranked.objective_s,
                 "step_time_s": ranked.prediction.step_time_s,
                 "plan": ranked.plan.model_dump(mode="json", exclude_none=True),
             }

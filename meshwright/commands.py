@@ -48,14 +48,14 @@ from planner.requests.request import (
     pinned_layout,
 )
 from planner.search.answer import Alternative, Answer, Progress
-from planner.search.best_first import search
+from planner.search.effort import EFFORTS, Prove, Told
 from planner.search.preferred import (
     Prefer,
     compared,
     not_worth_eight_bits,
     with_preference,
 )
-from planner.search.simulated_proof import EFFORTS, Prove, Told
+from planner.search.search import search
 from planner.search.waterfall import Change, waterfall
 from planner.solver.graph_instance import GraphSolution
 from planner.solver.ilp import solve_graph as solve_by_program

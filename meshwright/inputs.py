@@ -10,7 +10,7 @@ from planner.catalog.expressions import located, resolve_beside, resolve_cluster
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import nearest
-from planner.documents.model import ModelGraph, is_factory, is_own
+from planner.documents.model import RECORDED, ModelGraph, is_factory, is_own, is_recorded
 from planner.documents.plan import Plan, check_size
 from planner.documents.profile import Profile, Profiles
 from planner.documents.stack import base_of
@@ -31,7 +31,28 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
         check_size("seq-len", FACTORY_SEQ_LEN if seq_len is None else seq_len, MOST_TOKENS)
         graph: ModelGraph = graph_of_factory(text, seq_len=seq_len or FACTORY_SEQ_LEN)
         return graph
-    return resolve_model(text)
+    if is_recorded(text):
+        return _recorded(text, seq_len)
+    try:
+        return resolve_model(text)
+    except DocumentError as error:
+        # Only of a type without figures here: another error is not the recorder's.
+        if error.path != "model_type" or importlib.util.find_spec("transformers") is None:
+            raise
+        try:
+            return _recorded(f"{text}{RECORDED}", seq_len)
+        except DocumentError as refused:
+            raise error from refused
+
+
+def _recorded(source: str, seq_len: int | None) -> ModelGraph:
+    """Return the model of a configuration, as the library's own class was seen to compute."""
+    need_torch(f"{source}: recording a model")
+    from runtime.library_model import graph_of_library  # noqa: PLC0415 - needs torch
+
+    check_size("seq-len", FACTORY_SEQ_LEN if seq_len is None else seq_len, MOST_TOKENS)
+    graph: ModelGraph = graph_of_library(source, seq_len=seq_len or FACTORY_SEQ_LEN)
+    return graph
 
 
 def plan_model(wanted: Plan, plan_path: str | None = None) -> ModelGraph:

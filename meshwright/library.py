@@ -28,8 +28,8 @@ from planner.errors import DocumentError
 from planner.requests.pins import read_pins
 from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Alternative, Answer
+from planner.search.effort import Prove
 from planner.search.preferred import Prefer
-from planner.search.simulated_proof import Prove
 from planner.solver.requirements import read_requirements
 from planner.whatif.run import Result
 from planner.whatif.study import Study

@@ -21,7 +21,7 @@ from planner.requests.pins import Allowance, Pins
 from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.whatif.changes import changed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ def for_fewer(
                     cluster=cluster,
                     called=str(folder / f"cluster-of-{cluster.devices}.yaml"),
                 ),
-                below_s=math.inf if best is None else best.certificate.objective_s,
+                below_s=math.inf if best is None else best.closed_form.objective_s,
             )
             chosen = cluster
     if best is None:

@@ -18,7 +18,7 @@ from planner.documents.document import Document
 from planner.documents.model import ModelGraph
 from planner.documents.profile import Profile
 from planner.requests.request import SURE_TO_FIT, Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 FOLDER = Path(__file__).parent
 EXAMPLES = {

@@ -19,7 +19,7 @@ from planner.documents.plan import Job, Plan
 from planner.documents.profile import ChunkedLoss, Recompute
 from planner.errors import MeshwrightError
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CANDIDATES = 6

@@ -70,16 +70,18 @@ def to_huggingface(
             f"{source}: holds adapters without the weights that they were trained on; export them "
             "--to peft"
         )
-    assert model.architecture is not None
     parameters = _parameters(source, done)
+    if model.architecture is None:
+        return _by_library(source, done, model, output, parameters, dtype)
     width = 4 if dtype == "fp32" else 2
     groups = list(_groups(parameters, largest=file_bytes // width))
+    family = model.architecture.family
     with _new(output) as temporary:
         from runtime.published import write_shards  # noqa: PLC0415 - needs torch
 
         total = sum(stored.elements for stored in parameters)
         files = write_shards(
-            (_read(source, group, model.architecture.family, dtype) for group in groups),
+            (_read(source, group, family, dtype) for group in groups),
             temporary,
             count=len(groups),
             metadata={"total_size": width * total},
@@ -93,6 +95,39 @@ def to_huggingface(
         files=tuple(file.name for file in files),
         parameters=total,
         size_bytes=sum((output / file.name).stat().st_size for file in files),
+        warnings=_warnings(source),
+    )
+
+
+def _by_library(
+    source: Path,
+    done: Progress,
+    model: ModelGraph,
+    output: Path,
+    parameters: Sequence[_Stored],
+    dtype: DType,
+) -> Exported:
+    """Let the library write a model that it alone knows: whole, in the names of its files."""
+    import torch  # noqa: PLC0415
+
+    from runtime.library_model import saved_by_library  # noqa: PLC0415 - needs torch
+
+    state = {stored.key: torch.empty(stored.shape) for stored in parameters}
+    checkpoint.load(source, state, verified=True)
+    named = {key.removeprefix("model."): tensor for key, tensor in state.items()}
+    with _new(output) as temporary:
+        saved_by_library(source / CONFIG, named, temporary, dtype=dtype)
+        (temporary / CONFIG).unlink()
+        _configuration(source, temporary, dtype)
+        _companions(source, done, model.source, temporary)
+    files = sorted(output.iterdir())
+    return Exported(
+        checkpoint=source,
+        step=done.step,
+        folder=output,
+        files=tuple(file.name for file in files),
+        parameters=sum(stored.elements for stored in parameters),
+        size_bytes=sum(file.stat().st_size for file in files),
         warnings=_warnings(source),
     )
 

@@ -26,7 +26,7 @@ from runtime.gradients import Slot
 from runtime.huggingface import LM_HEAD, HuggingFace
 from runtime.learning_rate import learning_rate
 from runtime.loss import IGNORED
-from runtime.mesh import place_of
+from runtime.mesh import Place, place_of
 from runtime.optimizer import adamw, slots_of
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
@@ -155,22 +155,9 @@ class LanguageModel:
         counts it, [sample, seq_len]; without them all count.  Starts say of each token but the last
         where its document begins: attention does not reach behind that.
         """
-        tokens, counts, starts = (*given, None, None)[:3] if isinstance(given, tuple) else (
-            given, None, None
-        )  # fmt: skip
-        samples = len(self.plan.samples_of(self.place.data_rank))
-        expected = (samples, self.plan.seq_len + 1)
-        if tuple(tokens.shape) != expected:
-            raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
-        tokens = tokens.to(self._device, non_blocking=True)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if counts is not None:
-            if counts.shape != targets.shape or counts.dtype != torch.bool:
-                raise LaunchError(
-                    f"counts are booleans of shape {tuple(targets.shape)}, one for each target; "
-                    f"these are {counts.dtype} of shape {tuple(counts.shape)}"
-                )
-            targets = targets.where(counts.to(self._device, non_blocking=True), IGNORED)
+        inputs, targets, starts = inputs_and_targets(
+            given, self.plan, self.place, device=self._device
+        )
         if (starts is not None) != self._documents or (
             starts is not None and starts.shape != targets.shape
         ):
@@ -183,7 +170,9 @@ class LanguageModel:
                 most = document_attention.most_documents(starts, self.plan.micro_batch)
                 self.adapter.most_documents = most
             starts = starts.to(self._device, non_blocking=True)
-        made = (inputs, targets) if starts is None else (inputs, targets, starts)
+        made: tuple[Tensor, ...] = (
+            (inputs, targets) if starts is None else (inputs, targets, starts)
+        )
         if self.plan.mesh.context > 1:
             made = tuple(one[:, self._positions] for one in made)
         return made
@@ -222,3 +211,28 @@ class LanguageModel:
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""
         return self.adapter.configuration()
+
+
+def inputs_and_targets(
+    given: Any, plan: Plan, place: Place, *, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what tokens are read and predicted, and where documents begin, if that was given.
+
+    `given` is what LanguageModel.batch takes; what was given beside tokens stays where it is.
+    """
+    tokens, counts, starts = (*given, None, None)[:3] if isinstance(given, tuple) else (
+        given, None, None
+    )  # fmt: skip
+    expected = (len(plan.samples_of(place.data_rank)), plan.seq_len + 1)
+    if tuple(tokens.shape) != expected:
+        raise LaunchError(f"a step takes tokens of shape {expected}, not {tuple(tokens.shape)}")
+    tokens = tokens.to(device, non_blocking=True)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if counts is not None:
+        if counts.shape != targets.shape or counts.dtype != torch.bool:
+            raise LaunchError(
+                f"counts are booleans of shape {tuple(targets.shape)}, one for each target; "
+                f"these are {counts.dtype} of shape {tuple(counts.shape)}"
+            )
+        targets = targets.where(counts.to(device, non_blocking=True), IGNORED)
+    return inputs, targets, starts

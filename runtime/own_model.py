@@ -48,6 +48,8 @@ class OwnModel:
 
     counts = 1
     """How much of each sample the loss is expected to count."""
+    by_plan = False
+    """Whether the optimizer is that of the plan's `training`."""
     divides_logits = False
     """Whether the loss gets logits that are divided over the tensor axis."""
 
@@ -91,7 +93,7 @@ class OwnModel:
             except ValidationError as error:
                 raise first_error(error) from error
         dtype = activation_type(plan.precision)
-        refuse_plan(plan, module, loss)
+        refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
             adapt(plan, module, recorder)
         if dtype != torch.float32 or plan.training.lora is not None:

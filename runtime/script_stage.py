@@ -45,13 +45,16 @@ def check_layers(plan: Plan, recorder: Recorder) -> None:
         )
 
 
-def refuse_plan(plan: Plan, module: nn.Module, loss: object) -> None:
-    """Refuse what is not executed for modules of a script, with the way out."""
-    for text in _refused(plan, module, loss):
+def refuse_plan(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool = False) -> None:
+    """Refuse what is not executed for modules of a script, with the way out.
+
+    `by_plan` says that the optimizer is that of the plan's `training`.
+    """
+    for text in _refused(plan, module, loss, by_plan=by_plan):
         raise LaunchError(text)
 
 
-def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
+def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> Iterator[str]:
     """Yield why each field of a plan is refused, and what to do instead.
 
     Fields of the layout are claimed in planner.stacks.claims; those beside it are here.
@@ -73,7 +76,7 @@ def _refused(plan: Plan, module: nn.Module, loss: object) -> Iterator[str]:
             f"training.lora: is set, and mesh.tensor {plan.mesh.tensor}, {not_by_engine} together; "
             "use tensor 1, or adapt the module in build() and give tensor= styles"
         )
-    for name, field in Training.model_fields.items():
+    for name, field in () if by_plan else Training.model_fields.items():
         value = getattr(plan.training, name)
         if name not in ("seed", "lora") and value != field.default:
             yield (

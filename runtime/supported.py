@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.documents.model import ModelGraph, is_factory, is_script
+from planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
 from planner.documents.plan import Plan
 from planner.schedules import PLAIN, schedule_of
 from planner.stacks.native import layer_obstacle, obstacle
@@ -51,7 +51,7 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
             f"model.source: is {plan.model.source}, which its own script trains: "
             "meshwright run --plan PLAN SCRIPT.py"
         )
-    own_modules = is_factory(plan.model.source)
+    own_modules = is_factory(plan.model.source) or is_recorded(plan.model.source)
     if own_modules:
         # What runs is the user's code; figures of an architecture say nothing about it.
         model = model.model_copy(update={"architecture": None})

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.documents.document import read
-from planner.documents.model import ModelGraph
+from planner.documents.model import ModelGraph, is_recorded
 from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
@@ -35,12 +34,14 @@ from runtime.data import Corpus, Samples
 from runtime.engine import Engine, StepResult
 from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
+from runtime.library_model import LibraryModel
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
-from runtime.run import Device, Orders, RankRecord, StepRecord
+from runtime.run import Device, Orders, RankRecord, StepRecord, Stopped
 from runtime.saving import Saver
+from runtime.supported import supported
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
@@ -62,7 +63,14 @@ def token_engine(
     `weights` is a local folder of safetensors files; None starts from random weights.  With
     `documents` samples hold several.
     """
-    described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
+    described: LanguageModel | LibraryModel
+    if is_recorded(plan.model.source):
+        reason = supported(plan, model)
+        if reason:
+            raise LaunchError(reason)
+        described = LibraryModel(plan, device=device, weights=weights, documents=documents)
+    else:
+        described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
     return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
 
@@ -193,7 +201,7 @@ class Loop:
         step_s: list[float] = []
         compiler = self.engine.compiler
         peak = _Peak(self.orders.device, compiled=compiler is not None)
-        stopped: Literal["steps", "max_seconds"] = "steps"
+        stopped: Stopped = "steps"
         loss = 0.0
         while self.steps_done < self.orders.steps:
             step = self.steps_done + 1
@@ -203,8 +211,10 @@ class Loop:
             self._refuse_nonsense(result)
             self.steps_done = step
             self.next_sample += self.plan.global_batch
-            out_of_time = self._out_of_time()
-            eval_loss = self._eval_loss(last=out_of_time)
+            ends: Stopped | None = "max_seconds" if self._out_of_time() else None
+            if result.noticed and self._saver is not None and step < self.orders.steps:
+                ends = "notice"
+            eval_loss = self._eval_loss(last=ends == "max_seconds") if ends != "notice" else None
             if not result.skipped:
                 loss = result.loss
             if metrics is not None and not result.skipped:
@@ -212,12 +222,12 @@ class Loop:
             every = self.orders.checkpoint_every
             if self._saver is not None:
                 self._saver.check()
-                if out_of_time or step == self.orders.steps or (every and step % every == 0):
+                if ends or step == self.orders.steps or (every and step % every == 0):
                     state = self.engine.state()
                     self.engine.refuse_drifted()
                     self._saver.begin(state, self._progress(loss))
-            if out_of_time:
-                stopped = "max_seconds"
+            if ends is not None:
+                stopped = ends
                 break
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)

@@ -17,7 +17,7 @@ from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.errors import DocumentError, NoPlanFits
 from planner.formats.configuration import FRAMEWORKS, configuration
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 MODELS = (
     *("gpt2", "gpt2-xl", "opt-1.3b", "pythia-410m", "falcon-7b", "bloom-560m", "mpt-7b"),

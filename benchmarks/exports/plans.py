@@ -11,7 +11,7 @@ from planner.documents.plan import Plan
 from planner.documents.training import Training
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 
 class Case(NamedTuple):

@@ -31,7 +31,7 @@ from planner.documents.training import Training
 from planner.formats.configuration import configuration
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from plans import Case
 from runtime import data, run
 from runtime import launch as launching

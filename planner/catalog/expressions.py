@@ -38,7 +38,7 @@ from planner.documents.document import (
     read_text,
     unreadable,
 )
-from planner.documents.model import ModelGraph, is_factory, is_script
+from planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
 from planner.documents.units import MOST_DEVICES, name_of
 from planner.errors import DocumentError
 from planner.layers.architecture import architecture_of
@@ -67,6 +67,10 @@ def resolve_model(text: str) -> ModelGraph:
     if is_factory(text):
         raise DocumentError(
             "", f"'{text}' is a Python function; it needs torch, which plans are made without"
+        )
+    if is_recorded(text):
+        raise DocumentError(
+            "", f"'{text}' is recorded with torch, which plans are made without here"
         )
     if is_script(text):
         raise DocumentError(

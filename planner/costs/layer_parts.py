@@ -35,7 +35,7 @@ from planner.costs.sharding import (
 )
 from planner.costs.strategy import StrategyParts
 from planner.documents.cluster import ClusterSpec
-from planner.documents.model import Layer, ModelGraph, is_script
+from planner.documents.model import Layer, ModelGraph, trains_as_module
 from planner.documents.plan import Activations, Axis, Layout
 from planner.documents.profile import Recompute
 from planner.layers.operator_table import Setting
@@ -67,7 +67,7 @@ class LayerParts:
         self._activations = activations
         self._recomputes = recomputes
         self._layers = {layer.kind: layer for layer in model.layers}
-        self._scripted = is_script(model.source or "")
+        self._scripted = trains_as_module(model.source or "")
         gathered = rates.stack.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
         self._traffic: dict[tuple[object, ...], Traffic] = {}

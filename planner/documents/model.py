@@ -19,6 +19,8 @@ from planner.documents.units import Amount, Count, Flag, Line, Name, Positive
 if TYPE_CHECKING:
     import networkx
 
+RECORDED = ":recorded"
+"""What stands behind a configuration's path where its model is recorded."""
 MOST_LAYERS = 100_000
 """More is a slip of the pen, and would be listed one by one."""
 FileDigest = Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$", strict=True)]
@@ -42,9 +44,28 @@ def is_script(text: str) -> bool:
     return re.fullmatch(r"script:[^\W\d]\w*", text) is not None
 
 
+def is_recorded(text: str) -> bool:
+    """Tell whether MODEL is a configuration whose model the library alone knows, and is recorded.
+
+    >>> is_recorded("falcon/config.json:recorded"), is_recorded("falcon/config.json")
+    (True, False)
+    """
+    return text.endswith(RECORDED) and len(text) > len(RECORDED)
+
+
+def recorded_file(text: str) -> str:
+    """Return the file or folder of such a MODEL."""
+    return text.removesuffix(RECORDED)
+
+
+def trains_as_module(text: str) -> bool:
+    """Tell whether MODEL trains as any module does, by what its forward was seen to do."""
+    return is_script(text) or is_recorded(text)
+
+
 def is_own(text: str) -> bool:
-    """Tell whether MODEL is the user's own code, of which documents carry the figures."""
-    return is_factory(text) or is_script(text)
+    """Tell whether documents carry the figures of MODEL: they take running code."""
+    return is_factory(text) or trains_as_module(text)
 
 
 class BatchLeaf(Part):

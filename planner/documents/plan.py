@@ -310,8 +310,8 @@ class PlannedModel(Part):
 
     name: Name
     source: Line
-    """A catalogue name, a Hugging Face folder or config.json, `file.py:factory`, or `script:build`.
-    """
+    """A catalogue name, a Hugging Face folder or config.json (with `:recorded` where its model is
+    recorded), `file.py:factory`, or `script:build`."""
     digest: Line
     graph: ModelGraph | None = None
     """Its figures, where they would take running the user's code, and that code's digest."""

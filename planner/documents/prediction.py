@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from planner.documents.document import Document, Part
+from planner.documents.tolerances import EQUAL
 from planner.documents.units import (
     Count,
     Finite,
@@ -166,100 +170,133 @@ class Prediction(Document):
 
 
 class Loser(Part):
-    """A configuration that was close, and the reason it lost."""
+    """A configuration whose lower bound is among the least, and what is said of it."""
 
     layout: Text
-    objective_s: Finite | None = None
-    """Its optimum where it was solved."""
-    lower_bound_s: Finite | None = None
+    lower_bound_s: Finite
     reason: Text
 
 
 class Finalist(Part):
-    """A configuration close to the optimum of the closed form, and its simulated step."""
-
-    layout: Text
-    objective_s: Finite
-    """Its optimum in the closed form."""
-    step_time_s: Finite
-    """What the simulator says of that plan."""
-
-
-class Simulated(Part):
-    """What the simulator says of the plans that may be the fastest there, and what is proven."""
-
-    statement: Text
-    layout: Text
-    """The fastest simulated: the plan that was chosen."""
-    step_time_s: Finite
-    lower_bound_s: Finite | None = None
-    """No plan of the space takes less simulated; None: nothing is proven."""
-    gap: Finite | None = None
-    """(step time - lower bound) / step time."""
-    bound: Text
-    """The bound in words, or that none is known."""
-    looked_at: dict[Text, Count] | None = None
-    """How many configurations got which bound in simulated time."""
-    finalists: tuple[Finalist, ...]
-    """The fastest simulated first."""
-
-
-class PlanProof(Part):
-    """The plan that is the answer, by both measures of a step, and what is proven in each.
-
-    The closed form is what the search minimises; the simulation, which chooses among the finalists,
-    is what the prediction tells.
-    """
+    """A configuration whose plan was simulated."""
 
     layout: Text
     closed_form_s: Finite
-    closed_form_bound_s: Finite
-    """No configuration takes less in closed form."""
-    closed_form_gap: Finite
-    """(closed form - bound) / closed form, of this plan."""
-    simulated_s: Finite
-    simulated_bound_s: Finite | None = None
-    """No plan of the space takes less simulated; None: nothing is proven."""
-    simulated_gap: Finite | None = None
-    """(simulated - bound) / simulated, of this plan."""
-    closed_form: Text
-    """The first three figures in words."""
-    simulated: Text
-    """The last two in words."""
+    """What the closed form says, by which plans are first looked for."""
+    step_time_s: Finite
+    """What the simulator says."""
+
+
+class PlanProof(Part):
+    """What is proven of the plan that is the answer."""
+
+    layout: Text
+    step_time_s: Finite
+    lower_bound_s: Finite
+    """No plan of the space takes less."""
+    gap: Finite
+    """(step time - lower bound) / step time, of this plan."""
+    statement: Text
+    """These figures in words."""
 
 
 class Certificate(Document):
-    """Proof that no configuration of the space is faster, in the model that `model` names."""
+    """Proof that no plan of the space has a shorter simulated step."""
 
     kind_of_document: ClassVar[str] = "certificate"
 
+    format: Literal[2] = 2  # type: ignore[assignment]  # files of format 1 are read as this
     statement: Text
     model: Text
-    """The closed-form step time in which the proof holds."""
+    """Whose simulated step the proof speaks of."""
     solver: Text
     optimal: Flag
-    """Whether `layout` is proven to be the optimum of the closed form."""
+    """Whether no plan takes less than the fastest that was simulated."""
     objective_s: Finite
-    """The least closed-form step found, that of `layout`; the plan's own is in `plan`."""
+    """The least step that was simulated, of `layout`; the plan's own is in `plan`."""
     lower_bound_s: Finite
-    """No configuration takes less in closed form."""
+    """No plan of the space takes less."""
     gap: Finite
     """(objective - lower bound) / objective."""
     configurations: Positive
     counts: dict[Text, Count]
     """How many configurations fell to which argument; they add up to `configurations`."""
+    looked_at: dict[Text, Count] | None = None
+    """How many entries of the search got which bound."""
     runners_up: tuple[Loser, ...] = ()
     layout: Text | None = None
-    """The configuration with the least objective."""
-    simulated: Simulated | None = None
-    """The closest configurations in the simulator, which chose the plan among them."""
+    """The configuration of the fastest plan that was simulated."""
+    finalists: tuple[Finalist, ...] = ()
+    """Configurations whose plans were simulated, the fastest first."""
     plan: PlanProof | None = None
-    """The plan that is the answer; it may be another than the optimum of the closed form."""
+    """The plan that is the answer, which may be simpler than the fastest."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_format_1(cls, data: Any) -> Any:
+        """Read a proof of format 1, which had two objectives, by what it says of simulated time."""
+        if not isinstance(data, dict) or data.get("format") != 1:
+            return data
+        return _without_closed_form(data)
 
     def _repr_html_(self) -> str:
         """Return the proof as notebooks show it: how many configurations fell to which argument."""
         rows = [(reason, f"{count:,}") for reason, count in self.counts.items()]
         return html_table(self.statement, ("argument", "configurations"), rows)
+
+
+def _without_closed_form(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a certificate of format 1 as one of format 2; what is no certificate stays."""
+    simulated, plan = _mapping(data.get("simulated")), _mapping(data.get("plan"))
+    step_s = simulated.get("step_time_s", data.get("objective_s"))
+    low_s = simulated.get("lower_bound_s") or 0.0
+    if not all(
+        isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in (step_s, low_s)
+    ):
+        return data
+    gap = 1 - low_s / step_s if step_s else 0.0
+    names = {name: value for name, value in data.items() if name != "simulated"}
+    found = names | {
+        "format": 2,
+        "objective_s": step_s,
+        "lower_bound_s": low_s,
+        "gap": gap,
+        "optimal": gap <= EQUAL,
+        "layout": simulated.get("layout", data.get("layout")),
+        "looked_at": simulated.get("looked_at"),
+        "runners_up": [
+            {name: one.get(name) for name in Loser.model_fields}
+            for one in _mappings(data.get("runners_up"))
+            if one.get("lower_bound_s") is not None
+        ],
+        "finalists": [
+            {
+                "layout": one.get("layout"),
+                "closed_form_s": one.get("objective_s"),
+                "step_time_s": one.get("step_time_s"),
+            }
+            for one in _mappings(simulated.get("finalists"))
+        ],
+    }
+    if plan:
+        found["plan"] = {
+            "layout": plan.get("layout"),
+            "step_time_s": plan.get("simulated_s"),
+            "lower_bound_s": plan.get("simulated_bound_s") or 0.0,
+            "gap": plan.get("simulated_gap", 1.0),
+            "statement": plan.get("simulated"),
+        }
+    return found
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    """Return a mapping, an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(values: object) -> list[dict[str, Any]]:
+    """Return the mappings of a list."""
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def compaction(stages: Sequence[StagePrediction], probability: float) -> str | None:

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 from planner.documents.axes import LAYOUT_AXES
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.document import Part, nearest
-from planner.documents.model import ModelGraph, is_script
+from planner.documents.model import ModelGraph, trains_as_module
 from planner.documents.plan import (
     INSIDE_OUT,
     Activations,
@@ -90,7 +90,7 @@ def _attention(facts: Facts) -> Value:
 
 def _family(facts: Facts) -> Value:
     """Return the family of a language model; of others what they are."""
-    if is_script(facts.model.source or ""):
+    if trains_as_module(facts.model.source or ""):
         return "script"
     a = facts.model.architecture
     return "none" if a is None else a.family

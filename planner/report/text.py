@@ -193,26 +193,22 @@ def time_text(prediction: Prediction) -> str:
 
 
 def proof_facts(certificate: Certificate, *, whole: bool = False) -> Iterator[Fact]:
-    """Yield what is proven of the plan; whole, by each measure of a step."""
+    """Yield what is proven of the plan; whole, with what no search looks at."""
     proof = certificate.plan
     if proof is None:
         yield Fact(label="proof", text=certificate.statement)
     elif whole:
-        yield Fact(label="proof", text=proof.closed_form)
-        yield Fact(label="", text=proof.simulated)
+        yield Fact(label="proof", text=proof.statement)
         yield Fact(label="left out", text=LEFT_OUT)
     else:
-        simulated = proof.simulated_bound_s is not None and proof.simulated_gap is not None
-        bound_s = proof.simulated_bound_s if simulated else proof.closed_form_bound_s
-        gap = proof.simulated_gap if simulated else proof.closed_form_gap
-        if (gap or 0.0) < ROUNDED:
+        if proof.gap < ROUNDED:
             text = f"no faster plan among {certificate.configurations:,} configurations"
         else:
             text = (
                 f"none of {certificate.configurations:,} configurations takes less than "
-                f"{seconds_text(bound_s or 0.0)} (gap {_percent(gap or 0.0)})"
+                f"{seconds_text(proof.lower_bound_s)} (gap {_percent(proof.gap)})"
             )
-        yield Fact(label="proof", text=text if simulated else f"{text} in closed form")
+        yield Fact(label="proof", text=text)
 
 
 def stages_text(plan: Plan) -> str:
@@ -311,19 +307,18 @@ def certificate_facts(certificate: Certificate) -> Iterator[Fact]:
     """Yield the counts behind a proof, the closest losers, and the plans that were simulated."""
     counts = ", ".join(f"{name} {count:,}" for name, count in certificate.counts.items() if count)
     yield Fact(label="counts", text=counts)
-    yield Fact(label="form", text=certificate.model)
+    yield Fact(label="proven of", text=certificate.model)
     for loser in certificate.runners_up:
-        if loser.objective_s is not None:
-            figure = f"{loser.objective_s:.6g} s"
-        else:
-            figure = f">= {loser.lower_bound_s or 0.0:.6g} s"
+        figure = f">= {loser.lower_bound_s:.6g} s"
         yield Fact(label="loser", text=f"{loser.layout}: {figure} ({loser.reason})")
-    if certificate.simulated is not None:
-        yield Fact(label="simulated", text=certificate.simulated.statement)
-        yield Fact(label="bound", text=certificate.simulated.bound)
-        for one in certificate.simulated.finalists:
-            steps = f"{one.step_time_s:.6g} s, closed form {one.objective_s:.6g} s"
-            yield Fact(label="", text=f"{one.layout}: {steps}")
+    looked_at = ", ".join(
+        f"{name} {count:,}" for name, count in (certificate.looked_at or {}).items()
+    )
+    if looked_at:
+        yield Fact(label="bounds", text=looked_at)
+    for one in certificate.finalists:
+        steps = f"{one.step_time_s:.6g} s, closed form {one.closed_form_s:.6g} s"
+        yield Fact(label="simulated", text=f"{one.layout}: {steps}")
 
 
 def shares_text(plan: Plan) -> str:

@@ -16,19 +16,13 @@ from planner.documents.units import seconds_text
 
 
 def ties(prediction: Prediction, certificate: Certificate) -> list[str]:
-    """Return the layouts of a certificate's losers that lie within the error bar of the plan."""
+    """Return the layouts that were simulated and lie within the error bar of the plan."""
     bar = 1 + own_miss(prediction.step_parts)
     found = [
-        loser.layout
-        for loser in certificate.runners_up
-        if loser.objective_s is not None and loser.objective_s <= bar * certificate.objective_s
+        finalist.layout
+        for finalist in certificate.finalists
+        if finalist.step_time_s <= bar * prediction.step_time_s
     ]
-    if certificate.simulated is not None:
-        found += [
-            finalist.layout
-            for finalist in certificate.simulated.finalists
-            if finalist.step_time_s <= bar * prediction.step_time_s
-        ]
     return [layout for layout in dict.fromkeys(found) if layout != prediction.layout]
 
 

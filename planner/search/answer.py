@@ -50,8 +50,10 @@ class Answer:
     """Those that were simulated, the fastest first."""
     choices: tuple[Alternative, ...] = ()
     """The plan beside the fastest and the usual ones (planner.search.preferred)."""
-    closed_form: Ranked | None = None
-    """The optimum of the closed form, where finalists were simulated; it may be `plan`."""
+    closed_form: Ranked
+    """The optimum of the closed form, where the search began; it may be `plan`."""
+    closed_form_bound_s: float
+    """No configuration takes less in the closed form."""
     solved: int
     """How many partition problems were solved."""
     candidates: tuple[Candidates, ...] = field(default=(), repr=False, compare=False)

@@ -1,51 +1,49 @@
 """The account of a search: what became of every configuration, and what that proves.
 
-Every configuration ends in exactly one of the `OUTCOMES`.  All but the chosen one are refused,
-dominated, out of memory, or cannot take less than the objective: their counts are the proof.
+Every configuration ends in exactly one of the `OUTCOMES`.  It is refused, dominated, out of memory,
+or has no plan that is faster than the answer, whose own configuration is among these; or it is not
+excluded, and the least bound of such is that of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.documents.plan import Layout
-from planner.documents.prediction import Certificate, Loser, PlanProof
+from planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
 from planner.documents.profile import CHUNK_ROWS
 from planner.documents.stack import Stack
 from planner.documents.tolerances import EQUAL
-from planner.schedules import SCHEDULES
 from planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
 
 RUNNERS_UP = 5
+PROVEN = 2e-6
+"""The gap up to which a plan counts as optimal: integer programs are solved to half of it."""
 
-CHOSEN = "chosen"
 REFUSED = "refused by the backend"
 DOMINATED = "dominated"
 OUT_OF_MEMORY = "out of memory"
 UNKEPT = "violates a requirement"
-SLOWER = "solved, slower"
 NO_FASTER = "solved, no split faster"
 UNFINISHED = "stopped early"
+LEFT = "not excluded"
 BOUNDS = (
     "pruned by the compute bound",
     "pruned by compute within memory",
     "pruned by communication of the commonest layers",
+    "pruned by communication of the commonest layers within memory",
     "pruned by communication",
     "pruned by communication within memory",
+    "pruned by paths of all cuts",
+    "pruned by the exact optimum of a bound",
+    "pruned by an integer program",
 )
 """In the order in which they are worked out; each is at least the one before."""
-COMPUTATION, ROOM, SHARED, COMMUNICATION, MEMORY = range(len(BOUNDS))
-OUTCOMES = (
-    CHOSEN,
-    REFUSED,
-    *BOUNDS,
-    DOMINATED,
-    OUT_OF_MEMORY,
-    UNKEPT,
-    NO_FASTER,
-    SLOWER,
-    UNFINISHED,
+COMPUTATION, ROOM, SHARED, SHARED_ROOM, COMMUNICATION, MEMORY, CUTS, SOLVED, PROGRAM = range(
+    len(BOUNDS)
 )
+OUTCOMES = (REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, UNKEPT, NO_FASTER, LEFT)
 
 
 EXACT = (
@@ -73,14 +71,10 @@ LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 
 @dataclass(slots=True)
 class Account:
-    """Counts by outcome, and the layouts that came close."""
+    """What became of configurations, by outcome."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    losers: list[Loser] = field(default_factory=list)
-    unfinished_s: list[float] = field(default_factory=list)
     backend: str = "native"
-    space: str = ""
-    """What plans of the backend have in common, where that is not everything."""
 
     def refused(self, reason: str, count: int = 1) -> None:
         """Count what the backend does not run; what the data of its space say, by reason."""
@@ -91,60 +85,6 @@ class Account:
     def settled(self, outcome: str, count: int) -> None:
         """Count configurations of which nothing more is said."""
         self.counts[outcome] = self.counts.get(outcome, 0) + count
-
-    def lost(
-        self,
-        outcome: str,
-        layout: Layout,
-        *,
-        objective_s: float | None = None,
-        bound_s: float | None = None,
-        because: str | None = None,
-        count: int = 1,
-    ) -> None:
-        """Count what became of a configuration, and of `count` - 1 that are like it.
-
-        It is a possible runner-up if it has a figure.
-        """
-        self.settled(outcome, count)
-        if outcome == UNFINISHED:
-            self.unfinished_s.append(bound_s or 0.0)
-        if objective_s is not None or bound_s is not None:
-            self.losers.append(
-                Loser(
-                    layout=layout.text(),
-                    objective_s=objective_s,
-                    lower_bound_s=bound_s,
-                    reason=because or outcome,
-                )
-            )
-
-    def proven_s(self, objective_s: float, lower_bound_s: float) -> float:
-        """Return what no configuration takes less than; the bound is of the chosen layout alone."""
-        return min(objective_s, lower_bound_s, *self.unfinished_s)
-
-    def certificate(
-        self, *, objective_s: float, lower_bound_s: float, optimal: bool, solver: str
-    ) -> Certificate:
-        """Return the proof; `lower_bound_s` and `optimal` speak of the chosen layout alone."""
-        proven_s = self.proven_s(objective_s, lower_bound_s)
-        optimal = optimal and not self.unfinished_s
-        gap = 0.0 if optimal else 1 - proven_s / objective_s
-        total = sum(self.counts.values())
-        ranked = sorted(self.losers, key=_figure)
-        return Certificate(
-            statement=f"Closed form: none of {total:,} configurations takes less than "
-            f"{proven_s:.6g} s a step.",
-            model=closed_form_text() + self.space,
-            solver=solver,
-            optimal=optimal,
-            objective_s=objective_s,
-            lower_bound_s=proven_s,
-            gap=gap,
-            configurations=total,
-            counts={name: count for name, count in self.counts.items() if count},
-            runners_up=tuple(ranked[:RUNNERS_UP]),
-        )
 
 
 def space_text(stack: Stack) -> str:
@@ -162,46 +102,61 @@ def space_text(stack: Stack) -> str:
     return f"; of {stack.name}, {' and '.join(said)}" if said else ""
 
 
-def closed_form_text() -> str:
-    """Return what is minimised, with the coefficients of every schedule."""
-    coefficients = dict.fromkeys(one.coefficients.text for one in SCHEDULES.values())
-    return (
-        "T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s over pipeline "
-        f"ranks r on m micro-batches; steady = {', '.join(coefficients)}; {EXACT}; "
-        "memory less the process's own, over the stack's memory.tight, is for tensors"
+def certificate_of(
+    account: Account,
+    stack: Stack,
+    *,
+    solver: str,
+    finalists: Sequence[Finalist],
+    lower_bound_s: float,
+    looked_at: Mapping[str, int],
+    runners_up: Sequence[Loser],
+) -> Certificate:
+    """Return the proof that no plan simulates below a bound, beside the fastest of `finalists`."""
+    fastest = finalists[0]
+    step_s = fastest.step_time_s
+    bound_s = min(lower_bound_s, step_s)
+    total = sum(account.counts.values())
+    return Certificate(
+        statement=_statement(step_s, bound_s, total),
+        model=f"the simulated step of plans in which {EXACT}; memory less the process's own, over "
+        f"the stack's memory.tight, is for tensors{space_text(stack)}",
+        solver=solver,
+        optimal=bound_s >= step_s * (1 - PROVEN),
+        objective_s=step_s,
+        lower_bound_s=bound_s,
+        gap=_gap(step_s, bound_s),
+        configurations=total,
+        counts={name: count for name, count in account.counts.items() if count},
+        looked_at={name: count for name, count in looked_at.items() if count},
+        runners_up=tuple(runners_up),
+        layout=fastest.layout,
+        finalists=tuple(finalists),
     )
 
 
-def of_plan(
-    certificate: Certificate, *, layout: Layout, closed_form_s: float, simulated_s: float
-) -> Certificate:
+def of_plan(certificate: Certificate, *, layout: Layout, step_s: float) -> Certificate:
     """Return the certificate with what it proves of the plan that is the answer."""
-    bound_s, finals = certificate.lower_bound_s, certificate.simulated
-    tied = bound_s >= closed_form_s * (1 - EQUAL)
-    gap = 0.0 if tied else 1 - bound_s / closed_form_s
-    other = "" if certificate.layout == layout.text() else "; the optimum is another plan"
-    low_s = gap_s = None
-    proven = "no lower bound is proven"
-    if finals is not None and finals.lower_bound_s is not None:
-        low_s = min(finals.lower_bound_s, simulated_s)
-        gap_s = 1 - low_s / simulated_s if simulated_s else 0.0
-        proven = f"no plan in the space takes less than {low_s:.6g} s (gap {100 * gap_s:.2g} %)"
+    bound_s = min(certificate.lower_bound_s, step_s)
+    statement = _statement(step_s, bound_s, certificate.configurations)
     proof = PlanProof(
         layout=layout.text(),
-        closed_form_s=closed_form_s,
-        closed_form_bound_s=bound_s,
-        closed_form_gap=gap,
-        simulated_s=simulated_s,
-        simulated_bound_s=low_s,
-        simulated_gap=gap_s,
-        closed_form=f"Closed form: the plan takes {closed_form_s:.6g} s a step, "
-        f"none of {certificate.configurations:,} configurations less than {bound_s:.6g} s "
-        f"(gap {100 * gap:.2g} %{other}).",
-        simulated=f"Simulated: the plan takes {simulated_s:.6g} s a step; {proven}.",
+        step_time_s=step_s,
+        lower_bound_s=bound_s,
+        gap=_gap(step_s, bound_s),
+        statement=statement,
     )
-    statement = f"{proof.closed_form} {proof.simulated}"
     return certificate.model_copy(update={"plan": proof, "statement": statement})
 
 
-def _figure(loser: Loser) -> tuple[float, str]:
-    return loser.objective_s or loser.lower_bound_s or 0.0, loser.layout
+def _gap(step_s: float, bound_s: float) -> float:
+    """Return how far a step may be above the least, relatively."""
+    return 1 - bound_s / step_s if step_s and bound_s < step_s * (1 - EQUAL) else 0.0
+
+
+def _statement(step_s: float, bound_s: float, configurations: int) -> str:
+    gap = 100 * _gap(step_s, bound_s)
+    return (
+        f"The plan takes {step_s:.6g} s a step, none of {configurations:,} configurations less "
+        f"than {bound_s:.6g} s (gap {gap:.2g} %)."
+    )

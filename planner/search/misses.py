@@ -20,7 +20,7 @@ from planner.documents.plan import Layout
 from planner.documents.units import bytes_text
 from planner.requests.pins import SHORT_NAMES, Pins
 from planner.requests.request import Request
-from planner.search.layout_queue import Found, Queue, Space
+from planner.search.queue import Lost, Solved
 from planner.search.ranked import Ranked
 from planner.search.ways_out import dividing, ways_out
 
@@ -33,18 +33,18 @@ MOST_MEMORY = 1024.0
 HAIR = 1e-3
 """The least memory is found to this share of it."""
 
-Build = Callable[[Request], Iterable[Space[Any]]]
+Build = Callable[[Request], Iterable[Solved]]
 """The spaces of a request."""
 
 
-def why_nothing(request: Request, queue: Queue, build: Build) -> str:
-    """Say why a search found no plan."""
+def why_nothing(request: Request, reasons: Iterable[str], build: Build) -> str:
+    """Say why a search found no plan; `reasons` were told of layouts that do not fit."""
     if request.pins.require:
         asked = "; ".join(map(str, request.pins.require))
         refused = _all_refused(build(request))
         left_out = f". Not tried: {_listed(refused)}" if refused else ""
         return f"no plan that fits the devices keeps all of this: {asked}{left_out}"
-    return closest_miss(request, queue.misses, build)
+    return closest_miss(request, reasons, build)
 
 
 def nothing_runs(request: Request, refused: Counter[str]) -> str:
@@ -77,7 +77,7 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     )
 
 
-def _all_refused(spaces: Iterable[Space[Any]]) -> Counter[str]:
+def _all_refused(spaces: Iterable[Solved]) -> Counter[str]:
     """Count the refusals of all layouts, by reason."""
     refused: Counter[str] = Counter()
     for space in spaces:
@@ -151,7 +151,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     )
 
 
-Lean = list[tuple[int, Space[Any], Layout]]
+Lean = list[tuple[int, Solved, Layout]]
 """The number of a space among those of its request, the space, and one of its layouts."""
 
 
@@ -163,14 +163,14 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
         for layout in _lean_layouts(space)
     )
 
-    def least_bytes(one: tuple[int, Space[Any], Layout]) -> float:
+    def least_bytes(one: tuple[int, Solved, Layout]) -> float:
         _, space, layout = one
         return mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
 
     return heapq.nsmallest(count, every, key=least_bytes)
 
 
-def _lean_layouts(space: Space[Any]) -> Iterator[Layout]:
+def _lean_layouts(space: Solved) -> Iterator[Layout]:
     """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees and
     ways to compute the loss that a group has.
 
@@ -218,7 +218,7 @@ def _least_memory(
     pinned = {name: getattr(layout, name) for name in names}
     pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
 
-    def within(factor: float) -> tuple[Space[Any], Found[Any]] | None:
+    def within(factor: float) -> tuple[Solved, Any] | None:
         groups = []
         for group in request.cluster.groups:
             size = int(factor * group.accelerator.memory_bytes)
@@ -228,7 +228,7 @@ def _least_memory(
         cluster = request.cluster.model_copy(update={"groups": tuple(groups)})
         space = list(build(replace(request, cluster=cluster, pins=pins)))[number]
         answer = space.solve(layout, float("inf"))
-        return (space, answer) if isinstance(answer, Found) else None
+        return None if isinstance(answer, Lost) else (space, answer)
 
     low, high = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
     if below is not None and high == below:

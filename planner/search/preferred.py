@@ -9,7 +9,6 @@ proof of the search stays about the fastest.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +25,10 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import PLAIN
 from planner.search.answer import Alternative, Answer
-from planner.search.best_first import search
+from planner.search.effort import Effort
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
-from planner.search.simulated_proof import Effort
+from planner.search.search import search
 from planner.search.space import kind
 from planner.stacks.executable import rules_of
 
@@ -165,7 +164,7 @@ def _usual(request: Request, answer: Answer) -> Iterator[tuple[str, Ranked | Non
 
 def _simpler(request: Request, answer: Answer, fastest: Ranked) -> Iterator[Ranked]:
     """Yield plans near the fastest with fewer axes, or with a plainer schedule, or alike layers."""
-    below_s = answer.certificate.objective_s * (1 + 2 * NEAR)
+    below_s = answer.closed_form.objective_s * (1 + 2 * NEAR)
     used = sum(getattr(fastest.plan.layout, axis) > 1 for axis in AXES)
     simplest: Ranked | None = None
     for count in range(1, used):
@@ -212,7 +211,7 @@ def _best(
         return None
     return Ranked(
         plan=found.plan,
-        objective_s=found.certificate.plan.closed_form_s if found.certificate.plan else math.nan,
+        objective_s=found.finalists[0].objective_s,
         prediction=found.prediction,
     )
 

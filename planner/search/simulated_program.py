@@ -52,6 +52,7 @@ from planner.stacks.stage_rules import Rows
 
 MOST_COLUMNS = 6_000
 MOST_ROUNDS = 60
+MOST_ITERATIONS = 1 << 30
 CLOSE = 1e-6
 """Relative gap at which a program counts as solved; HiGHS keeps to rows within 1e-7."""
 
@@ -175,13 +176,14 @@ class Choices:
         actions: int,
         nodes: int,
         most_columns: int = MOST_COLUMNS,
+        iterations: int = MOST_ITERATIONS,
         until: float = math.inf,
     ) -> float:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
         `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
-        the program more columns; it stops at so many `nodes` of a tree, or when the process has
-        used `until` CPU seconds.
+        the program more columns; it stops at so many `nodes` of a tree, after the round with which
+        all have taken more simplex `iterations`, or when the process has used `until` CPU seconds.
         """
         count = 2 * self._layout.micro_batches * self._layout.stages
         if count > actions or len(self._columns) > most_columns:
@@ -194,7 +196,7 @@ class Choices:
         )
         if self._rows:
             program.keep_one(self._rows, self._sizes)
-        return max(low_s, program.solve(limit_s, tried, nodes, until))
+        return max(low_s, program.solve(limit_s, tried, nodes, iterations, until))
 
 
 def of_chain(
@@ -747,7 +749,12 @@ class Program:
         )
 
     def solve(
-        self, limit_s: float, tried: Callable[[Any], float], nodes: int, until: float
+        self,
+        limit_s: float,
+        tried: Callable[[Any], float],
+        nodes: int,
+        iterations: int,
+        until: float,
     ) -> float:
         """Return the least step, or `limit_s` if that is less."""
         self._highs.setOptionValue("mip_max_nodes", nodes)
@@ -765,6 +772,7 @@ class Program:
                         "time_limit", float(self._highs.getRunTime() + left_s)
                     )
                 self._highs.run()
+                iterations -= self._highs.getInfo().simplex_iteration_count
                 status = self._highs.getModelStatus()
                 if status == self._infeasible:
                     return limit_s
@@ -784,6 +792,8 @@ class Program:
                     limit_s = min(limit_s, tried(self.solution(values)))
                 if not self._cut_off(values):
                     break
+                if iterations < 0:
+                    return low_s
         return low_s
 
     def _proven_s(self, value: float) -> float:

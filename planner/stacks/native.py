@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from planner.catalog import native
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import Architecture, ModelGraph, is_script
+from planner.documents.model import Architecture, ModelGraph, trains_as_module
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.prediction import Assumption
 from planner.documents.profile import Recompute
@@ -256,7 +256,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
     yield from _foreign_choices(job)
-    claims = SCRIPT if is_script(model.source or "") else LAUNCH
+    claims = SCRIPT if trains_as_module(model.source or "") else LAUNCH
     yield from (Obstacle(*found) for found in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
@@ -503,8 +503,9 @@ def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:
     if a.family not in FAMILIES:
         yield Obstacle(
             "model.architecture.family",
-            f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}. Train it from your own "
-            "script with meshwright.Engine, or give its layers as file.py:factory",
+            f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}. Plan it as recorded "
+            "(FOLDER:recorded, with its config.json), which launches under data parallelism, ZeRO "
+            "and pipelines, or train it from your own script with meshwright.Engine",
         )
     lack = _lack_of_reference(a) if a.family == "reference" else None
     if lack:

@@ -14,7 +14,7 @@ from planner.documents.training import Lora
 from planner.errors import NoPlanFits
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
+from planner.search.search import search
 
 TUNERS = ("transformers", "megatron")
 """Stacks that are searched: Hugging Face's Trainer with peft, Megatron Bridge or NeMo."""

@@ -23,8 +23,8 @@ from planner.process.collector import uncollected
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.best_first import search
-from planner.search.simulated_proof import BRIEF
+from planner.search.effort import BRIEF
+from planner.search.search import search
 from planner.whatif.candidates import Candidate
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
@@ -221,7 +221,7 @@ class _Among:
         if found is None and below_s < ANY_S:
             raise NoneFaster(f"no plan takes less than {below_s:g} s")
         for fewer in _worth_trying(request, found.prediction if found else None):
-            best_s = below_s if found is None else found.certificate.objective_s
+            best_s = below_s if found is None else found.closed_form.objective_s
             with contextlib.suppress(NoPlanFits):
                 other = search(fewer, below_s=best_s, effort=BRIEF, store=self.store)
                 if found is None or other.prediction.step_time_s < found.prediction.step_time_s:

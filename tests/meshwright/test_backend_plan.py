@@ -26,7 +26,7 @@ def test_a_plan_is_written_shown_predicted_and_exported(
     assert main(["export", str(output), "-o", str(job)]) == 0
 
     assert plan.backend == answer["plan"]["backend"] == "torchtitan"
-    assert answer["certificate"]["optimal"]
+    assert answer["certificate"]["gap"] < 0.01
     assert predicted["step_time_s"] == answer["step_time_s"]
     assert f"data_parallel_shard_degree = {plan.mesh.data_shard}\n" in job.read_text()
     assert "torchtitan reads it" in " ".join(capsys.readouterr().out.split())

@@ -21,7 +21,7 @@ from planner.documents.document import read, write
 from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from runtime.run import Run, metrics_file, read_records
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of

@@ -12,7 +12,7 @@ from planner.documents.profile import ChunkedLoss
 from planner.documents.units import duration_s
 from planner.errors import DocumentError
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from profiler import agenda
 from tests.runtime import cases
 

@@ -15,7 +15,7 @@ from planner.documents.plan import Plan
 from planner.documents.profile import Birth, Profile
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain
 from runtime.factory import graph_of_factory

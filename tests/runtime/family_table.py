@@ -72,12 +72,27 @@ Notes:
 - Gemma 3: text models (`gemma3_text`) only; models with image inputs are trained with
   `meshwright.Engine`.
 
-These can be planned and compared on hardware, but not launched: {planned}.
-Refused by name, with the reason (`planner/layers/unsupported.py`): models with a recurrent state
-(Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an indexer
-(DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be planned.
-These and all other models are trained from your own script with `meshwright.Engine`, or given as
-`file.py:factory`.
+## Recorded models
+
+Any other causal language model of transformers is launched as it is recorded: its own class runs
+once without data, and a plan cuts what its forward did.  `meshwright plan FOLDER:recorded` (with a
+config.json, or that file) makes such a plan; of a `model_type` without figures of ours the plain
+name does too.  It trains under data parallelism, ZeRO, pipelines, every recompute choice and
+schedule without stale weights, in fp32, bf16, fp16 and 8 bits, with LoRA, from published weights
+(`--weights`), and is exported for transformers.  Not recorded are models that branch on the values
+of tensors between layers.  Tensor, context and expert parallelism need rules of a family, documents
+in a sample too, and a profile has the cluster's constants alone.  First values are the library's
+own; dropout draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
+DeepSeek-V2 and Mamba so, equal to the library's class in a plain loop;
+`python -m benchmarks.library_records` tries every type.
+
+The figures of these can be planned, with tensor and context parallelism too, and are launched only
+as recorded: {planned}.  (BERT and ViT predict no next token: train them from a script.)
+Without figures, with the reason (`planner/layers/unsupported.py`), are models with a recurrent
+state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an
+indexer (DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be
+planned.  What is no causal language model is trained from your own script with
+`meshwright.Engine`, or given as `file.py:factory`.
 """
 
 

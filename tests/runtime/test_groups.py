@@ -16,7 +16,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, Plan
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from runtime.launch import launch
 from runtime.run import Run
 from runtime.train import token_engine

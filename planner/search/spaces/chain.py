@@ -8,7 +8,7 @@ planner.search.candidates has the bounds of each step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,15 +19,14 @@ from planner.search.candidates import Candidates
 from planner.search.certificate import (
     BOUNDS,
     COMMUNICATION,
-    COMPUTATION,
     DOMINATED,
     MEMORY,
     OUT_OF_MEMORY,
-    ROOM,
-    SHARED,
+    SHARED_ROOM,
     UNKEPT,
 )
-from planner.search.layout_queue import Ahead, Bound, Found, Lost, Opened, judged
+from planner.search.goals import Found, judged
+from planner.search.queue import Bound, Entry, Layouts, Lost, Next
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import Family
 from planner.solver.frontier import FrontierStore
@@ -35,8 +34,10 @@ from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Un
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.solve import solve_chain
 
-_FAMILIES, _PARTS = 96, 12
-"""Families that are bounded at once, and parts of families whose layouts are."""
+FAMILY, PART, SHARED, LAYOUT = range(4)
+"""What is known of an entry: computation; within memory; with sharing; as a layout."""
+BATCH = {FAMILY: 96, PART: 24, SHARED: 12}
+"""Entries that are bounded together."""
 
 TRIED_FOR_S = 5.0
 """Seconds of the integer program where it is only asked whether a layout fits."""
@@ -46,22 +47,25 @@ Solve = Callable[[Instance, float], Outcome]
 B = TypeVar("B")
 
 
-class ChainSpace:
-    """The families of some candidates, and the partition problems of their layouts."""
+class Families(Layouts):
+    """The families of some candidates, whose bounds are those of a step as they measure it."""
 
-    keeps_ties = False  # a proof in simulated time finds the finalists
+    groups = LAYOUT
 
-    def __init__(self, candidates: Candidates, *, by_program: bool = False) -> None:
-        """The integer program decides where it is asked to, or else the exact solver."""
+    def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
-        self.refusal = candidates.refusal
-        self.repeats = candidates.repeats
-        # A method here would be a cycle, which keeps all candidates until the collector comes.
-        self.solver: Solve = _by_program if by_program else partial(_exactly, candidates.frontiers)
 
-    def costs_of(self, layout: Layout) -> tuple[LayoutCosts]:
-        """Return the costs of a layout."""
-        return (self.candidates.costs(layout),)
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        return self.candidates.refusal(layout)
+
+    def repeats(self, layout: Layout) -> bool:
+        """Whether another layout of the space does the same."""
+        return self.candidates.repeats(layout)
+
+    def batch(self, level: int) -> int:
+        """Return how many entries of a level are bounded together."""
+        return BATCH.get(level, 1)
 
     def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
         """Yield the families with their seconds by computation alone."""
@@ -70,40 +74,72 @@ class ChainSpace:
         yield from zip(bounds_s, self.candidates.families, strict=True)
 
     @property
+    def levels(self) -> Sequence[str]:
+        """What excludes entries at each level."""
+        return (*BOUNDS[:LAYOUT], *(name for name, _ in self.bounds))
+
+    def opened(self, level: int, some: Sequence[Entry]) -> Iterable[Next]:
+        """Yield the parts of families, or the layouts of parts."""
+        if level == FAMILY:
+            yield from self._divided(some)
+        elif level == PART:
+            for entry in some:
+                for part in entry.item.by_loss():
+                    least_s = float(self.candidates.shared_s(part).min())
+                    yield max(entry.bound_s, least_s), SHARED, part
+        else:
+            parts = [entry.item for entry in some]
+            known, bounds_of = self.candidates.opened, self.candidates.shared_rooms_s
+            for entry, layouts in zip(some, _together(known, parts, bounds_of), strict=True):
+                for layout, least_s in layouts:
+                    yield max(entry.bound_s, least_s), LAYOUT, layout
+
+    def _divided(self, some: Sequence[Entry]) -> Iterable[Next]:
+        """Yield the parts of families: savings first, then levels and timetables."""
+        own = self.candidates
+        single = []
+        for entry in some:
+            family = entry.item
+            if len(family.savings) == 1:
+                single.append(entry)
+                continue
+            for saved_s, part in zip(own.savings_s(family), family.by_saving(), strict=True):
+                yield max(entry.bound_s, saved_s), FAMILY, part
+        families = [entry.item for entry in single]
+        each = _together(own.looked_at, families, own.rooms_s)
+        for entry, levels in zip(single, each, strict=True):
+            for part, room_s in own.parts(entry.item, levels):
+                yield max(entry.bound_s, room_s), PART, part
+
+
+class ChainSpace(Families):
+    """The same by the closed form, and the partition problems of layouts."""
+
+    keeps_ties = False  # the proof in simulated time finds what is as fast
+
+    def __init__(self, candidates: Candidates, *, by_program: bool = False) -> None:
+        """The integer program decides where it is asked to, or else the exact solver."""
+        super().__init__(candidates)
+        # A method here would be a cycle, which keeps all candidates until the collector comes.
+        self.solver: Solve = _by_program if by_program else partial(_exactly, candidates.frontiers)
+
+    def costs_of(self, layout: Layout) -> tuple[LayoutCosts]:
+        """Return the costs of a layout."""
+        return (self.candidates.costs(layout),)
+
+    @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
-        """Lower bounds on a layout's seconds; those of groups are known when it comes up."""
-        each: dict[int, Bound] = {
-            COMMUNICATION: self.candidates.communication_s,
-            MEMORY: self._memory_s,
-        }
-        return [(name, each.get(at, lambda _: 0.0)) for at, name in enumerate(BOUNDS)]
+        """Lower bounds on a layout's seconds, and what falls to each."""
+        return [
+            (BOUNDS[SHARED_ROOM], lambda _: 0.0),
+            (BOUNDS[COMMUNICATION], self.candidates.communication_s),
+            (BOUNDS[MEMORY], self._memory_s),
+        ]
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         if self.candidates.dominator(layout) is not None:
             return Lost(DOMINATED)
         return self.candidates.memory_s(layout)
-
-    def opened(self, group: Family, known: int, ahead: Ahead) -> Opened:
-        """Yield the parts of a family, or the layouts of a part.
-
-        Of what comes next, as much is bounded with it as is quickly bounded together.
-        """
-        own = self.candidates
-        if known == COMPUTATION and len(group.savings) > 1:
-            for part_s, part in zip(own.savings_s(group), group.by_saving(), strict=True):
-                yield part_s, COMPUTATION, part
-        elif known == COMPUTATION:
-            coming = partial(ahead, COMPUTATION, _FAMILIES)
-            levels = _together(own.looked_at, group, coming, own.rooms_s)
-            for part, room_s in own.parts(group, levels):
-                yield room_s, ROOM, part
-        elif known == ROOM:
-            for part in group.by_loss():
-                yield float(own.shared_s(part).min()), SHARED, part
-        else:
-            coming = partial(ahead, SHARED, _PARTS)
-            for layout, better_s in _together(own.opened, group, coming, own.shared_rooms_s):
-                yield better_s, SHARED, layout
 
     def solve(self, layout: Layout, cutoff_s: float) -> Found[Solution] | Lost:
         """Return the best split of a layout."""
@@ -127,22 +163,14 @@ class ChainSpace:
 
 def _together(
     known: dict[int, tuple[Family, B]],
-    group: Family,
-    coming: Callable[[], list[Family]],
+    groups: list[Family],
     bounds_of: Callable[[list[Family]], list[B]],
-) -> B:
-    """Return the bounds of a group; unless they are `known` those of `coming` are worked out too.
-
-    What comes is asked for once, since it is taken then.
-    """
-    if id(group) not in known:
-        some = [group]
-        for one in coming():
-            if one is not group and id(one) not in known and len(one.savings) == 1:
-                some.append(one)
-        for one, bounds in zip(some, bounds_of(some), strict=True):
-            known[id(one)] = one, bounds
-    return known[id(group)][1]
+) -> list[B]:
+    """Return the bounds of groups; those that are not `known` are worked out at once."""
+    new = [one for one in groups if id(one) not in known]
+    if new:
+        known |= {id(one): (one, bounds) for one, bounds in zip(new, bounds_of(new), strict=True)}
+    return [known[id(one)][1] for one in groups]
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:

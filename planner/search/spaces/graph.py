@@ -7,7 +7,7 @@ all (`planner.solver.graphs.lattice`).  A tensor that stages pass on is sent, an
 boundary that it crosses.  For its buffers every stage sets aside what the widest boundary of any
 split needs; the prediction of the chosen plan counts what its own boundaries need.
 
-Layouts wait in `planner.search.layout_queue` by their computation and their least communication.
+Layouts wait in `planner.search.queue` by their computation and their least communication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.formulation import branching_problem, instance_of, plan_of
-from planner.search.layout_queue import Bound, Bundles, Found, Lost, judged
+from planner.search.goals import Found, judged
+from planner.search.queue import Bound, Layouts, Lost
 from planner.search.ranked import Ranked, predicted
 from planner.search.space import Family
 from planner.solver import ilp
@@ -54,7 +55,7 @@ def any_split() -> GraphEffort:
     return GraphEffort(programs=0, moves=0, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS)
 
 
-class GraphSpace(Bundles):
+class GraphSpace(Layouts):
     """The partition problems of a graph's layouts: one stage a rank."""
 
     def __init__(

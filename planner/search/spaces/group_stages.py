@@ -21,8 +21,8 @@ from planner.documents.plan import Layout, Plan
 from planner.schedules import schedule_of
 from planner.schedules.schedule import rank_of_stage
 from planner.search.formulation import branching_problem, plan_with, stage_of
+from planner.search.goals import Found
 from planner.search.layer_options import allowed
-from planner.search.layout_queue import Found
 from planner.search.rank_problem import RankProblem
 from planner.search.spaces.groups import GroupSpace
 from planner.solver.graph_instance import (

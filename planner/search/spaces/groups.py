@@ -9,13 +9,13 @@ from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Layout, PlannedGroup
 from planner.requests.request import Request
 from planner.search.formulation import instance_of
-from planner.search.layout_queue import Bundles
+from planner.search.queue import Layouts
 from planner.search.savings import activations
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
 
 
-class GroupSpace(Bundles):
+class GroupSpace(Layouts):
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
     def __init__(

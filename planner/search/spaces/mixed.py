@@ -5,7 +5,7 @@ pipeline, or, without one, as data-parallel ranks with their own shares
 (`planner.search.spaces.shares`).  For each layout of a pipeline the order of the groups along it,
 the cuts and every layer's treatment are chosen together, exactly
 (`planner.solver.unequal.unequal`); where ranks have several stages, what is cut is the chain in
-the order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.layout_queue` by
+the order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.queue` by
 
     T >= what layers take at their fastest, memory ignored, + fill · least exposed + sync + step
 
@@ -46,7 +46,8 @@ from planner.search.certificate import (
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
-from planner.search.layout_queue import Bound, Found, Lost, Space, judged
+from planner.search.goals import Found, judged
+from planner.search.queue import Bound, Lost, Solved
 from planner.search.ranked import Ranked, predicted
 from planner.search.savings import savings_of
 from planner.search.space import (
@@ -406,7 +407,7 @@ def _divided(layout: Layout) -> tuple[object, ...]:
     return *degrees, layout.micro_batch, layout.loss, layout.compile, layout.tensor_overlap
 
 
-def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[Space[Any]]:
+def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[Solved]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.

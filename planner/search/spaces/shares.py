@@ -30,8 +30,9 @@ from planner.documents.plan import Layout, Share
 from planner.schedules import PLAIN
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import layout_pace, plan_with, stage_of
+from planner.search.goals import Found
 from planner.search.layer_options import allowed
-from planner.search.layout_queue import Bound, Bundle, Found, Lost
+from planner.search.queue import Bound, Bundle, Lost
 from planner.search.rank_problem import RankProblem
 from planner.search.ranked import Ranked
 from planner.search.savings import savings_of

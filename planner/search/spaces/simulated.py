@@ -1,4 +1,4 @@
-"""What searches by the simulated step have in common, whatever their layouts are made of.
+"""What spaces by the simulated step have in common, whose layouts are bounded one by one.
 
 A space of the closed form (`own`) has the layouts; its counterpart here has lower bounds of their
 simulated steps, and simulates the splits that it meets.  How far it looks is counted.
@@ -6,17 +6,13 @@ simulated steps, and simulates the splits that it meets.  How far it looks is co
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
 
-from planner.documents.plan import Layout
-from planner.documents.tolerances import EQUAL
-from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
-from planner.search.layout_queue import Found, Lost
+from planner.search.certificate import UNFINISHED
+from planner.search.goals import Simulated
+from planner.search.queue import Layouts, Lost
 from planner.search.ranked import Ranked
-from planner.search.simulated_proof import Effort
 
 BOUNDED, SOLVED, PROGRAMS = (
     "layouts within memory",
@@ -25,59 +21,45 @@ BOUNDED, SOLVED, PROGRAMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedSplit:
-    """A split with its plan; `optimal` where no other of its layout simulates faster."""
-
-    plan: Ranked
-    optimal: bool
-
-
-class BySimulation:
-    """What a space of such splits says of them."""
-
-    keeps_ties = False
-
-    def ranked(self, found: Found[Any]) -> Ranked:
-        """Return the plan of a split and its prediction."""
-        one: SimulatedSplit = found.split
-        return one.plan
-
-
 class Tried:
-    """Plans that a space has simulated, and how many of its layouts got which bound."""
+    """How many layouts of a space got which bound; its plans are offered to a goal."""
 
-    def __init__(self, effort: Effort) -> None:
-        self.effort = effort
-        self.looked_at = dict.fromkeys((BOUNDED, SOLVED, PROGRAMS), 0)
-        self.found: list[Ranked] = []
+    def __init__(self, goal: Simulated) -> None:
+        self.goal, self.effort = goal, goal.effort
+        self.looked_at: Counter[str] = Counter()
         self._started = time.process_time()
+
+    def left(self, what: str, most: int) -> bool:
+        """Whether another layout may be looked at that closely."""
+        late = time.process_time() - self._started > self.effort.seconds
+        return not late and self.looked_at[what] < most
 
     def may(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely; it is counted."""
-        late = time.process_time() - self._started > self.effort.seconds
-        if late or self.looked_at[what] >= most:
+        if not self.left(what, most):
             return False
         self.looked_at[what] += 1
         return True
 
     def keep(self, plan: Ranked) -> float:
-        """Keep a plan if it fits; return its step, inf if it does not."""
-        if not plan.prediction.fits:
-            return math.inf
-        self.found.append(plan)
-        return plan.prediction.step_time_s
+        """Offer a plan if it fits; return its step, inf if it does not."""
+        return self.goal.offer(self, plan)
 
 
-def settled(
-    layout: Layout, best: Ranked | None, low_s: float, cutoff_s: float
-) -> Found[SimulatedSplit] | Lost:
-    """Return what is known of a layout none of whose splits simulates below `low_s`."""
-    if low_s >= cutoff_s * (1 - EQUAL):
-        outcome = OUT_OF_MEMORY if low_s == math.inf else NO_FASTER
-        return Lost(outcome, bound_s=None if low_s == math.inf else low_s)
-    if best is None or best.prediction.step_time_s >= cutoff_s:
-        return Lost(UNFINISHED, bound_s=low_s)
-    step_s = best.prediction.step_time_s
-    low_s = min(low_s, step_s)
-    return Found(step_s, low_s, layout, SimulatedSplit(best, low_s >= step_s * (1 - EQUAL)))
+class BySimulation(Layouts):
+    """The last bound of a layout is what its splits, which are tried, leave unproven."""
+
+    keeps_ties = False
+    tried: Tried
+
+    def may(self, level: int) -> bool:
+        """Whether an entry of a level may get another bound: so many layouts are solved."""
+        settled = self.groups + len(self.bounds) - 1
+        if level == settled - 1:
+            return self.tried.left(SOLVED, self.tried.effort.solved)
+        return level < settled
+
+
+def bound_of(lost: Lost) -> float | Lost:
+    """Return the bound of a layout that was not solved to the end; others are lost."""
+    return lost.bound_s or 0.0 if lost.outcome == UNFINISHED else lost

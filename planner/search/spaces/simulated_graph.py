@@ -30,17 +30,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
 from planner.costs.crossings import colocated, readers_of
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Layout
-from planner.documents.tolerances import EQUAL
-from planner.search.certificate import UNFINISHED
-from planner.search.layout_queue import Bound, Found, Lost
-from planner.search.ranked import Ranked
+from planner.search.certificate import BOUNDS
+from planner.search.certificate import SOLVED as BY_OPTIMUM
+from planner.search.goals import Found
+from planner.search.queue import Bound, Lost
 from planner.search.simulated_bounds import SimulatedCandidates, paces, transfers
 from planner.search.simulated_program import (
     Choices,
@@ -51,7 +50,7 @@ from planner.search.simulated_program import (
     no_slower,
 )
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.simulated import PROGRAMS, SOLVED, BySimulation, Tried, settled
+from planner.search.spaces.simulated import PROGRAMS, SOLVED, BySimulation, Tried, bound_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
 from planner.solver.instance import Fathomed, Infeasible, Instance, priced
@@ -79,7 +78,7 @@ class SimulatedGraph(BySimulation, GraphSpace):
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
         first, (name, _) = super().bounds
-        return [first, (name, self.bound_s)]
+        return [first, (name, self.bound_s), (BOUNDS[BY_OPTIMUM], self.solved_s)]
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory and cuts ignored."""
@@ -122,18 +121,16 @@ class SimulatedGraph(BySimulation, GraphSpace):
         times = waits + (1 - waits) * transfers(layout) / (2 * (ranks - 1) * fill)
         yield with_pace(replace(chain, steady=0.0, fill=fill, kinds=bare), times)
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
-        """Return the best split that is found, and what none of the layout simulates below."""
-        if not self.tried.may(SOLVED, self.tried.effort.solved):
-            return Lost(UNFINISHED, bound_s=0.0)
+    def solved_s(self, layout: Layout) -> float | Lost:
+        """Return seconds that no split of a layout simulates below, or the limit."""
+        self.tried.looked_at[SOLVED] += 1
         if layout.pipeline == 1:
-            found = self.own.solve(layout, cutoff_s)
+            found = self.own.solve(layout, self.tried.goal.step_s)
             if isinstance(found, Lost):
-                return found
+                return bound_of(found)
             self._try(found)
-            return settled(layout, self._best_of(layout), found.lower_bound_s, cutoff_s)
-        low_s = self._least_s(layout, cutoff_s * (1 - EQUAL))
-        return settled(layout, self._best_of(layout), low_s, cutoff_s)
+            return found.lower_bound_s
+        return self._least_s(layout, self.tried.goal.limit_s)
 
     def _least_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, or the limit; splits are tried."""
@@ -222,11 +219,6 @@ class SimulatedGraph(BySimulation, GraphSpace):
 
     def _try(self, split: Found[GraphSolution]) -> float:
         return self.tried.keep(self.own.ranked(split))
-
-    def _best_of(self, layout: Layout) -> Ranked | None:
-        """Return the fastest plan of a layout that was simulated."""
-        own = (one for one in self.tried.found if one.plan.layout == layout)
-        return min(own, key=lambda one: one.prediction.step_time_s, default=None)
 
 
 def places_of(model: ModelGraph) -> GraphPlaces | None:

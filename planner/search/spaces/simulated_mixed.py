@@ -26,16 +26,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL, ROUNDING
-from planner.search.certificate import DOMINATED, UNFINISHED
+from planner.search.certificate import BOUNDS, DOMINATED, MEMORY
+from planner.search.certificate import SOLVED as BY_OPTIMUM
 from planner.search.dominance import dominates, no_slower, twins
-from planner.search.layout_queue import Bound, Found, Lost
+from planner.search.goals import Found
+from planner.search.queue import Bound, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import paces
 from planner.search.simulated_program import (
@@ -54,7 +55,6 @@ from planner.search.spaces.simulated import (
     SOLVED,
     BySimulation,
     Tried,
-    settled,
 )
 from planner.search.spaces.simulated_graph import GraphColumns, places_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
@@ -82,7 +82,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
         first, shared, _ = super().bounds
-        return [first, shared, ("within memory", self._memory_s)]
+        memory = BOUNDS[MEMORY], self._memory_s
+        return [first, shared, memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
 
     def _dominated(self, layout: Layout) -> bool:
         """Whether another layout of the space is no slower whatever the split, on every group.
@@ -218,13 +219,10 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     # Splits.
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
-        """Return the best split that is found, and what none of the layout simulates below."""
-        if not self.tried.may(SOLVED, self.tried.effort.solved):
-            return Lost(UNFINISHED, bound_s=0.0)
-        search = _LayoutSearch(self, layout, cutoff_s)
-        low_s = search.bounded_s()
-        return settled(layout, search.best, low_s, cutoff_s)
+    def solved_s(self, layout: Layout) -> float:
+        """Return seconds that no split of a layout simulates below, or the limit."""
+        self.tried.looked_at[SOLVED] += 1
+        return _LayoutSearch(self, layout, self.tried.goal.step_s).bounded_s()
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, of cuts with the least each rank takes."""
@@ -312,7 +310,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed(self, layout, order, ends, options)
+        return closed(self.own, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
@@ -351,7 +349,7 @@ class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return closed(self, layout, order, cuts, options, layers)
+        return closed(self.own, layout, order, cuts, options, layers)
 
     def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
         """Return the problem of ranks that nothing but computation takes time on.
@@ -485,13 +483,13 @@ class _LayoutSearch:
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed(self._space, self._layout, order, cuts, options)
+        return closed(self._space.own, self._layout, order, cuts, options)
 
     def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = found.split
         return closed(
-            self._space, self._layout, found.types, split.cuts, split.options, found.order
+            self._space.own, self._layout, found.types, split.cuts, split.options, found.order
         )
 
 
@@ -520,7 +518,7 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def closed(
-    space: SimulatedMixed,
+    own: MixedSpace,
     layout: Layout,
     order: Sequence[int],
     cuts: Sequence[int],
@@ -528,7 +526,7 @@ def closed(
     layers: Sequence[int] = (),
 ) -> GraphSolution:
     """Return a split with what it takes in the closed form, of `layers` in their order."""
-    problem: GraphInstance = space.own.instance(layout)
+    problem: GraphInstance = own.instance(layout)
     layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
     split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(

@@ -25,7 +25,7 @@ from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.plan import Job
 from planner.errors import DocumentError
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 NAMED_BY_THE_DESIGN = (
     "v100-sxm-16gb v100-sxm-32gb a10g a100-sxm-40gb a100-sxm-80gb a100-pcie-80gb a800-sxm-80gb l4 "

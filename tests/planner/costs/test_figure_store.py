@@ -15,7 +15,7 @@ from planner.costs.layout_costs import CostTables
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Job, Layout
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 MODEL = resolve_model("llama-3.1-8b")
 JOB = Job(seq_len=4096, global_batch=64)

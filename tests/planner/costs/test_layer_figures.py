@@ -22,7 +22,7 @@ from planner.layers import arithmetic
 from planner.layers.operator_table import ManySettings, Setting
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import layouts
 
 MODELS = ["llama-3.1-8b", "deepseek-v3", "mixtral-8x7b", "gpt2", "gemma-2-2b", "bert-large"]

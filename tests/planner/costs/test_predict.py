@@ -16,7 +16,7 @@ from planner.errors import NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules.simulate import closed_form_s
-from planner.search.best_first import search
+from planner.search.search import search
 
 JOB = Job(seq_len=4096, global_batch=64)
 LAYOUTS = [

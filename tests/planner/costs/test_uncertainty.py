@@ -28,7 +28,7 @@ from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.requests.setup import Setup
-from planner.search.best_first import search
+from planner.search.search import search
 
 ROW = {
     "id": "x",
@@ -230,7 +230,7 @@ def test_surer_plans_are_no_faster() -> None:
                 stack="megatron",
                 fit_probability=probability,
             )
-        ).certificate.objective_s
+        ).closed_form.objective_s
         for probability in (0.5, 0.95, 0.999)
     ]
 

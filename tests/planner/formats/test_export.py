@@ -19,7 +19,7 @@ from planner.formats.configuration import FRAMEWORKS, configuration, in_the_scri
 from planner.formats.imported import imported
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 EXAMPLES = Path(__file__).parents[3] / "plans"
 MODEL = resolve_model("llama-3.2-1b")

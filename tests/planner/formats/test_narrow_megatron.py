@@ -16,7 +16,7 @@ from planner.formats.configuration import configuration
 from planner.formats.imported import imported
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from tests.planner.formats import frameworks
 
 MODEL = resolve_model("llama-3.1-8b")

@@ -20,7 +20,7 @@ from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import Setting
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from tests.planner.formats import frameworks
 
 MODEL = resolve_model("llama-3.1-8b")

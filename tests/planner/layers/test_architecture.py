@@ -21,7 +21,7 @@ from planner.layers import architecture, decoders
 from planner.layers.architecture import SUPPORTED, architecture_of
 from planner.layers.parameters import block_kinds, graph_of
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None,

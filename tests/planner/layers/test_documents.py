@@ -11,7 +11,7 @@ from planner.documents.prediction import Prediction
 from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 
 MODEL, CLUSTER = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
 PINS = {"tensor": 1, "pipeline": 1, "zero": 3, "micro_batch": 1, "recompute": "full"}

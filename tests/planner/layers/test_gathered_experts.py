@@ -13,7 +13,7 @@ from planner.layers.arithmetic import table
 from planner.layers.operator_table import ManySettings, Setting
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.stacks.native import obstacle
 
 MIXTRAL = resolve_model("mixtral-8x7b")

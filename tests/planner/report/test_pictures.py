@@ -23,8 +23,8 @@ from planner.requests.request import Request
 from planner.schedules.schedule import orders
 from planner.schedules.simulate import Timeline, timeline
 from planner.search.answer import Answer
-from planner.search.best_first import search
 from planner.search.preferred import with_preference
+from planner.search.search import search
 
 
 def deep(schedule: str = "1f1b", virtual_stages: int = 1) -> Timeline:

@@ -1,10 +1,10 @@
 """Plans that no prediction tells apart are called ties, and the simpler one is named."""
 
-from planner.documents.prediction import Certificate, Loser, Prediction
+from planner.documents.prediction import Certificate, Finalist, Loser, Prediction
 from planner.report.ties import parts, tie_text, ties
 
 
-def test_losers_within_the_bar_tie() -> None:
+def test_simulated_plans_within_the_bar_tie() -> None:
     prediction = Prediction(
         layout="best",
         step_time_s=1.0,
@@ -21,15 +21,16 @@ def test_losers_within_the_bar_tie() -> None:
         model="m",
         solver="exact",
         optimal=True,
-        objective_s=2.0,  # closed form: its own seconds, the same ratio
-        lower_bound_s=2.0,
+        objective_s=1.0,
+        lower_bound_s=1.0,
         gap=0.0,
         configurations=3,
         counts={},
-        runners_up=(
-            Loser(layout="near", objective_s=2.24, reason="slower"),
-            Loser(layout="far", objective_s=2.26, reason="slower"),
-            Loser(layout="bounded", lower_bound_s=2.0, reason="bound"),
+        runners_up=(Loser(layout="bounded", lower_bound_s=1.0, reason="bound"),),
+        finalists=(
+            Finalist(layout="best", closed_form_s=2.0, step_time_s=1.0),
+            Finalist(layout="near", closed_form_s=2.0, step_time_s=1.12),
+            Finalist(layout="far", closed_form_s=2.0, step_time_s=1.13),
         ),
     )
 

@@ -13,7 +13,7 @@ from planner.documents.plan import Job, Plan
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
 from planner.schedules import schedule_of
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import layouts
 
 MODEL = resolve_model("gpt2")
@@ -30,8 +30,8 @@ def test_the_answer_is_the_better_of_both_choices() -> None:
         for pins in ({}, {"compile": "none"}, {"compile": "block"})
     )
 
-    every = [one.certificate.objective_s for one in (none, block)]
-    assert free.certificate.objective_s == pytest.approx(min(every), rel=1e-9)
+    every = [one.closed_form.objective_s for one in (none, block)]
+    assert free.closed_form.objective_s == pytest.approx(min(every), rel=1e-9)
     assert (free.plan.compile, none.plan.compile) == ("block", "none")
 
 

@@ -18,8 +18,8 @@ from planner.documents.training import Lora
 from planner.errors import DocumentError
 from planner.requests.pins import SHORT_NAMES, read_pins
 from planner.requests.request import Request
-from planner.search.best_first import search
 from planner.search.savings import Saving
+from planner.search.search import search
 from planner.search.space import Degrees, complexity, gathers, layouts, losses
 from planner.search.ways_out import written_pin
 from planner.solver.inner import solve
@@ -142,7 +142,7 @@ def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
             step_s = solution.objective_s + candidates.costs(layout).step_s
             assert candidates.memory_s(layout) <= step_s * (1 + 1e-9)
             least_s = min(least_s, step_s)
-    assert found.certificate.objective_s == pytest.approx(least_s)
+    assert found.closed_form.objective_s == pytest.approx(least_s)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from planner.documents.plan import Job, Layout, Plan, WeightWire
 from planner.documents.prediction import Prediction
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.search.space import layouts
 
 MODEL, CLUSTER = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")

@@ -15,9 +15,9 @@ from planner.errors import NoPlanFits
 from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
 from planner.search.candidates import Candidates
 from planner.search.ranks import Shares, shares_of
+from planner.search.search import search
 from planner.search.spaces.chain import ChainSpace
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.stage_rows import rows_of
@@ -133,9 +133,9 @@ def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> N
 
     answer, other = search(request), search(free)
 
-    assert answer.certificate.optimal
-    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-9)
-    assert answer.certificate.objective_s >= other.certificate.objective_s * (1 - 1e-12)
+    assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
+    assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-9)
+    assert answer.closed_form.objective_s >= other.closed_form.objective_s * (1 - 1e-12)
     for one in (answer.plan, *(finalist.plan for finalist in answer.finalists)):
         home = [s for s, stage in enumerate(one.stages) for _ in stage.layers]
         assert tie.kept(home, [""] * len(home))
@@ -147,8 +147,8 @@ def test_with_one_stage_and_several_the_faster_is_chosen() -> None:
 
     answer = search(asked(text))
 
-    each = [search(asked(text, virtual_stages=v)).certificate.objective_s for v in (1, 2, 3, 5)]
-    assert answer.certificate.objective_s == pytest.approx(min(each), rel=1e-9)
+    each = [search(asked(text, virtual_stages=v)).closed_form.objective_s for v in (1, 2, 3, 5)]
+    assert answer.closed_form.objective_s == pytest.approx(min(each), rel=1e-9)
     assert min(each) < each[0]
     assert len(answer.plan.stages[0].layers) <= 3
 
@@ -190,7 +190,7 @@ def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
 
     answer = search(request)
 
-    assert answer.certificate.objective_s == pytest.approx(best_s, rel=1e-6)
-    assert best_s > search(free).certificate.objective_s * (1 + 1e-6)
+    assert answer.closed_form.objective_s == pytest.approx(best_s, rel=1e-6)
+    assert best_s > search(free).closed_form.objective_s * (1 + 1e-6)
     home = [s for s, stage in enumerate(answer.plan.stages) for _ in stage.layers]
     assert tie.kept(home, [""] * len(home))

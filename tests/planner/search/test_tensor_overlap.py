@@ -16,7 +16,7 @@ from planner.errors import NoPlanFits
 from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins, read_pins, without_effect
 from planner.requests.request import Request
-from planner.search.best_first import search
+from planner.search.search import search
 from planner.stacks.native import obstacle, refusal
 
 LLAMA = resolve_model("llama-3.1-8b")
@@ -75,7 +75,7 @@ def test_where_it_is_allowed_the_search_weighs_both(
     def least_s(**changes: object) -> float:
         asked = Request(model, resolve_cluster(cluster), job, replace(pins, **changes))  # type: ignore[arg-type]
         try:
-            return search(asked).certificate.objective_s
+            return search(asked).closed_form.objective_s
         except NoPlanFits:
             return math.inf
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from planner.documents.plan import Layout
-from planner.search.layout_queue import Space, runnable
+from planner.search.queue import Solved, runnable
 
 
-def layouts_of(space: Space[Any]) -> list[Layout]:
+def layouts_of(space: Solved) -> list[Layout]:
     """Return every layout of a space that can run."""
     return list(runnable(space))
 
 
-def bounded(space: Space[Any]) -> Iterator[tuple[Layout, float]]:
+def bounded(space: Solved) -> Iterator[tuple[Layout, float]]:
     """Yield every layout of bundles that can run, with what bounds its bundle."""
     for bound_s, bundle in space.bundles(Counter()):
         dearer = getattr(bundle, "better_s", None)

@@ -13,9 +13,11 @@ from planner.catalog.expressions import resolve_cluster
 from planner.documents.plan import Job, Layout
 from planner.requests.pins import Pins
 from planner.requests.request import Request
-from planner.search.best_first import search
-from planner.search.layout_queue import Found
-from planner.search.simulated_proof import FULL, USUAL
+from planner.search.certificate import PROVEN
+from planner.search.effort import FULL, USUAL
+from planner.search.goals import Found, Simulated
+from planner.search.ranked import Ranked
+from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
@@ -26,14 +28,20 @@ JOB = Job(seq_len=2048, global_batch=12, precision="fp32")
 TWO, THREE = "2xa100-sxm-40gb+2xv100-sxm-32gb", "2xa100-sxm-40gb+4xv100-sxm-32gb"
 
 
-def spaces(cluster: str, layers: int, pins: Pins) -> tuple[MixedSpace, SimulatedMixed]:
-    own = MixedSpace(Request(llama(layers), resolve_cluster(cluster), JOB, pins))
-    return own, SimulatedMixed(own, Tried(replace(FULL, seconds=1e9)))
+def simulated(own: MixedSpace, best: Ranked) -> SimulatedMixed:
+    """The layouts of a space, of which those are wanted that are faster than a plan."""
+    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))))
 
 
-def every_split(space: SimulatedMixed, layout: Layout) -> Iterator[GraphSolution]:
+def every_plan(own: MixedSpace, layout: Layout) -> list[Ranked]:
+    """Every plan of a layout that fits."""
+    plans = (own.ranked(Found(1.0, 1.0, layout, split)) for split in every_split(own, layout))
+    return [one for one in plans if one.prediction.fits]
+
+
+def every_split(own: MixedSpace, layout: Layout) -> Iterator[GraphSolution]:
     """Yield every order of types, cuts and options of a chain."""
-    problem = space.own.instance(layout)
+    problem = own.instance(layout)
     layers, ranks = problem.chain.layers, layout.pipeline
     types = [number for number, one in enumerate(problem.types) for _ in range(one.stages)]
     tables = problem.chain.kinds
@@ -44,7 +52,7 @@ def every_split(space: SimulatedMixed, layout: Layout) -> Iterator[GraphSolution
             if any(b - a < n for (a, b), n in zip(itertools.pairwise(cuts), least, strict=True)):
                 continue
             for options in itertools.product(*(range(len(tables[kind])) for kind in layers)):
-                yield closed(space, layout, order, cuts, options)
+                yield closed(own, layout, order, cuts, options)
 
 
 LAYOUTS = [
@@ -73,24 +81,23 @@ LAYOUTS = [
 @pytest.mark.parametrize(("cluster", "layers", "layout"), LAYOUTS, ids=lambda one: str(one)[:40])
 def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout: Layout) -> None:
     recompute = None if layers < 4 else "full"
-    own, space = spaces(cluster, layers, Pins(recompute=recompute))
-    assert space.refusal(layout) is None
-    plans = (
-        own.ranked(Found(1.0, 1.0, layout, split)).prediction
-        for split in every_split(space, layout)
+    own = MixedSpace(
+        Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
     )
-    least_s = min(one.step_time_s for one in plans if one.fits)
+    plans = sorted(every_plan(own, layout), key=lambda one: one.prediction.step_time_s)
+    least_s = plans[0].prediction.step_time_s
+    space = simulated(own, plans[-1])
+    assert space.refusal(layout) is None
 
     bounds_s = [bound(layout) for _, bound in space.bounds]
     bounds_s.append(space.estimate_s(layout, 2 * least_s))
-    found = space.solve(layout, 2 * least_s)
 
     assert all(isinstance(one, float) and 0 < one <= least_s * (1 + 1e-9) for one in bounds_s)
-    assert isinstance(found, Found)
-    assert found.objective_s == pytest.approx(least_s, rel=1e-9)
-    assert found.lower_bound_s == pytest.approx(least_s, rel=1e-5)
-    assert found.lower_bound_s <= least_s * (1 + 1e-9)
-    assert not isinstance(space.solve(layout, least_s * (1 - 1e-6)), Found)
+    assert bounds_s[-2] == pytest.approx(least_s, rel=1e-5)
+    assert space.tried.goal.step_s == pytest.approx(least_s, rel=1e-9)
+    unbeaten = simulated(own, plans[0])
+    assert unbeaten.solved_s(layout) >= least_s * (1 - PROVEN)
+    assert unbeaten.tried.goal.best is plans[0]
 
 
 @pytest.mark.matrix
@@ -100,22 +107,18 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
 
     usual, full = (search(request, effort=effort) for effort in (USUAL, FULL))
 
-    said = full.certificate.simulated
-    assert said is not None and said.lower_bound_s is not None and said.gap is not None
+    said = full.certificate
     # Shares of ranks without a pipeline are bounded up to what groups do once.
     assert said.gap < 2e-2
     assert said.lower_bound_s <= full.prediction.step_time_s
-    assert usual.certificate.simulated is not None
-    bound_s = usual.certificate.simulated.lower_bound_s
-    assert bound_s is not None and bound_s <= full.prediction.step_time_s
+    assert usual.certificate.lower_bound_s <= full.prediction.step_time_s
     least_s = float("inf")
     for groups in (request.cluster.groups, *((one,) for one in request.cluster.groups)):
         own = MixedSpace(request.on(groups), request.cluster)
-        space = SimulatedMixed(own, Tried(FULL))
         for _, bundle in own.bundles(Counter()):
             for layout in bundle.layouts():
                 if own.refusal(layout) is None and layout.virtual_stages == 1:
-                    for split in every_split(space, layout):
+                    for split in every_split(own, layout):
                         one = own.ranked(Found(1.0, 1.0, layout, split)).prediction
                         if one.fits:
                             least_s = min(least_s, one.step_time_s)

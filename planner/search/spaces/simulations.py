@@ -1,8 +1,9 @@
-"""What is proven of simulated time where device groups differ, and the plans that it comes across.
+"""Layouts of graphs, and where device groups differ, by what they simulate.
 
-The layouts of the spaces that were searched in the closed form go through a queue of their own, by
-bounds of the simulated step (`planner.search.spaces.simulated_mixed`).  Before, the fastest plan
-known has its degrees simulated under other schedules, with other micro-batches and splits.
+The layouts of the spaces that were searched in the closed form are bounded by the simulated step
+(`planner.search.spaces.simulated_graph`, `planner.search.spaces.simulated_mixed`).  Before, the
+fastest plan known has its degrees simulated under other schedules, with other micro-batches and
+splits.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 from planner.documents.plan import Layout
-from planner.documents.tolerances import EQUAL
-from planner.search.certificate import Account
-from planner.search.layout_queue import Bound, Found, Lost, Queue
-from planner.search.ranked import Ranked
-from planner.search.simulated_proof import NEAR, Effort
+from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION
+from planner.search.certificate import SOLVED as BY_OPTIMUM
+from planner.search.effort import NEAR
+from planner.search.goals import Simulated
+from planner.search.queue import Bound, Lost
 from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.shares import ShareSpace
-from planner.search.spaces.simulated import BySimulation, SimulatedSplit, Tried
+from planner.search.spaces.simulated import BySimulation, Tried, bound_of
 from planner.search.spaces.simulated_graph import SimulatedGraph
 from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
 
@@ -42,7 +43,15 @@ class SimulatedShares(BySimulation, ShareSpace):
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
-        return [("", lambda _: 0.0), ("", self.bound_s)]
+        return [
+            (BOUNDS[COMPUTATION], lambda _: 0.0),
+            (BOUNDS[COMMUNICATION], self.bound_s),
+            (BOUNDS[BY_OPTIMUM], self.solved_s),
+        ]
+
+    def may(self, level: int) -> bool:
+        """Whether an entry of a level may get another bound: all are soon solved."""
+        return level < self.groups + len(self.bounds) - 1
 
     def bound_s(self, layout: Layout) -> float:
         """Least seconds of a step, memory ignored."""
@@ -57,37 +66,25 @@ class SimulatedShares(BySimulation, ShareSpace):
         ]
         return max(each) - min(each)
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Any] | Lost:
-        """Return the best shares of a layout by the closed form, simulated."""
-        answer = self._own.solve(layout, cutoff_s)
+    def solved_s(self, layout: Layout) -> float | Lost:
+        """Return what no shares of a layout simulate below; those of the closed form are tried."""
+        answer = self._own.solve(layout, self.tried.goal.step_s)
         if isinstance(answer, Lost):
-            return answer
-        plan = self._own.ranked(answer)
-        step_s = self.tried.keep(plan)
-        low_s = min(step_s, answer.lower_bound_s - self._spread_s(layout))
-        split = SimulatedSplit(plan, low_s >= step_s * (1 - EQUAL))
-        return Found(step_s, low_s, answer.layout, split)
+            return bound_of(answer)
+        self.tried.keep(self._own.ranked(answer))
+        return answer.lower_bound_s - self._spread_s(layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedProof:
-    """What no plan simulates below, and what was simulated on the way."""
-
-    lower_bound_s: float
-    found: tuple[Ranked, ...]
-    looked_at: dict[str, int]
-
-
-def prove_spaces(
-    spaces: Sequence[Any], known: Ranked, effort: Effort, closed_form_s: float
-) -> MixedProof:
-    """Return what is proven of all layouts of some spaces, beginning with a plan.
+def simulated_spaces(
+    spaces: Sequence[Any], goal: Simulated, closed_form_s: float
+) -> list[SimulatedShares | SimulatedGraph | SimulatedMixed]:
+    """Return the layouts of some spaces by what they simulate.
 
     None of them takes less than `closed_form_s` in the closed form.
     """
-    every: list[Any] = []
+    every: list[SimulatedShares | SimulatedGraph | SimulatedMixed] = []
     for space in spaces:
-        tried = Tried(effort)
+        tried = Tried(goal)
         if isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, tried))
         elif isinstance(space, GraphSpace):
@@ -95,34 +92,19 @@ def prove_spaces(
         else:
             along = SimulatedMixedGraph if space.model.edges else SimulatedMixed
             every.append(along(space, tried))
-    account = Account()
-    best = _likely(every, known, effort)
-    queue = Queue(account, below_s=best.prediction.step_time_s * (1 - EQUAL))
-    for one in every:
-        queue.run(one)
-    found = [plan for one in every for plan in one.tried.found]
-    least_s = min(one.prediction.step_time_s for one in [known, *found])
-    looked_at: dict[str, int] = {}
-    for one in every:
-        for name, count in one.tried.looked_at.items():
-            looked_at[name] = looked_at.get(name, 0) + count
-    return MixedProof(
-        lower_bound_s=min([least_s, *account.unfinished_s]),
-        found=tuple(found),
-        looked_at=looked_at,
-    )
+    return every
 
 
-def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
-    """Return the fastest of a plan and of what is like it: other schedules and micro-batches.
+def look_near(every: Sequence[Any], goal: Simulated) -> None:
+    """Simulate what is like the best plan: other schedules and micro-batches.
 
     Layouts are told by the least seconds of cuts, which are cheap; the least of them are solved,
     first those with the fewest stages a rank, then the fastest's schedule with others: what many
     stages of unequal ranks wait for each other is not seen in what ranks take by themselves.  Of
     the fastest the program chooses stages and recomputation.
     """
-    best, layout = known, known.plan.layout
-    groups = {stage.group for stage in known.plan.stages}
+    best, layout, effort = goal.best, goal.best.plan.layout, goal.effort
+    groups = {stage.group for stage in best.plan.stages}
     space = next(
         (
             one
@@ -133,7 +115,7 @@ def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
         None,
     )
     if space is None or layout.pipeline == 1:
-        return best
+        return
     limit_s = best.prediction.step_time_s * (1 + NEAR)
     every_alike = list(_alike(space, layout))
     fewest: dict[tuple[str, int], Layout] = {}
@@ -158,8 +140,7 @@ def _likely(every: Sequence[Any], known: Ranked, effort: Effort) -> Ranked:
             if (one.schedule, one.micro_batch) == (chosen.schedule, chosen.micro_batch)
             and one.virtual_stages != chosen.virtual_stages
         }
-    space.solve(best.plan.layout, best.prediction.step_time_s)
-    return min([best, *space.tried.found], key=lambda one: one.prediction.step_time_s)
+    space.solved_s(best.plan.layout)
 
 
 def _alike(space: SimulatedMixed, layout: Layout) -> Iterator[Layout]:

@@ -1,0 +1,306 @@
+"""What a queue of layouts looks for: the least closed form, what is near it, the least simulated.
+
+The closed form
+
+    T = steady max_r t_r + sum_r (fill t_r - credit_r) + max_r sync_r + step_s,   mem_r <= capacity
+
+with t_r the seconds of rank r on one micro-batch (planner.search.formulation), is where a search
+begins: its exact optimum is cheap to find and close to the fastest plan.  It bounds the simulated
+step of layouts without a pipeline alone, where both are the same.  The simulated step is what users
+are told, and what is proven.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from planner.documents.plan import Layout
+from planner.documents.tolerances import EQUAL
+from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
+from planner.search.effort import GOAL, Effort, Told
+from planner.search.queue import Entry, Lost, Solved
+from planner.search.ranked import Ranked
+from planner.search.space import complexity, kind
+from planner.solver.instance import Fathomed, Infeasible, Unfinished
+
+ALIKE = 2
+"""Layouts near the optimum of one schedule with so many stages a rank."""
+
+
+class Proven(Protocol):
+    """A split of a layout's stages."""
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no other split of its layout takes less."""
+
+
+S = TypeVar("S", bound=Proven)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[S]):
+    """A layout's best split in the closed form; it may be as fast as `lower_bound_s` says."""
+
+    objective_s: float
+    lower_bound_s: float
+    layout: Layout
+    split: S
+
+    @property
+    def rank(self) -> tuple[float, tuple[int, ...]]:
+        """Faster first; of equally fast ones the simpler."""
+        return self.objective_s, complexity(self.layout)
+
+
+class ClosedForm:
+    """The best split of each of so many kinds of layouts, below some seconds."""
+
+    def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
+        self.solved = 0
+        self.found: list[tuple[Any, Found[Any]]] = []
+        """What was solved, each with its space."""
+        self._top, self._below_s = top, below_s
+        self._best: dict[tuple[int, ...], Found[Any]] = {}
+        self._homes: dict[int, Any] = {}
+        """By the id of what was found, where."""
+        self._open_s = math.inf
+        """What layouts may still hide that were not solved to the end."""
+        self._last: Found[Any] | None = None
+        """The last of the best, if there are so many."""
+
+    def over(self, bound_s: float) -> bool:
+        """Whether no layout with at least this bound can be among the best."""
+        last = self._last
+        if bound_s >= self._below_s or bound_s == math.inf:
+            return True
+        return last is not None and bound_s > last.objective_s * (1 + EQUAL)
+
+    def drops(self, bound_s: float, space: Any) -> bool:
+        """Whether what has a bound need not be kept, not even for what is near the optimum."""
+        if space.keeps_ties:
+            return bound_s >= self._below_s or bound_s == math.inf
+        return self.over(bound_s)
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether an entry can beat what it has to beat, or tie and be simpler."""
+        layout = entry.layout
+        rival = self._rival(entry.space, layout)
+        if rival is None or entry.bound_s < rival.objective_s * (1 - EQUAL):
+            return True
+        tied = entry.bound_s <= rival.objective_s * (1 + EQUAL)
+        return tied and complexity(layout) < complexity(rival.layout)
+
+    def lowest(self, entry: Entry) -> None:
+        """Take no notice: the lowest is looked at in any case."""
+
+    def complete(self, entry: Entry) -> Lost | None:
+        """Solve the problem of a layout whose bounds do not decide; it has to beat its rival."""
+        space: Solved = entry.space  # type: ignore[assignment]
+        layout, cutoff_s = entry.layout, self._below_s
+        rival = self._rival(space, layout)
+        if rival is not None:
+            ties = space.keeps_ties or complexity(layout) < complexity(rival.layout)
+            hair = EQUAL if ties else -EQUAL
+            cutoff_s = min(cutoff_s, rival.objective_s * (1 + hair))
+        self.solved += 1
+        answer = space.solve(layout, cutoff_s)
+        if isinstance(answer, Lost):
+            if answer.outcome == UNFINISHED:
+                self._open_s = min(self._open_s, max(answer.bound_s or 0.0, entry.bound_s))
+            return answer
+        if not answer.split.optimal:
+            self._open_s = min(self._open_s, max(answer.lower_bound_s, entry.bound_s))
+        self.found.append((space, answer))
+        self._homes[id(answer)] = space
+        self._enter(answer)
+        return None
+
+    def _enter(self, new: Found[Any]) -> None:
+        """Let a split stand for its kind of layout if it is the best of it."""
+        old = self._best.get(kind(new.layout))
+        if new.objective_s < self._below_s and (old is None or wins(new, old)):
+            self._best[kind(new.layout)] = new
+            ranking = sorted(self._best.values(), key=lambda found: found.rank)
+            self._last = ranking[self._top - 1] if len(ranking) >= self._top else None
+
+    def _rival(self, space: Any, layout: Layout) -> Found[Any] | None:
+        """Return the best that a layout has to beat to be among the `top`, if any."""
+        own, last = self._best.get(kind(layout)), self._last
+        if own is None or last is None or space.keeps_ties:
+            return own or last
+        return own if wins(own, last) else last
+
+    def home(self, found: Found[Any]) -> Any:
+        """Return the space that a layout was found in."""
+        return self._homes[id(found)]
+
+    def ranking(self) -> list[Found[Any]]:
+        """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""
+        order = sorted(self._best.values(), key=lambda found: found.rank)
+        if order:
+            order.remove(first := fastest(order))
+            order.insert(0, first)
+        return order[: self._top]
+
+    def bound_s(self) -> float:
+        """Return what no layout takes less than in the closed form."""
+        return min([self._open_s, *(one.objective_s for one in self.ranking()[:1])])
+
+
+class Near:
+    """Splits within a limit of the closed form, of up to so many layouts of each space.
+
+    Of a schedule with so many stages a rank there are `ALIKE`, those with the least bounds: where
+    the closed form is too low for some layouts of it, it is so for the others.
+    """
+
+    def __init__(self, closed_form: ClosedForm, limit_s: float, most: int) -> None:
+        self._limit_s, self._most = limit_s, most
+        self.found = [one for one in closed_form.found if one[1].objective_s <= limit_s]
+        self._alike = Counter((id(space), timetable(one.layout)) for space, one in self.found)
+        self._tried: Counter[int] = Counter()
+
+    def over(self, bound_s: float) -> bool:
+        """Whether nothing with at least this bound is of interest."""
+        return bound_s > self._limit_s
+
+    def drops(self, bound_s: float, _: Any) -> bool:
+        """Whether what has a bound need not be kept."""
+        return self.over(bound_s)
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether another layout of a space may be solved."""
+        return self._tried[id(entry.space)] < self._most
+
+    def lowest(self, entry: Entry) -> None:
+        """Take no notice."""
+
+    def complete(self, entry: Entry) -> Lost | None:
+        """Solve the problem of a layout, unless there are enough like it."""
+        space, layout = entry.space, entry.layout
+        key = id(space), timetable(layout)
+        if self._alike[key] >= ALIKE or not self.wants(entry):
+            return None
+        self._alike[key] += 1
+        self._tried[id(space)] += 1
+        answer = space.solve(layout, self._limit_s)  # type: ignore[attr-defined]
+        if isinstance(answer, Found) and answer.objective_s <= self._limit_s:
+            self.found.append((space, answer))
+        return None
+
+
+class Simulated:
+    """The fastest plan in the simulator, and how close a bound of all comes to it."""
+
+    def __init__(self, best: Ranked, effort: Effort, told: Told | None = None) -> None:
+        self.best = best
+        self.effort = effort
+        """What may be taken now."""
+        self.found: list[tuple[Any, Ranked]] = []
+        """Plans that fit, each with the space that simulated it."""
+        self.blocked = False
+        """Whether the lowest entry may not be bounded further."""
+        self._efforts = effort.further or effort, effort
+        self._told = told
+        self._started = time.process_time()
+
+    @property
+    def step_s(self) -> float:
+        """The least step that is known."""
+        return self.best.prediction.step_time_s
+
+    @property
+    def limit_s(self) -> float:
+        """What is at least this does not beat the best."""
+        return self.step_s * (1 - EQUAL)
+
+    @property
+    def late(self) -> bool:
+        """Whether the seconds that the user has set are over."""
+        return time.process_time() - self._started > self.effort.seconds
+
+    @property
+    def until_s(self) -> float:
+        """CPU seconds of the process at which one more program has to end."""
+        most = self._started + self.effort.seconds
+        return min(most, time.process_time() + self.effort.program_s)
+
+    def over(self, bound_s: float) -> bool:
+        """Whether nothing with at least this bound is of interest."""
+        return bound_s >= self.limit_s
+
+    def drops(self, bound_s: float, _: Any) -> bool:
+        """Whether what has a bound need not be kept."""
+        return bound_s >= self.limit_s
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether an entry may be faster than the best."""
+        return entry.bound_s < self.limit_s
+
+    def lowest(self, entry: Entry) -> None:
+        """Hear which entry has the lowest bound: it decides how much more may be done."""
+        gap = max(0.0, 1 - entry.bound_s / self.step_s)
+        self.blocked = False
+        for effort in self._efforts if gap > GOAL else self._efforts[1:]:
+            self.effort = effort
+            self.blocked = not entry.space.may(entry.level)
+            if not self.blocked:
+                break
+        if self._told is not None:
+            self._told(gap)
+
+    def complete(self, _: Entry) -> Lost | None:
+        """Never: spaces keep layouts whose bounds are all known."""
+        return None
+
+    def offer(self, space: Any, plan: Ranked) -> float:
+        """Take a plan that was simulated; return its step, inf if it does not fit."""
+        if not plan.prediction.fits:
+            return math.inf
+        self.found.append((space, plan))
+        if plan.prediction.step_time_s < self.limit_s:
+            self.best = plan
+        return plan.prediction.step_time_s
+
+
+def timetable(layout: Layout) -> tuple[str, int, bool]:
+    """Return what layouts have in common whose closed form is alike far off."""
+    return layout.schedule, layout.virtual_stages, layout.pipeline > 1
+
+
+def judged(
+    answer: Any, layout: Layout, cutoff_s: float, step_s: float, known_s: float = 0.0
+) -> Found[Any] | Lost:
+    """Return what a solver's answer to a layout's problem below a cutoff says of the layout.
+
+    `step_s` of its seconds are not in the problem; `known_s` is a bound that is known before.
+    """
+    if isinstance(answer, Infeasible):
+        return Lost(OUT_OF_MEMORY, reason=answer.reason)
+    if isinstance(answer, Fathomed | Unfinished):
+        beaten = answer.lower_bound_s >= cutoff_s - step_s or known_s >= cutoff_s
+        beaten = beaten and isinstance(answer, Fathomed)
+        bound_s = max(known_s, answer.lower_bound_s + step_s)
+        return Lost(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
+    split = getattr(answer, "split", answer)
+    return Found(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
+
+
+def fastest(found: Sequence[Found[Any]]) -> Found[Any]:
+    """Return the simplest of those that are as fast as the fastest."""
+    least_s = min(one.objective_s for one in found) * (1 + EQUAL)
+    ties = [one for one in found if one.objective_s <= least_s]
+    return min(ties, key=lambda one: complexity(one.layout))
+
+
+def wins(new: Found[Any], old: Found[Any]) -> bool:
+    """Faster wins; of equally fast ones the simpler, whatever the order they came in."""
+    if abs(new.objective_s - old.objective_s) <= EQUAL * old.objective_s:
+        return complexity(new.layout) < complexity(old.layout)
+    return new.objective_s < old.objective_s

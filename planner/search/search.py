@@ -1,0 +1,312 @@
+"""The search: all layouts of a request through one queue, with one proof in simulated seconds.
+
+What spaces there are depends on the request: chains of layers and graphs, devices that are alike or
+differ (planner.search.spaces).  Their layouts wait in a queue (planner.search.queue) that is gone
+through twice: for the least closed form, which is cheap and near the fastest plan, then by lower
+bounds of the simulated step, until none is below the fastest plan that was simulated or the effort
+is spent (planner.search.goals).  Where all blocks of a framework's plans recompute alike there is a
+space for each choice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from planner.costs.figure_store import FigureStore
+from planner.documents.prediction import Certificate, Finalist, Loser
+from planner.documents.tolerances import EQUAL
+from planner.errors import DocumentError, NoneFaster, NoPlanFits
+from planner.process.collector import uncollected
+from planner.requests.pins import outside
+from planner.requests.request import Request
+from planner.schedules import SCHEDULES, schedule_of
+from planner.search.answer import Answer, Progress
+from planner.search.candidates import Candidates, candidates_of
+from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
+from planner.search.effort import USUAL, Effort, Told
+from planner.search.goals import ClosedForm, Near, Simulated
+from planner.search.layer_options import recomputes_of
+from planner.search.misses import why_nothing
+from planner.search.queue import Queue, Solved
+from planner.search.ranked import Ranked, proven
+from planner.search.ranks import run_of
+from planner.search.space import complexity, kind
+from planner.search.spaces import graph, mixed, simulated_chain, simulations
+from planner.search.spaces.chain import ChainSpace
+from planner.search.spaces.simulated_chain import SimulatedChain, Spent
+from planner.solver.graphs.lattice import GraphEffort
+from planner.stacks.native import Rules
+
+MARGIN = 0.03
+"""Of graphs and of devices that differ, plans so far beyond the optimum of the closed form are
+simulated too, relatively."""
+MOST_ALONE = 3
+"""Of them, partition problems of each space that are solved beside the optimum's."""
+MOST_LISTED = 8
+"""Plans that were simulated and are listed."""
+SOLVERS = ("exact", "ilp")
+
+
+@uncollected()
+def search(
+    request: Request,
+    *,
+    solver: str = "exact",
+    top: int = 1,
+    progress: Progress | None = None,
+    rules: Rules | None = None,
+    below_s: float = math.inf,
+    known: Sequence[Candidates] = (),
+    effort: Effort = USUAL,
+    told: Told | None = None,
+    store: FigureStore | None = None,
+) -> Answer:
+    """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
+
+    Where none can take less than `below_s` in the closed form, NoneFaster ends the search early.
+    `known` are those of an answer to the same request under other pins: what was worked out there
+    is not worked out again.
+    `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
+    `rules` say which layouts are refused, by default those of the request's stack.
+    `store` has what layers take on other clusters, and gets what is worked out here.
+    `effort` is what the proof in simulated time may take; `told` hears the gap that is left.
+    """
+    started = time.process_time()
+    _check_asked(request, solver)
+    goal = ClosedForm(top=top, below_s=below_s)
+    queue = Queue(goal, progress=progress)
+    spaces: list[Any] = []
+    for space in spaces_of(request, solver, rules, known, store):
+        spaces.append(space)
+        queue.run(space)
+    bests = goal.ranking()
+    if not bests and below_s < math.inf:
+        raise NoneFaster(f"no plan takes less than {below_s:g} s")
+    if not bests:
+        build = partial(spaces_of, rules=rules, store=store, effort=graph.any_split())
+        raise NoPlanFits(why_nothing(request, queue.misses, build))
+
+    every = [goal.home(best).ranked(best) for best in bests]
+    chained = all(isinstance(one, ChainSpace) for one in spaces)
+    start = every[:1] if chained else _near(queue, goal, every[0])
+    proof = _prove(request, spaces, goal, start, effort, told)
+    order = proof.finalists()
+    chosen = order[0]
+    others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
+    others.sort(key=lambda one: one.prediction.step_time_s)
+    return Answer(
+        plan=chosen.plan,
+        prediction=chosen.prediction,
+        certificate=proven(proof.certificate(solver), chosen),
+        search_s=time.process_time() - started,
+        top=(chosen, *others)[:top],
+        finalists=tuple(order),
+        closed_form=every[0],
+        closed_form_bound_s=goal.bound_s(),
+        solved=goal.solved,
+        candidates=tuple(one.candidates for one in spaces if isinstance(one, ChainSpace)),
+    )
+
+
+class _Proof:
+    """What was simulated, and what no plan simulates below."""
+
+    def __init__(
+        self, request: Request, goal: Simulated, queue: Queue, start: Sequence[Ranked]
+    ) -> None:
+        """`start` are the plans of the closed form, its optimum first."""
+        self._request, self._goal, self._queue = request, goal, queue
+        self._optimum = start[0]
+        self._plans: list[tuple[Any, Ranked]] = [(None, one) for one in start]
+        self.looked_at: Counter[str] = Counter()
+
+    def finalists(self) -> list[Ranked]:
+        """Return the fastest plan of each layout that was simulated, fastest first.
+
+        Of plans equally fast the optimum of the closed form comes first, then the simplest.
+        """
+        return [one for _, one in self._listed()]
+
+    def _listed(self) -> list[tuple[str, Ranked]]:
+        """Return the finalists, each with what its blocks recompute if all must do the same."""
+        fitting = [
+            (space, one)
+            for space, one in (*self._plans, *self._goal.found)
+            if one is self._optimum or one.prediction.fits
+        ]
+        least_s = min(one.prediction.step_time_s for _, one in fitting)
+        kept: dict[tuple[str, str], Ranked] = {}
+        for space, one in sorted(
+            fitting,
+            key=lambda one: (
+                # What is within the tie of the fastest counts as equal to it.
+                max(one[1].prediction.step_time_s, least_s * (1 + EQUAL)),
+                one[1] is not self._optimum,
+                complexity(one[1].plan.layout),
+            ),
+        ):
+            kept.setdefault((_recompute(space), one.plan.layout.text()), one)
+        order = [(beside, one) for (beside, _), one in kept.items()]
+        return [
+            each for at, each in enumerate(order) if at < MOST_LISTED or each[1] is self._optimum
+        ]
+
+    def certificate(self, solver: str) -> Certificate:
+        """Return what is proven of all configurations."""
+        account, goal = self._queue.account, self._goal
+        runners_up: list[Loser] = []
+        lower_bound_s = goal.step_s
+        lowest = self._queue.lowest()
+        if lowest is not None:
+            lower_bound_s = min(lower_bound_s, lowest.bound_s)
+        for entry in self._queue.rest():
+            outcome = entry.space.levels[entry.level] if goal.over(entry.bound_s) else LEFT
+            account.settled(outcome, entry.size)
+            if len(runners_up) < RUNNERS_UP:
+                one = Loser(layout=entry.layout.text(), lower_bound_s=entry.bound_s, reason=outcome)
+                runners_up.append(one)
+        finalists = [
+            Finalist(
+                layout=one.prediction.layout + beside,
+                closed_form_s=one.objective_s,
+                step_time_s=one.prediction.step_time_s,
+            )
+            for beside, one in self._listed()
+        ]
+        return certificate_of(
+            account,
+            self._request.stack,
+            solver=solver,
+            finalists=finalists,
+            lower_bound_s=lower_bound_s,
+            looked_at=self.looked_at,
+            runners_up=runners_up,
+        )
+
+
+def _prove(
+    request: Request,
+    spaces: Sequence[Any],
+    closed_form: ClosedForm,
+    start: Sequence[Ranked],
+    effort: Effort,
+    told: Told | None,
+) -> _Proof:
+    """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
+    goal = Simulated(_fastest(start), effort, told)
+    queue = Queue(goal, account=Account(backend=request.stack.name))
+    proof = _Proof(request, goal, queue, start)
+    bound_s = closed_form.bound_s()
+    if all(isinstance(one, ChainSpace) for one in spaces):
+        spent = Spent()
+        chains = [SimulatedChain(one, goal, spent, bound_s) for one in spaces]
+        home = closed_form.home(closed_form.ranking()[0])
+        owner = next(one for one in chains if one.own is home)
+        simulated_chain.look_near(chains, owner, start[0])
+        queue.run(*chains)
+        proof.looked_at.update(spent.looked_at())
+        return proof
+    if request.pins.require:
+        # Splits that are met on the way need not keep what is required.
+        goal.effort = replace(effort, solved=0, programs=0, further=None)
+    every = simulations.simulated_spaces(spaces, goal, bound_s)
+    if not request.pins.require:
+        simulations.look_near(every, goal)
+    for one in every:
+        queue.run(one)
+        proof.looked_at.update(one.tried.looked_at)
+    return proof
+
+
+def _near(queue: Queue, closed_form: ClosedForm, best: Ranked) -> list[Ranked]:
+    """Return the optimum of the closed form with the plans near it.
+
+    Where that one simulates slower, whatever the closed form has faster than that is near.
+    """
+    [winner, *_] = closed_form.ranking()
+    limit_s = max(winner.objective_s * (1 + MARGIN), best.prediction.step_time_s)
+    goal = queue.goal = Near(closed_form, limit_s, MOST_ALONE)
+    queue.run()
+    home = closed_form.home(winner)
+    others = [
+        (space, one)
+        for space, one in goal.found
+        if one.layout != winner.layout or space is not home
+    ]
+    others.sort(key=lambda one: one[1].rank)
+    return [best, *(space.ranked(one) for space, one in others[:MOST_LISTED])]
+
+
+def _fastest(plans: Iterable[Ranked]) -> Ranked:
+    return min(plans, key=lambda one: one.prediction.step_time_s)
+
+
+def _recompute(space: Any) -> str:
+    """Say what blocks recompute, where all must do the same and there is a choice."""
+    candidates = getattr(space, "candidates", None)
+    if not isinstance(candidates, Candidates) or candidates.pins.recompute:
+        return ""
+    if not isinstance(candidates.recompute, Mapping):
+        return ""
+    choices = {choice for each in candidates.recompute.values() for choice in each} - {"none"}
+    return f" recompute={'|'.join(sorted(choices)) or 'none'}"
+
+
+def _check_asked(request: Request, solver: str) -> None:
+    """Refuse what is searched for our own runtime alone, and pins that the space does not have."""
+    if solver not in SOLVERS:
+        raise DocumentError("solver", f"is '{solver}'; the solvers are {' and '.join(SOLVERS)}")
+    model, cluster, name = request.model, request.cluster, request.stack.name
+    stages, schedule = request.pins.virtual_stages or 1, request.pins.schedule
+    several = schedule is not None and schedule_of(schedule).several_stages
+    if (stages > 1 or several) and (model.edges or run_of(model) is None):
+        asked = f"schedule={schedule}" if several else f"v={stages}"
+        single = ", ".join(name for name, one in SCHEDULES.items() if not one.several_stages)
+        raise DocumentError(
+            "fix",
+            f"{asked}: {model.name} gets one stage a rank; several share a long run of like "
+            f"layers, which it does not have. Leave it out, or ask for one of {single}",
+        )
+    if name == "native":
+        return
+    a = model.architecture
+    if a is None or a.patches or a.classes or model.edges:
+        raise DocumentError(
+            "backend", f"{name} trains language models; {model.name} is none: use native"
+        )
+    if cluster.mixed:
+        raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")
+    each = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
+    for pin, there_is in each:
+        raise DocumentError("fix", f"{pin}: {name} {there_is}")
+
+
+def spaces_of(
+    request: Request,
+    solver: str = "exact",
+    rules: Rules | None = None,
+    known: Sequence[Candidates] = (),
+    store: FigureStore | None = None,
+    effort: GraphEffort | None = None,
+) -> Iterator[Solved]:
+    """Yield the spaces of a request in the order in which they are looked at.
+
+    An `effort` is what graphs of several requests share, of which any split will do.
+    """
+    by_program = solver == "ilp"
+    if request.cluster.mixed:
+        yield from mixed.spaces_of(request, by_program=by_program)
+        return
+    for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
+        candidates = candidates_of(request, rules, recompute, known, store)
+        if request.model.edges:
+            yield graph.GraphSpace(candidates, by_program=by_program, effort=effort)
+            return
+        yield ChainSpace(candidates, by_program=by_program)
+        known = known or (candidates,)

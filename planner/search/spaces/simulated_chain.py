@@ -1,0 +1,336 @@
+"""Chains of layers on devices that are alike, by what they simulate.
+
+Every configuration has a lower bound of its simulated step (`planner.search.simulated_bounds`):
+families by their computation, parts of one ZeRO level and schedule within memory, layouts with what
+sharding takes and what each rank holds, then all cuts by paths that stay with a rank
+(`planner.search.simulated_cuts`), the exact optimum of the bound, and the program of the layout
+(`planner.search.simulated_program`).  Where the plan of such an optimum, or that of the closed
+form, simulates faster than the answer, it takes the answer's place.
+
+How far that is followed is counted, for all candidates of a request together.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+
+from planner.costs.layout_costs import LayoutCosts
+from planner.documents.plan import Layout
+from planner.documents.tolerances import ROUNDING
+from planner.search.candidates import Bounded
+from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM, SHARED_ROOM, SOLVED
+from planner.search.dominance import covers
+from planner.search.effort import NEAR, Effort
+from planner.search.goals import Simulated, timetable
+from planner.search.queue import Bound, Entry, Item, Lost, Next
+from planner.search.ranked import Ranked, ranked
+from planner.search.simulated_bounds import SimulatedCandidates
+from planner.search.simulated_program import Choices, of_chain
+from planner.search.space import Family, canonical, kind, timetables
+from planner.search.spaces.chain import LAYOUT, ChainSpace, Families
+from planner.solver import bounds
+from planner.solver.instance import Fathomed, Infeasible, Solution, priced
+
+WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
+"""What is known of a layout: all of its memory; the least of all cuts by paths that stay with a
+rank; the exact optimum of the bound; of the simulated step."""
+MOST_KEPT = 24
+"""Layouts of one shape that are kept to see whether others can do no more."""
+NAMES = (
+    "configuration groups within memory",
+    "parts with sharing",
+    "parts within memory and with sharing",
+    "layouts within memory",
+    "layouts by their cuts",
+    "layouts solved",
+    "layouts by their programs",
+)
+"""[level] What an entry of it gets next."""
+
+
+@dataclass(slots=True)
+class Spent:
+    """How many entries of each level got their next bound, and the stages of the layouts."""
+
+    entries: Counter[int] = field(default_factory=Counter)
+    stages: Counter[int] = field(default_factory=Counter)
+
+    def may(self, level: int, effort: Effort) -> bool:
+        """Whether another entry of a level may get a bound."""
+        if level < LAYOUT:
+            return sum(self.entries[one] for one in range(LAYOUT)) < effort.families
+        if level in (LAYOUT, WITHIN_MEMORY):
+            most = effort.memory_stages if level == LAYOUT else effort.cut_stages
+            return self.stages[level] < most
+        return self.entries[level] < {CUT: effort.solved, OPTIMUM: effort.programs}.get(level, 0)
+
+    def looked_at(self) -> dict[str, int]:
+        """Return how many entries got which bound."""
+        return {name: self.entries[level] for level, name in enumerate(NAMES)}
+
+
+class SimulatedChain(Families):
+    """The families of a chain with bounds of the simulated step."""
+
+    def __init__(
+        self, own: ChainSpace, goal: Simulated, spent: Spent, closed_form_s: float
+    ) -> None:
+        """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
+        self.bounded = SimulatedCandidates.of(own.candidates)
+        super().__init__(self.bounded)
+        self.own, self.goal, self.spent = own, goal, spent
+        self._unpiped_s = closed_form_s * (1 - ROUNDING)
+        self._polished: dict[Layout, float] = {}
+        """What programs have found before their turn."""
+        self._known_choices: dict[Layout, Choices | None] = {}
+        """Of layouts whose cuts were gone through, and whose programs may come."""
+        self._excluded: dict[tuple[object, ...], deque[LayoutCosts]] = {}
+        """Costs of layouts that do not beat the best, by what they have in common with others."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[str, Bound]]:
+        """Lower bounds on a layout's simulated step, and what falls to each."""
+        each: list[tuple[int, Bound]] = [
+            (SHARED_ROOM, lambda _: 0.0),
+            (MEMORY, self._memory_s),
+            (CUTS, self._cut_s),
+            (SOLVED, self._optimum_s),
+            (PROGRAM, self._program_s),
+        ]
+        return [(BOUNDS[at], bound) for at, bound in each]
+
+    def may(self, level: int) -> bool:
+        """Whether an entry of a level may get another bound.
+
+        Where the lowest of all may not, the proof ends there, and others are only looked at for
+        faster plans.
+        """
+        goal = self.goal
+        if level == SETTLED or goal.late:
+            return False
+        if goal.blocked and level != OPTIMUM and not self.spent.may(CUT, goal.effort):
+            return False
+        return self.spent.may(level, goal.effort)
+
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+        """Yield the families with their seconds by computation alone."""
+        for bound_s, family in super().bundles(refused):
+            yield self._raised(bound_s, family), family
+
+    def advance(self, level: int, some: Sequence[Entry]) -> list[Next | Lost | None]:
+        """Return what takes the place of entries."""
+        self.spent.entries[level] += len(some)
+        if level >= LAYOUT:
+            self.spent.stages[level] += some[0].layout.stages
+        found: list[Next | Lost | None] = []
+        for one in super().advance(level, some):
+            if level < LAYOUT and isinstance(one, tuple):
+                found.append((self._raised(one[0], one[2]), one[1], one[2]))
+            else:
+                found.append(one)
+        return found
+
+    def _raised(self, bound_s: float, item: Item) -> float:
+        """Return a bound; without a pipeline the closed form is the simulated step."""
+        pipeline = item.pipeline if isinstance(item, Layout) else item.degrees.pipeline
+        return max(bound_s, self._unpiped_s) if pipeline == 1 else bound_s
+
+    # Bounds of a layout.
+
+    def _memory_s(self, layout: Layout) -> float | Lost:
+        """Return the least of a layout with what each rank holds."""
+        if self._covered(layout):
+            self._unspend(LAYOUT, layout)
+            return Lost(DOMINATED)
+        least_s, limit_s = self.bounded.communication_s(layout), self.goal.limit_s
+        if least_s < limit_s:
+            least_s = self.bounded.memory_s(layout, limit_s)
+        return self._bounded_s(layout, least_s)
+
+    def _cut_s(self, layout: Layout) -> float | Lost:
+        """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        if self._covered(layout):
+            self._unspend(WITHIN_MEMORY, layout)
+            return Lost(DOMINATED)
+        limit_s, candidates = self.goal.limit_s, self.own.candidates
+        ways = self.goal.effort.ways
+        loose = of_chain(candidates, layout, limit_s, ways=ways, least=True)
+        if loose is not None and loose.cut_s(limit_s) >= limit_s:
+            return self._bounded_s(layout, limit_s)
+        choices = self._choices(layout)
+        found_s = 0.0 if choices is None else choices.cut_s(limit_s)
+        if found_s >= limit_s:
+            del self._known_choices[layout]
+        return self._bounded_s(layout, found_s)
+
+    def _optimum_s(self, layout: Layout) -> float:
+        """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
+        step_s = self.own.candidates.costs(layout).step_s
+        most_s = -math.inf
+        for instance, waited_s in self.bounded.instances(layout):
+            # Sums of bytes are no more than what ranks hold, and quicker.
+            relaxed = replace(instance, used_bytes=None)
+            solution = self.own.solver(relaxed, self.goal.limit_s - step_s - waited_s)
+            if isinstance(solution, Infeasible):
+                return self._bounded_s(layout, math.inf)
+            if isinstance(solution, Solution | Fathomed):
+                most_s = max(most_s, solution.lower_bound_s + step_s + waited_s)
+            if isinstance(solution, Solution):
+                self._try(layout, solution)
+        if most_s < self.goal.limit_s:
+            self.try_likeliest(layout)
+        return self._bounded_s(layout, most_s)
+
+    def _program_s(self, layout: Layout) -> float:
+        """Return the least of a layout by its program; 0 if that cannot be told."""
+        known_s = self._polished.pop(layout, None)
+        return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
+
+    def _by_program(self, layout: Layout) -> float:
+        choices, effort = self._choices(layout), self.goal.effort
+        del self._known_choices[layout]
+        if choices is None:
+            return 0.0
+        return choices.optimum(
+            self.goal.limit_s,
+            lambda solution: self._try(layout, solution),
+            actions=effort.actions,
+            nodes=effort.nodes,
+            most_columns=effort.columns,
+            iterations=effort.iterations,
+            until=self.goal.until_s,
+        )
+
+    def _choices(self, layout: Layout) -> Choices | None:
+        """Return what the ranks of a layout may hold, if that can be told."""
+        if layout not in self._known_choices:
+            self._known_choices[layout] = of_chain(
+                self.own.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways
+            )
+        return self._known_choices[layout]
+
+    def _bounded_s(self, layout: Layout, bound_s: float) -> float:
+        """Keep the costs of a layout that does not beat the best, for those that can do no more."""
+        if bound_s >= self.goal.limit_s:
+            known = self._excluded.setdefault(_shape(layout), deque(maxlen=MOST_KEPT))
+            known.append(self.own.candidates.costs(layout))
+        return bound_s
+
+    def _covered(self, layout: Layout) -> bool:
+        """Whether each plan of a layout is one of another that does not beat the best."""
+        known = self._excluded.get(_shape(layout))
+        if not known:
+            return False
+        costs = self.own.candidates.costs(layout)
+        return any(covers(one, costs) for one in reversed(known))
+
+    def _unspend(self, level: int, layout: Layout) -> None:
+        self.spent.entries[level] -= 1
+        self.spent.stages[level] -= layout.stages
+
+    # Plans.
+
+    def _try(self, layout: Layout, solution: Solution) -> float:
+        """Simulate the plan of a solution, return its step; it may be the best that is known."""
+        candidates = self.own.candidates
+        own = priced(candidates.instance(layout), solution.cuts, solution.options)
+        return self.goal.offer(self, ranked(candidates, layout, own))
+
+    def try_likeliest(self, layout: Layout) -> float:
+        """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
+        instance, more_s = self.bounded.likely(layout)
+        solution = self.own.solver(instance, self.goal.limit_s * (1 + NEAR) - more_s)
+        if not isinstance(solution, Solution):
+            return math.inf
+        return self._try(layout, solution)
+
+    def estimate_s(self, layout: Layout) -> float:
+        """Return about what the plan of a layout simulates that is likely to be the fastest."""
+        instance, more_s = self.bounded.likely(layout)
+        return bounds.counted_s(instance) + more_s
+
+    def polish(self, layout: Layout) -> None:
+        """Let the program of a layout choose its stages and recomputation."""
+        self.spent.entries[OPTIMUM] += 1
+        low_s = self._by_program(layout)
+        if low_s > 0.0:
+            self._polished[layout] = low_s
+
+    def opened_layouts(self) -> Bounded:
+        """Return the layouts of parts that the closed form has bounded."""
+        return [one for _, each in self.own.candidates.opened.values() for one in each]
+
+    def rescheduled(self, best: Layout) -> Bounded:
+        """Return a layout under its other schedules."""
+        candidates = self.own.candidates
+        found = []
+        for name, virtual in timetables(
+            candidates.model,
+            best.pipeline,
+            best.micro_batches,
+            candidates.pins,
+            space=candidates.request.space,
+        ):
+            layout = replace(best, schedule=name, virtual_stages=virtual)
+            if not candidates.pins.order:
+                layout = canonical(candidates.cluster, layout)
+            if layout != best:
+                found.append((layout, self.bounded.communication_s(layout)))
+        return found
+
+
+def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Ranked) -> None:
+    """Solve and simulate the layouts that are likely to be the fastest, then polish the best.
+
+    They come from parts of the space that the closed form has bounded, transfers left out, below
+    its own optimum `best`, and from its layout's other schedules.  Of those that differ in sharing
+    and order alone the one with the least bound stands for all.
+    """
+    goal = home.goal
+    alike: dict[tuple[object, ...], tuple[float, SimulatedChain, Layout]] = {}
+    for space in spaces:
+        others = space.rescheduled(best.plan.layout) if space is home else []
+        for layout, bound_s in (*space.opened_layouts(), *others):
+            sizes = layout.micro_batch, layout.loss, layout.zero > 2
+            key = id(space), timetable(layout), kind(layout), *sizes
+            worse = key in alike and alike[key][0] <= bound_s
+            if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
+                continue
+            if space.candidates.pins.allow(layout) and space.refusal(layout) is None:
+                alike[key] = bound_s, space, layout
+    likely = heapq.nsmallest(goal.effort.likely, alike.values(), key=itemgetter(0))
+    _try_in_turn(goal, [(space.estimate_s(layout), space, layout) for _, space, layout in likely])
+    layout = goal.best.plan.layout
+    if layout.pipeline > 1 and goal.effort.programs:
+        owner = next((space for space, plan in goal.found if plan is goal.best), home)
+        owner.polish(layout)
+
+
+def _try_in_turn(goal: Simulated, each: list[tuple[float, SimulatedChain, Layout]]) -> None:
+    """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
+    off: dict[str, float] = {}
+
+    def expected_s(one: tuple[float, SimulatedChain, Layout]) -> float:
+        return one[0] * off.get(one[2].schedule, 1 - NEAR / 2)
+
+    for _ in range(min(goal.effort.tried, len(each))):
+        first = min(each, key=expected_s)
+        if expected_s(first) >= goal.limit_s:
+            return
+        each.remove(first)
+        estimate_s, space, layout = first
+        step_s = space.try_likeliest(layout)
+        if step_s < math.inf:
+            off[layout.schedule] = step_s / estimate_s
+
+
+def _shape(layout: Layout) -> tuple[object, ...]:
+    """What layouts have in common whose costs can be compared."""
+    degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
+    chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
+    return *degrees, *chosen, layout.offload, layout.gradient_wire, layout.compile

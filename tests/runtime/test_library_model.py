@@ -1,0 +1,212 @@
+"""Models that the library alone knows are recorded, launched, and train as in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from meshwright.inputs import model_of
+from planner.documents.model import ModelGraph
+from planner.errors import DocumentError, LaunchError
+from profiler.profile import profile
+from runtime.export import to_huggingface
+from runtime.library_model import graph_of_library
+from runtime.saving import Saver
+from runtime.supported import supported
+from runtime.train import token_engine
+from tests.runtime import cases
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import STEPS, Run, errors, train
+from tests.runtime.test_export import progress
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "use_cache": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"intermediate_size": 64},
+    "falcon": {"multi_query": True},
+    "glm4": {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    "deepseek_v2": {
+        **{"intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4},
+        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_experts_per_tok": 2},
+        **{"n_group": 1, "topk_group": 1},
+    },
+    "mamba": {"state_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def graph(kind: str, folder: Path) -> ModelGraph:
+    source = folder / kind
+    if not source.exists():
+        transformers.AutoConfig.for_model(kind, **SIZES, **KINDS[kind]).save_pretrained(source)
+    return graph_of_library(f"{source}:recorded", seq_len=cases.SEQ_LEN)
+
+
+def plainly(kind: str, folder: Path, weights: Path | None = None) -> Run:
+    """Train the library's own class as its users do, by the settings of `cases.plan`."""
+    training = cases.plan(graph(kind, folder)).training
+    config = transformers.AutoConfig.from_pretrained(folder / kind)
+    torch.manual_seed(training.seed)
+    if weights is None:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(weights)
+    model.train()
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": wd}
+        for matrices, wd in ((True, training.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=training.learning_rate, betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+    )  # fmt: skip
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens = cases.global_tokens(step)
+        logits = model(tokens[:, :-1]).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        for group in optimizer.param_groups:
+            warm = min(1.0, (step + 1) / training.warmup_steps)
+            group["lr"] = training.learning_rate * warm
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    named = {f"model.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+    return Run(losses, norms, named)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"data_shard": 2, "zero": 3, "recompute": "full", "offload": "parameters"},
+    {"pipeline": 2, "schedule": "zb-h1"},
+    {"data_replicate": 2},
+]
+
+
+def trained(model: ModelGraph, layouts: list[dict[str, Any]]) -> list[Run]:
+    return [train(cases.plan(model, **layout), model) for layout in layouts]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "kind", ["gpt_neox", *(pytest.param(k, marks=pytest.mark.matrix) for k in [*KINDS][1:])]
+)
+def test_two_ranks_train_as_the_librarys_own_class(kind: str, folder: Path) -> None:
+    model, expected = graph(kind, folder), plainly(kind, folder)
+    layouts = LAYOUTS[:2] if kind == "gpt_neox" else LAYOUTS
+
+    every = on_ranks(2, trained, model, layouts)
+
+    for at, layout in enumerate(layouts):
+        found = errors([runs[at] for runs in every], expected)
+        assert found["loss"] < 1e-6, (layout, found)
+        assert found["norm"] < 1e-5, (layout, found)
+        assert found["weights"] < 1e-5, (layout, found)
+
+
+def test_training_begins_with_weights_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    model = graph("falcon", folder)
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.from_pretrained(folder / "falcon")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = plainly("falcon", folder, tmp_path)
+
+    engine = token_engine(cases.plan(model), model, device=CPU, weights=tmp_path)
+
+    losses = [engine.step(cases.global_tokens(step)).loss for step in range(STEPS)]
+    assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_a_type_without_figures_is_recorded_and_others_keep_theirs(folder: Path) -> None:
+    graph("glm4", folder)
+    graph("gpt_neox", folder)
+
+    recorded = model_of(str(folder / "glm4"), seq_len=cases.SEQ_LEN)
+    known = model_of(str(folder / "gpt_neox"), seq_len=cases.SEQ_LEN)
+
+    assert recorded.source == f"{folder / 'glm4'}:recorded"
+    assert [name for name, _ in recorded.chain][1:4] == [f"model.layers.{n}" for n in range(3)]
+    assert known.architecture is not None
+
+
+def test_a_configuration_that_the_library_refuses_keeps_the_planners_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+
+    with pytest.raises(DocumentError, match="no_such_type', which is not supported"):
+        model_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tensor": 2}, r"mesh\.tensor: 2 divides no layer"),
+        ({"context": 2}, r"mesh\.context: is 2, which meshwright\.Engine does not execute"),
+        (
+            {"expert": 2, "data_shard": 2, "zero": 1},
+            r"mesh\.expert: is 2, which meshwright\.Engine does not",
+        ),
+    ],
+)
+def test_what_a_recorded_model_cannot_be_is_refused(
+    layout: dict[str, Any], said: str, folder: Path
+) -> None:
+    model = graph("gpt_neox", folder)
+
+    with pytest.raises(AssertionError, match=said):
+        assert not supported(cases.plan(model, **layout), model)
+
+
+def test_documents_are_refused(folder: Path) -> None:
+    model = graph("gpt_neox", folder)
+
+    with pytest.raises(LaunchError, match="is recorded, and its attention is not kept within"):
+        token_engine(cases.plan(model), model, device=CPU, documents=True)
+
+
+def test_a_run_is_exported_as_the_library_reads_it(folder: Path, tmp_path: Path) -> None:
+    """From a plan on disk to a folder that `from_pretrained` takes, its embedding tied."""
+    source = folder / "tied"
+    transformers.AutoConfig.for_model(
+        "falcon", **SIZES, multi_query=True, tie_word_embeddings=True
+    ).save_pretrained(source)
+    model = graph_of_library(f"{source}:recorded", seq_len=cases.SEQ_LEN)
+    plan = cases.plan(model)
+    engine = token_engine(plan, model, device=CPU)
+    engine.step(cases.global_tokens(0))
+    logits = engine.outputs(engine.slice(engine._model.example)).logits
+    saver = Saver(
+        tmp_path / "saved", plan=plan, model=model, run="run", config=engine.configuration()
+    )
+    saver.begin(engine.state(), progress(plan, model))
+    saver.finish()
+
+    to_huggingface(tmp_path / "saved", tmp_path / "exported")
+
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(read(engine._model.example[0]).logits, logits)
+
+
+def test_a_recorded_model_is_not_measured(folder: Path) -> None:
+    model = graph("gpt_neox", folder)
+
+    with pytest.raises(DocumentError, match="known by a recording, and are not measured"):
+        profile(model, "local:1", lambda machine: cases.plan(model).job)
