@@ -6,7 +6,6 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -794,9 +793,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
                 "searched": "yes" if stack.space else "no",
                 "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
                 or None,
-                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
-                if stack.accuracy.seen
-                else None,
                 "also called": ", ".join(stack.aliases) or None,
             }
             for name, stack in shelves.stacks().items()

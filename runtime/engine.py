@@ -52,6 +52,7 @@ from runtime.script_records import ScriptRecords
 from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles
+from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
@@ -76,6 +77,8 @@ class StepResult:
     """With `track_unused`: parameters that took no part, and on which ranks."""
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
+    noticed: bool = False
+    """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
@@ -364,9 +367,11 @@ class Engine:
         """Train on this rank's slice of a global batch."""
         self._forward_backward(batch)
         if self._late is not None:
-            loss, norm = self._late.update(self._passes.totals.values.clone())
+            loss, norm, noticed = self._late.update(self._passes.totals.values.clone())
             self._passes.totals.clear()
-            return StepResult(LossValue(loss), float("nan"), norm, expert_load=self._expert_load())
+            load = self._expert_load()
+            value = LossValue(loss)
+            return StepResult(value, float("nan"), norm, expert_load=load, noticed=noticed)
         grads, measured = self._made_whole(self.clip_norm)
         return self._updated(grads, measured)
 
@@ -458,6 +463,29 @@ class Engine:
         if self._late is not None:
             self._late.drain(torch.zeros_like(self._passes.totals.values))
         return self._state.tensors()
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's parts of the state on the host, between two steps.
+
+        No other rank takes part, unless a plan divides joined matrices over its tensor axis or
+        never drains.
+        """
+        self._refuse_within_step("snapshot")
+        return taken(self.state(), step=self.steps)
+
+    def restore(self, snapshots: Sequence[Snapshot]) -> None:
+        """Go on from parts of the state that ranks of any plan held behind one step.
+
+        Together they must cover what this rank holds.  Losses and weights are then those of the
+        engines that were left, bit for bit where the plan is theirs.  Raises LaunchError, with
+        nothing changed, where parts are lacking.
+        """
+        self._refuse_within_step("restore")
+        self._state.restore(snapshots)
+
+    def _refuse_within_step(self, name: str) -> None:
+        if self._optimizers.pending or self._whole is not None:
+            raise LaunchError(f"{name}: gradients wait; call optimizer_step() or zero_grad() first")
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
@@ -552,7 +580,7 @@ class Engine:
             self._optimizers.update(grads, measured)
         else:
             self._optimizers.update_on_device(grads, measured)
-        loss, norm, count, drift = measured.report.tolist()
+        loss, norm, count, drift, noticed = measured.report.tolist()
         self._whole = None
         self._passes.totals.clear()
         if drift and self._optimizers.agreement is not None:
@@ -574,6 +602,7 @@ class Engine:
             skipped=count == 0 or scale.skips(norm),
             unused=self._optimizers.unused,
             expert_load=self._expert_load(),
+            noticed=noticed > 0,
         )
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -29,6 +29,7 @@ from runtime.checkpoint import Progress
 from runtime.exchange import agreed, all_gather_json, broadcast_json
 from runtime.mesh import Place
 from runtime.saving import Saver
+from runtime.snapshot import Snapshot, put_back
 from runtime.torch_optimizers import TorchOptimizers
 
 
@@ -131,13 +132,25 @@ class ScriptState:
             state = {name: value for name, value in self.tensors().items() if name in stored}
         checkpoint.load(place, state)
         with agreed():
-            self._optimizers.loaded(state)
-            for at, average in enumerate(self.averages):
-                average.loaded(f"ema{at or ''}", state)
+            self._loaded(state)
             self._optimizers.take_settings(own["groups"])
             for name, one in extra.items():
                 one.load_state_dict(own["extra"][name])
         return place
+
+    def restore(self, snapshots: Sequence[Snapshot]) -> None:
+        """Go on from what snapshots have of this rank's state; nothing changes if that lacks."""
+        stored = {name for one in snapshots for name in one.parts}
+        with self._optimizers.expected(stored):
+            state = self.tensors()
+            put_back(state, snapshots)
+        self._loaded(state)
+
+    def _loaded(self, state: Mapping[str, Tensor]) -> None:
+        """Take over from a state that was filled what does not share memory with it."""
+        self._optimizers.loaded(state)
+        for at, average in enumerate(self.averages):
+            average.loaded(f"ema{at or ''}", state)
 
     def whole(self, kind: str) -> dict[str, Tensor]:
         """Return whole tensors of one kind on the CPU of every rank, by name; all ranks call it."""

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as P
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
 
 from planner.errors import LaunchError
@@ -48,6 +49,7 @@ __all__ = [
     "compiled_code",
     "compiled_graphs",
     "compiler_lack",
+    "compute_local_shape_and_global_offset",
     "divided_graphs",
     "end_backward",
     "expect_graphs",

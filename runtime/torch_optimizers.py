@@ -12,6 +12,7 @@ sends the others their parts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -497,6 +498,26 @@ class TorchOptimizers(Gradients):
                     thrown = made(group.factory, [{"params": [copy], **group.settings}])
                     thrown.step()
                 self._optimizer_of(part).state[part.plain] = dict(thrown.state[copy])
+
+    @contextlib.contextmanager
+    def expected(self, stored: Iterable[str]) -> Iterator[None]:
+        """Have state for these tensors, as `expect` makes it where some is lacking.
+
+        What raises while this is open leaves the state as it was.
+        """
+        before = [dict(optimizer.state) for optimizer in self.optimizers]
+        own = {f"optim.{slot.name}" for slot in self.slots}
+        having = {f"optim.{name}.{key}" for name, key, _ in self._states()}
+        named = [one for one in stored if one.startswith("optim.")]
+        if any(one.rpartition(".")[0] in own for one in named if one not in having):
+            self.expect(named)
+        try:
+            yield
+        except BaseException:
+            for optimizer, state in zip(self.optimizers, before, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+            raise
 
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it.

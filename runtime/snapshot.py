@@ -1,0 +1,121 @@
+"""State in memory: what ranks hold between two steps, as named parts that any plan puts back.
+
+    snapshot = engine.snapshot()             # this rank's parts, copied to the host
+    engine.restore([mine, others, ...])      # parts that together cover what this rank holds
+
+Names, shapes and places are those of the whole model, so that neither stage nor plan is in them.
+Nothing here talks to other ranks: whoever moves parts between ranks or keeps them is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planner.errors import LaunchError
+from runtime.torch_internals import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of one tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the box begins in it, by dim."""
+    values: Tensor
+    """On the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank held behind a step."""
+
+    step: int
+    parts: Mapping[str, Part]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(one.values.numel() * one.values.element_size() for one in self.parts.values())
+
+
+def taken(state: Mapping[str, Tensor], *, step: int) -> Snapshot:
+    """Return copies of a rank's state on the host."""
+    parts = {}
+    for name, tensor in state.items():
+        local, shape, offset = _box(tensor)
+        values = local.detach().to("cpu", copy=True)
+        parts[name] = Part(shape, offset, values)
+    return Snapshot(step, parts)
+
+
+@torch.no_grad()
+def put_back(state: Mapping[str, Tensor], snapshots: Sequence[Snapshot]) -> None:
+    """Fill a rank's state in place with what snapshots of one step have of it.
+
+    Raises LaunchError where they are of several steps, or leave out what this rank holds; then
+    nothing was changed.
+    """
+    steps = sorted({one.step for one in snapshots})
+    if len(steps) != 1:
+        raise LaunchError(f"snapshots: are of steps {steps}; restore parts of one step")
+    copies = [copy for name, tensor in state.items() for copy in _copies(name, tensor, snapshots)]
+    for into, values in copies:
+        into.copy_(values)
+
+
+def _copies(
+    name: str, tensor: Tensor, snapshots: Iterable[Snapshot]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of a rank's part is filled with what."""
+    local, shape, offset = _box(tensor)
+    found = [one.parts[name] for one in snapshots if name in one.parts]
+    other = next((part.shape for part in found if part.shape != shape), None)
+    if other is not None:
+        raise LaunchError(f"{name}: has shape {shape} here, and {other} in the snapshot")
+    covered = 0
+    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for part in found:
+        begin = [max(a, b) for a, b in zip(offset, part.offset, strict=True)]
+        end = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(offset, local.shape, part.offset, part.values.shape, strict=True)
+        ]
+        box = tuple(begin), tuple(end)
+        if box in boxes or any(a >= b for a, b in zip(begin, end, strict=True)):
+            continue  # a replica, or a part of others
+        if any(_overlap(box, one) for one in boxes):
+            raise LaunchError(f"{name}: parts of the snapshots overlap; give those of one plan")
+        boxes.add(box)
+        into, values = (
+            held[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, at, strict=True))]
+            for held, at in ((local, offset), (part.values, part.offset))
+        )
+        covered += into.numel()
+        yield into, values
+    if covered != local.numel():
+        raise LaunchError(
+            f"{name}: the snapshots have {covered} of the {local.numel()} numbers of this rank"
+        )
+
+
+def _overlap(one: tuple[Sequence[int], ...], other: tuple[Sequence[int], ...]) -> bool:
+    return all(
+        max(a, c) < min(b, d) for a, b, c, d in zip(one[0], one[1], other[0], other[1], strict=True)
+    )
+
+
+def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor's local part, the whole shape, and where the part begins in it."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(tensor.shape), (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(tensor.shape), tuple(offset)
