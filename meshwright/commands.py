@@ -47,7 +47,7 @@ from planner.requests.request import (
     pinned_layout,
 )
 from planner.search.answer import Alternative, Answer, Progress
-from planner.search.effort import EFFORTS, Prove, Told
+from planner.search.effort import EFFORTS, GapProgress, Prove
 from planner.search.preferred import (
     Prefer,
     compared,
@@ -166,10 +166,15 @@ def answer_to(
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    told = None if progress is None or prove == "usual" else _closing(progress)
+    gap_progress = None if progress is None or prove == "usual" else _closing(progress)
     try:
         found = search(
-            request, solver=solver, top=top, progress=progress, effort=EFFORTS[prove], told=told
+            request,
+            solver=solver,
+            top=top,
+            progress=progress,
+            effort=EFFORTS[prove],
+            gap_progress=gap_progress,
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
@@ -196,7 +201,7 @@ def _with_less_surety(request: Request) -> str:
     )
 
 
-def _closing(progress: Progress) -> Told:
+def _closing(progress: Progress) -> GapProgress:
     """Return what shows a gap that closes as progress, in hundredths of a percent."""
     whole = 10_000
     return lambda gap: progress(round(whole * (1 - gap)), whole)
