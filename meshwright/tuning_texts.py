@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from planner.tuning.record import Trial
 
 MOVED = 0.02
 """Logarithm by which a constant has to move to be told."""
+SURELY = 1.28
+"""Spreads that it has to lie from the predicted one: nine of ten such moves are real."""
 
 
 def tuned_parts(found: Tuned, said: Sequence[Fact], *, explain: bool) -> Iterator[RenderableType]:
@@ -78,7 +81,7 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     moved = [
         f"{CONSTANTS[one.name].what} {100 * (2.718281828**one.mean - 1):+.0f} %"
         for one in sorted(found.tuner.posterior.constants, key=lambda one: -abs(one.mean))
-        if abs(one.mean) > MOVED
+        if abs(one.mean) > max(MOVED, SURELY * one.spread)
     ]
     if moved:
         yield Fact(label="learnt", text=", ".join(moved[:3]), detail=True)
