@@ -29,7 +29,7 @@ from tests.cuda.walk import main
 main()
 """
 REPORT = {
-    "copy of pageable memory to cuda at runtime/language_model.py:batch": 1,
+    "copy of pageable memory to cuda at runtime/language_model.py:inputs_and_targets": 1,
     "item at runtime/engine.py:_updated": 5,
 }
 """What the host waits for in a step: tokens that come, the five figures of its report that go."""
@@ -132,7 +132,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
-        "runtime/language_model.py:batch",
+        "runtime/language_model.py:inputs_and_targets",
         "runtime/engine.py:_updated",
         "runtime/torch_optimizers.py:update_on_device",
         "runtime/gradients.py:_multiply",
