@@ -6,7 +6,6 @@ torch is imported only inside the calls that need it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from planner.requests.request import (
     pinned_layout,
 )
 from planner.search.answer import Alternative, Answer, Progress
-from planner.search.effort import EFFORTS, Prove, Told
+from planner.search.effort import EFFORTS, GapProgress, Prove
 from planner.search.preferred import (
     Prefer,
     compared,
@@ -167,10 +166,15 @@ def answer_to(
     progress: Progress | None = None,
 ) -> Answer:
     """Search, choose, and note idle devices, pins without effect, 8 bits that gain nothing."""
-    told = None if progress is None or prove == "usual" else _closing(progress)
+    gap_progress = None if progress is None or prove == "usual" else _closing(progress)
     try:
         found = search(
-            request, solver=solver, top=top, progress=progress, effort=EFFORTS[prove], told=told
+            request,
+            solver=solver,
+            top=top,
+            progress=progress,
+            effort=EFFORTS[prove],
+            gap_progress=gap_progress,
         )
     except NoPlanFits as error:
         raise type(error)(f"{error}{_with_less_surety(request)}") from error
@@ -197,7 +201,7 @@ def _with_less_surety(request: Request) -> str:
     )
 
 
-def _closing(progress: Progress) -> Told:
+def _closing(progress: Progress) -> GapProgress:
     """Return what shows a gap that closes as progress, in hundredths of a percent."""
     whole = 10_000
     return lambda gap: progress(round(whole * (1 - gap)), whole)
@@ -789,9 +793,6 @@ def catalog(shelf: str) -> list[dict[str, str | float | None]]:
                 "searched": "yes" if stack.space else "no",
                 "fitted to runs": max((entry.runs or 0 for entry in stack.basis), default=0)
                 or None,
-                "80 % of steps within": f"{math.expm1(stack.accuracy.spread):.0%}"
-                if stack.accuracy.seen
-                else None,
                 "also called": ", ".join(stack.aliases) or None,
             }
             for name, stack in shelves.stacks().items()

@@ -23,6 +23,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"meshwright predict llama-3.1-8b {CLUSTER} --layout tp=4,pp=2",
     ),
     "solve": ("meshwright solve problem.yaml", "meshwright solve problem.yaml --solver ilp"),
+    "tune": (
+        "meshwright tune demo-4m --cluster local:2 --budget 20min -o plan.yaml",
+        f"meshwright tune llama-3.1-8b {CLUSTER} --dry-run",
+        f"meshwright tune llama-3.1-8b {CLUSTER} --backend megatron \\",
+        "    --run 'torchrun --nproc-per-node 8 pretrain_gpt.py --yaml-cfg {config}'",
+    ),
     "launch": (
         "meshwright launch plan.yaml --data text.txt --steps 100",
         "meshwright launch plan.yaml --checkpoint checkpoints --resume",

@@ -23,8 +23,9 @@ import yaml
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec, DeviceGroup
 from planner.documents.plan import Plan
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError, HandedOver, LaunchError
 from runtime.channel import SECRET, new_secret
+from runtime.notice import GRACE_S
 from runtime.run import Where
 
 SCHEDULERS = ("slurm", "kubernetes")
@@ -48,6 +49,8 @@ class Command:
     """That it reads beside the plan."""
     goes_on: bool
     """It may be started again."""
+    handed_over: bool = False
+    """A notice ends it behind a step that is saved, and it says so by its exit status."""
 
     def words(self, plan: str, *options: str) -> list[str]:
         """Return it with more options."""
@@ -142,6 +145,7 @@ def _slurm(
         "chdir": str(Path.cwd()),
         "output": str(logs / "slurm-%j.log"),
         "open-mode": "append",
+        **({"requeue": "", "signal": f"USR1@{GRACE_S}"} if command.handed_over else {}),
         **({"requeue": ""} if command.goes_on else {}),
         **told,
     }
@@ -162,10 +166,19 @@ def _slurm(
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             f"export {SECRET} PYTHONSAFEPATH=1",
-            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(words)}",
+            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(words)}"
+            + (" || status=$?" if command.handed_over else ""),
+            *(_QUEUED_AGAIN if command.handed_over else ()),
             "",
         ]
     )
+
+
+_QUEUED_AGAIN = (
+    "# A notice ended the run, and it is saved: this job waits for its turn again.",
+    f'if [ "${{status:-0}}" = {HandedOver.status} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    'exit "${status:-0}"',
+)
 
 
 def _escaped(value: str) -> str:
@@ -211,6 +224,7 @@ def _kubernetes(
         "completionMode": "Indexed",
         # All pods leave when one does.
         "backoffLimit": group.nodes * (starts - 1),
+        **({"podFailurePolicy": {"rules": _UNCOUNTED}} if command.handed_over else {}),
         "template": {
             "metadata": {"labels": {"job-name": name}},
             "spec": _pod(name, group, command, told),
@@ -225,6 +239,20 @@ def _kubernetes(
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
     ]
     return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+
+
+_UNCOUNTED = [
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    {
+        "action": "Ignore",
+        "onExitCodes": {
+            "containerName": "launch",
+            "operator": "In",
+            "values": [HandedOver.status],
+        },
+    },
+]
+"""Ends of pods that are no failures: a node was taken away."""
 
 
 def _pod(
@@ -265,6 +293,7 @@ def _pod(
     }
     return {
         "restartPolicy": "Never",
+        **({"terminationGracePeriodSeconds": GRACE_S} if command.handed_over else {}),
         "subdomain": name,
         "containers": [container],
         "volumes": [volume for volume, _ in volumes],

@@ -270,6 +270,7 @@ def _submitted(
     if warning is not None:
         raise LaunchError(f"{plan_path}: {warning.what}")
     options = tuple(written({**run.model_dump(), **more}))
-    command = Command(before=("launch",), options=options, goes_on=run.checkpoint is not None)
+    saved = run.checkpoint is not None
+    command = Command(before=("launch",), options=options, goes_on=saved, handed_over=saved)
     folder = run.output or Path("runs", file_name(wanted.model.name))
     return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)

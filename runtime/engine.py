@@ -77,6 +77,8 @@ class StepResult:
     """With `track_unused`: parameters that took no part, and on which ranks."""
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
+    noticed: bool = False
+    """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
@@ -365,9 +367,11 @@ class Engine:
         """Train on this rank's slice of a global batch."""
         self._forward_backward(batch)
         if self._late is not None:
-            loss, norm = self._late.update(self._passes.totals.values.clone())
+            loss, norm, noticed = self._late.update(self._passes.totals.values.clone())
             self._passes.totals.clear()
-            return StepResult(LossValue(loss), float("nan"), norm, expert_load=self._expert_load())
+            load = self._expert_load()
+            value = LossValue(loss)
+            return StepResult(value, float("nan"), norm, expert_load=load, noticed=noticed)
         grads, measured = self._made_whole(self.clip_norm)
         return self._updated(grads, measured)
 
@@ -576,7 +580,7 @@ class Engine:
             self._optimizers.update(grads, measured)
         else:
             self._optimizers.update_on_device(grads, measured)
-        loss, norm, count, drift = measured.report.tolist()
+        loss, norm, count, drift, noticed = measured.report.tolist()
         self._whole = None
         self._passes.totals.clear()
         if drift and self._optimizers.agreement is not None:
@@ -598,6 +602,7 @@ class Engine:
             skipped=count == 0 or scale.skips(norm),
             unused=self._optimizers.unused,
             expert_load=self._expert_load(),
+            noticed=noticed > 0,
         )
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -22,6 +22,7 @@ from runtime.exchange import all_gather_json
 from runtime.gradient_wire import Mean
 from runtime.loss_scale import LossScale
 from runtime.mesh import Place
+from runtime.notice import take_notice
 from runtime.participation import Participation
 from runtime.torch_internals import DTensorSpec, TensorMeta
 
@@ -65,15 +66,17 @@ class Measured:
     factor: Tensor
     """What gradients must be multiplied with to be those of the mean loss; 0 if nothing counts."""
     checks: Tensor
-    """[4] How many gradients are zeros that ranks put in place of none; how many ranks saw a
-    forward change a copy of a parameter; and the sums of the words of replicas (see Agreement),
-    where they are compared in this step."""
+    """[5] How many gradients are zeros that ranks put in place of none; how many ranks saw a
+    forward change a copy of a parameter; the sums of the words of replicas (see Agreement), where
+    they are compared in this step; and how many ranks have a notice that they must end."""
 
     @property
     def report(self) -> Tensor:
-        """[mean loss, gradient norm, count, by how much digests of replicas differ]."""
-        drift = self.checks[2:].abs().sum()
-        return torch.stack((self.total / self.count, self.norm.double(), self.count, drift))
+        """[mean loss, gradient norm, count, by how much digests of replicas differ, notices]."""
+        drift, noticed = self.checks[2:4].abs().sum(), self.checks[4]
+        return torch.stack(
+            (self.total / self.count, self.norm.double(), self.count, drift, noticed)
+        )
 
 
 class Gradients:
@@ -115,6 +118,7 @@ class Gradients:
         """Parameters that took no part in the last step, and on which ranks."""
         self._without: set[str] = set()
         """Parameters that took no part on this rank."""
+        self._noticed = take_notice()
 
     def use(self, slots: Iterable[Slot]) -> None:
         """Take the gradients of these from now on."""
@@ -226,7 +230,7 @@ class Gradients:
         What took part in no rank's backward has no gradient, as in one process: an optimizer would
         let it decay.  Raises LaunchError, on all ranks, where a replica has drifted.
         """
-        lacking, changed, *words = measured.checks.tolist()
+        lacking, changed, *words, _ = measured.checks.tolist()
         if changed:
             self._refuse_changed()
         if any(words) and self.agreement is not None:
@@ -262,13 +266,15 @@ class Gradients:
 
     def _checks(self, totals: Tensor) -> Tensor:
         """Return what a step's all-reduce tells beside the loss: see Measured."""
-        checks = torch.zeros(4, dtype=totals.dtype, device=totals.device)
+        checks = torch.zeros(5, dtype=totals.dtype, device=totals.device)
         if self._lacking:
             checks[0] = float(len(self._lacking))
         if self.participation is not None and self.participation.changed:
             checks[1] = 1.0
         if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
-            checks[2:] = self.agreement.words(totals.device)
+            checks[2:4] = self.agreement.words(totals.device)
+        if self._noticed():
+            checks[4] = 1.0
         return checks
 
     def _refuse_changed(self) -> None:

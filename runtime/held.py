@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from planner.errors import LaunchError
 from planner.process.guarded_files import opened
+from runtime.notice import SIGNALS
 
 
 @contextlib.contextmanager
@@ -29,20 +30,24 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the run as Ctrl-C does."""
+def signals_interrupt(noticed: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Let the signals of a notice end the run as Ctrl-C does.
+
+    With `noticed` the first of them is a notice, which it is called with; the second ends the run.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.signal(number, _interrupt)
+    left = [noticed] if noticed is not None else []
+
+    def taken(number: int, frame: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()(number)
+
+    before = {number: signal.signal(number, taken) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -24,11 +24,11 @@ from rich.progress import Progress as Bar
 from planner.documents.document import read, write
 from planner.documents.model import ModelGraph
 from planner.documents.units import bytes_text, count_text, seconds_text
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
-from runtime import checkpoint, data, faults, run, unfinished
+from runtime import checkpoint, data, faults, notice, run, unfinished
 from runtime.checkpoint import Progress
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
@@ -268,7 +268,16 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
 def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
-    with signals_interrupt():
+    noticed = None
+    shared = {"MESHWRIGHT_RUN": orders.token}
+    if ready.run.checkpoint is not None:
+        notice.notice_file(ready.output).unlink(missing_ok=True)
+        shared[notice.NOTICE] = str(notice.notice_file(ready.output.absolute()))
+
+        def noticed(number: int) -> None:
+            shown.say.print(notice.leave_notice(ready.output, number))
+
+    with signals_interrupt(noticed):
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -279,7 +288,8 @@ def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: 
                 world=ready.ranks.world,
                 rendezvous=rendezvous,
                 leads=ready.ranks.leads,
-                shared={"MESHWRIGHT_RUN": orders.token},
+                shared=shared,
+                grace_s=0.0,  # they leave these signals to us, and what they wrote is whole
                 refresh=shown.refresh,
             )
         finally:
@@ -335,6 +345,8 @@ def _report(
         int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
     }
     if not ready.ranks.leads:
+        if own[ready.ranks.devices[0]]["stopped"] == "notice":
+            raise HandedOver(f"a notice ended the run{_way_on(ready)}")
         return None
     report = summarise(
         ready.plan,
@@ -344,7 +356,14 @@ def _report(
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
     )
-    run.write_json(report, ready.output / "report.json")
+    file = ready.output / "report.json"
+    run.write_json(report, file)
+    if report.stopped == "notice":
+        done = report.first_step + report.steps - 1
+        raise HandedOver(
+            f"a notice ended the run after step {done} of {orders.steps}{_way_on(ready)}, and the "
+            f"report is in {file}; start it again with --resume"
+        )
     return report
 
 

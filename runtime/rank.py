@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from runtime import notice
+
 if TYPE_CHECKING:
     from runtime import run
 
@@ -25,6 +27,7 @@ PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out the orders in the file that the command line names."""
     die_with_launcher()
+    notice.wait_for_launcher()
     faulthandler.enable()
     # What follows imports torch, which takes seconds in which the launcher may already be gone.
     from planner.documents.document import read  # noqa: PLC0415

@@ -13,7 +13,7 @@ from planner.documents.document import Document, Part
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import Amount, Count, Positive, Text
-from runtime.run import Device, Orders, RankRecord, StepRecord
+from runtime.run import Device, Orders, RankRecord, StepRecord, Stopped
 
 WARM_UP_STEPS = 2
 """Allocations, connections and first kernels make the first step slow and disturb the second."""
@@ -49,7 +49,7 @@ class RunReport(Document):
     first_step: Positive
     steps: Count
     """Done in this run."""
-    stopped: Literal["steps", "max_seconds"]
+    stopped: Stopped
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     evaluations: tuple[Evaluation, ...] = ()

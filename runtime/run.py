@@ -36,6 +36,8 @@ from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 
 Device = Literal["cuda", "cpu"]
+Stopped = Literal["steps", "max_seconds", "notice"]
+"""What ended a run: all its steps, its seconds, or a notice that the machine is taken away."""
 
 
 class Run(Part):
@@ -184,7 +186,7 @@ class RankRecord(Document):
     """Of forwards that compiled a layer; those steps are among the warm-up."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
-    stopped: Literal["steps", "max_seconds"] = "steps"
+    stopped: Stopped = "steps"
     checkpoint: Text | None = None
     """The last one that this run completed."""
 

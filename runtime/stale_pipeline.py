@@ -200,24 +200,25 @@ class LateUpdates:
         """Of the steps whose update waits; oldest first."""
         self._norm = 0.0
 
-    def update(self, totals: Tensor) -> tuple[float, float]:
-        """Update by a step that is due, if any; return the loss of all ranks and the last norm.
+    def update(self, totals: Tensor) -> tuple[float, float, bool]:
+        """Update by a step that is due, if any; return the loss of all ranks, the last norm and
+        whether a rank has a notice.
 
         `totals` are the sum and count of this rank's losses of the step that has begun.
         """
         if not self._pipeline.due():
             dist.all_reduce(totals)
             self._counts.append(totals[1])
-            return float(totals[0] / totals[1]), self._norm
+            return float(totals[0] / totals[1]), self._norm, False  # the next step says it
         self._pipeline.begin_update()
         optimizers = self._optimizers
         optimizers.follow()
         measured = optimizers.step(totals, self._clip_norm, self._counts.popleft())
         self._counts.append(measured.count)
-        loss, self._norm, _, drift = measured.report.tolist()
+        loss, self._norm, _, drift, noticed = measured.report.tolist()
         if drift and optimizers.agreement is not None:
             optimizers.agreement.refuse_drift()
-        return loss, self._norm
+        return loss, self._norm, noticed > 0
 
     def drain(self, none: Tensor) -> None:
         """Do all backwards and updates that are left; `none` are totals of no losses."""

@@ -73,8 +73,13 @@ class Ranks:
         logs: Sequence[Path],
         rank_0_inherits: Sequence[int] = (),
         rank_0_shown: bool = False,
+        grace_s: float = GRACE_S,
     ) -> None:
-        """Start them; with `rank_0_shown` what the first one prints is shown here too."""
+        """Start them; with `rank_0_shown` what the first one prints is shown here too.
+
+        Whoever still runs at the end has `grace_s` from SIGTERM to SIGKILL.
+        """
+        self._grace_s = grace_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._exits: dict[int, Exit] = {}
         self._console: Console | None = None
@@ -109,7 +114,7 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end(grace_s=GRACE_S)
+        self.end(grace_s=self._grace_s)
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[Exit]:
         """Wait until all ranks ended well, or return those that ended badly, as they were seen."""
@@ -176,6 +181,7 @@ def supervised(
     leads: bool,
     shared: Mapping[str, str] | None = None,
     rank_0_shown: bool = False,
+    grace_s: float = GRACE_S,
     refresh: Callable[[], None],
 ) -> BadEnd | None:
     """Run this node's ranks to their end; None if all ended well, and no rank is left either way.
@@ -183,6 +189,7 @@ def supervised(
     `ranks` are their numbers among the `world` of all nodes, and `environment` says what one of
     them is told beside `shared`, given the port where they meet; the node that `leads` has rank 0.
     `refresh` is called while they run; with `rank_0_shown` the console has what rank 0 prints.
+    Where one ends badly the others have `grace_s` from SIGTERM to SIGKILL.
     Where a rank only lost a peer, the reason that another node gives within some seconds is raised.
     """
     with contextlib.ExitStack() as held:
@@ -207,6 +214,7 @@ def supervised(
                 logs=[run.log_file(folder, rank) for rank in ranks],
                 rank_0_inherits=[] if listening is None else [listening],
                 rank_0_shown=rank_0_shown and leads,
+                grace_s=grace_s,
             )
         )
         bad = started.wait(meanwhile=meanwhile)

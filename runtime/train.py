@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
-from runtime.run import Device, Orders, RankRecord, StepRecord
+from runtime.run import Device, Orders, RankRecord, StepRecord, Stopped
 from runtime.saving import Saver
 from runtime.supported import supported
 
@@ -202,7 +201,7 @@ class Loop:
         step_s: list[float] = []
         compiler = self.engine.compiler
         peak = _Peak(self.orders.device, compiled=compiler is not None)
-        stopped: Literal["steps", "max_seconds"] = "steps"
+        stopped: Stopped = "steps"
         loss = 0.0
         while self.steps_done < self.orders.steps:
             step = self.steps_done + 1
@@ -212,8 +211,10 @@ class Loop:
             self._refuse_nonsense(result)
             self.steps_done = step
             self.next_sample += self.plan.global_batch
-            out_of_time = self._out_of_time()
-            eval_loss = self._eval_loss(last=out_of_time)
+            ends: Stopped | None = "max_seconds" if self._out_of_time() else None
+            if result.noticed and self._saver is not None and step < self.orders.steps:
+                ends = "notice"
+            eval_loss = self._eval_loss(last=ends == "max_seconds") if ends != "notice" else None
             if not result.skipped:
                 loss = result.loss
             if metrics is not None and not result.skipped:
@@ -221,12 +222,12 @@ class Loop:
             every = self.orders.checkpoint_every
             if self._saver is not None:
                 self._saver.check()
-                if out_of_time or step == self.orders.steps or (every and step % every == 0):
+                if ends or step == self.orders.steps or (every and step % every == 0):
                     state = self.engine.state()
                     self.engine.refuse_drifted()
                     self._saver.begin(state, self._progress(loss))
-            if out_of_time:
-                stopped = "max_seconds"
+            if ends is not None:
+                stopped = ends
                 break
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli import figures, plans, runs
+from meshwright.cli import figures, plans, runs, tunes
 from meshwright.cli.console import say
 from meshwright.examples import epilog
 from planner.errors import MeshwrightError
@@ -69,6 +69,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import": plans.import_,
     "predict": plans.predict,
     "solve": plans.solve,
+    "tune": tunes.tune,
     "launch": runs.launch,
     "run": runs.run,
     "export": plans.export,
@@ -88,7 +89,7 @@ for _name, _command in COMMANDS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 means done, 1 the user must act, 2 wrong usage."""
+    """Run one command; 0 means done, 1 the user must act, 2 wrong usage, 75 start it again."""
     # No process that it starts imports modules that lie in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     words = sys.argv[1:] if arguments is None else arguments
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
             app(args=arguments, standalone_mode=True, prog_name="meshwright")
     except MeshwrightError as error:
         say(str(error))
-        return 1
+        return error.status
     except KeyboardInterrupt:
         say("interrupted")
         return 1

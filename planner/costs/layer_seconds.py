@@ -34,9 +34,10 @@ from planner.layers.parameters import routes
 from planner.layers.routing import Routing
 
 ENDS = ("embedding", "head")
-BLOCK_COLLECTIVES = 10
-"""Of a tensor-parallel block: each of its two products that divide outputs gathers in the forward
-and again in the backward, and reduces there; each of the other two reduces, then gathers."""
+BLOCK_COLLECTIVES = {True: 10, False: 4}
+"""Of a tensor-parallel block.  With sequence parallelism each of its two products that divide
+outputs gathers in the forward and again in the backward, and reduces there; each of the other two
+reduces, then gathers.  Without, each of these is a sum, forward or backward."""
 
 
 class LinkSeconds(Protocol):
@@ -383,8 +384,8 @@ def host_passes(
         if setting.divides_tensors:
             spanned = -(-setting.tensor // devices_per_node)
             checked = host.checked_s * setting.tensor * (0.75 + 0.25 * spanned)
-            ranks_s = (setting.tensor - 1) * host.rank_s
-            more = more + host.tensor_s + ranks_s + BLOCK_COLLECTIVES * checked
+            each_s = (setting.tensor - 1) * host.rank_s + checked
+            more = more + BLOCK_COLLECTIVES[setting.sequence_parallel] * each_s
         there = there + host.layer_s.forward + more / 2
         back = back + host.layer_s.backward + more / 2
         again = again + host.layer_s.forward * recomputes

@@ -1,10 +1,15 @@
 """How far a step may lie from its prediction: 80 % ranges, as docs/accuracy.md found them.
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
-rates of kernels come from other software and sheets, and what holds is how far runs lay from their
-predictions: residuals of the stack's own runs where this one is like them, else those of sources
-that were left out of the fit.  Layouts of one model on one machine share those rates, so what tells
-them apart is the first range, not the second.
+rates of kernels come from other software and sheets, and a range grows with what is not known of a
+run: one law for all stacks, held against runs of sources that were left out of the fit
+(docs/accuracy.md).  Layouts of one model on one machine share those rates, so what tells them apart
+is the first range, not the second.
+
+    below = 0.07 + more        above = 0.05 + 0.55 u + more
+
+u is the share of a step that does not compute, and `more` what is added for a run that is unlike
+all measured ones of its stack, and for each thing that nobody said of it.
 """
 
 from __future__ import annotations
@@ -29,19 +34,30 @@ It is also what layouts of one model on one machine do not share: within a sweep
 80 % lie within 8 % of the sweep's common error (middle of sources), and measured ratios of two that
 are predicted alike lie within 12 % of the predicted ones in the three largest sources
 (docs/accuracy.md)."""
-UNMEASURED_BELOW, UNMEASURED_ABOVE = 0.12, 0.22
-"""Logarithms: 80 of 100 steps of a source that no constant was fitted to lie between, mean over
-sources whose framework's code is known (docs/accuracy.md, leaving sources out).  Steps are rather
-slower than predicted than faster, since what nobody knows of takes time."""
-EXPERTS_BELOW, EXPERTS_ABOVE = 0.2, 0.35
-"""Logarithms: the same of steps with experts, since routing is as skewed as the data makes it, and
-releases of one framework differ by 1.8 times on one plan."""
+KNOWN_BELOW, KNOWN_ABOVE = 0.07, 0.05
+"""Logarithms: 80 of 100 steps that compute all the time lie between, of runs like measured ones."""
+WAITING_ABOVE = 0.55
+"""Logarithm: what a step adds above that only waits, for links, for other stages and for the host,
+whose seconds are known least.  Nothing is added below: what nobody knows of takes time."""
+OUTSIDE = 0.04
+"""Logarithm: what a run adds on both sides that is unlike all measured ones of its stack."""
+UNKNOWN_BELOW, UNKNOWN_ABOVE = 0.1, 0.2
+"""The same of a framework that nothing is known of."""
+PIPELINES_ABOVE = 0.15
+"""Logarithm: what such a run adds above whose pipelines run over several nodes: how stages hand on
+is each framework's own."""
+SPANNING_ABOVE = math.log(3)
+"""Logarithm: what a run adds above whose tensor-parallel groups span nodes.  No framework has it by
+default, and one sweep alone has measured it."""
+EXPERTS_SPREAD = 0.2
+"""Logarithm: steps with experts lie within it at best, since routing is as skewed as the data makes
+it, and releases of one framework differ by 1.8 times on one plan."""
 EIGHT_BITS_GAIN = 0.4
 """Logarithm: what products in 8 bits save of a step in 16 at most (1.2 to 1.5 times as fast, as
 published for H100), where nobody says that a run was in 16 and its devices have both."""
-QUOTED_SPREAD = 0.05
+QUOTED_SPREAD = 0.1
 """Logarithm: what a device without measured kernels adds."""
-ASSUMED_SPREAD = 0.05
+ASSUMED_SPREAD = 0.1
 """Logarithm: what a run adds of which not all is told."""
 MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
@@ -94,47 +110,68 @@ def step_range(
     `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
     behind them, `assumed` is what of the run was not told.
     """
-    step_s, miss = sum(parts.values()), own_miss(parts, spread)
+    step_s = sum(parts.values())
     if measured:
+        miss = own_miss(parts, spread)
         return StepRange(max(0.0, 1 - miss) * step_s, (1 + miss) * step_s, None)
     outside = outside_of(request, layout)
-    below, above = _widths(request, layout, miss if outside else None, assumed=assumed)
-    said = "its own runs"
+    below, above = _widths(request, layout, parts, bool(outside), assumed=assumed)
+    said = "runs like its stack's own"
     if outside:
-        said = f"sources left out of the fit, since outside its runs are {', '.join(outside)}"
+        said = f"runs unlike its stack's own, which have no {', '.join(outside)}"
     basis = Assumption(
-        what=f"range of the step: residuals of {said}",
+        what=f"range of the step: that of {said}",
         provenance=f"stack {request.stack.name}",
         source="docs/accuracy.md",
     )
     return StepRange(step_s * math.exp(-below), step_s * math.exp(above), basis)
 
 
-def _widths(
-    request: Request, layout: Layout, miss: float | None, *, assumed: Sequence[str]
-) -> tuple[float, float]:
-    """Return the logarithms of the range below and above a step on a machine of sheets.
+def waiting_share(parts: Mapping[str, float]) -> float:
+    """Return the share of a step that waits: for links, for other stages and for the host.
 
-    `miss` is that of its causes, of a run that is like none of the stack's; None of one that is.
+    >>> waiting_share({"forward": 2.0, "optimizer": 1.0, "pipeline": 0.5, "fixed": 0.5})
+    0.25
     """
-    accuracy, groups = request.stack.accuracy, request.cluster.groups
-    below = above = accuracy.spread
-    if miss is not None:
-        below = max(accuracy.outside_below, UNMEASURED_BELOW, -math.log1p(-min(miss, 0.5)))
-        above = max(accuracy.outside_above, UNMEASURED_ABOVE, math.log1p(miss))
-    a = request.model.architecture
+    step_s = sum(parts.values())
+    computing_s = sum(parts.get(cause, 0.0) for cause in COMPUTING)
+    return 1 - computing_s / step_s if step_s else 0.0
+
+
+COMPUTING = ("forward", "backward", "recompute", "optimizer", "compression")
+"""Causes in which a device works."""
+
+
+def _widths(
+    request: Request,
+    layout: Layout,
+    parts: Mapping[str, float],
+    outside: bool,
+    *,
+    assumed: Sequence[str],
+) -> tuple[float, float]:
+    """Return the logarithms of the range below and above a step on a machine of sheets."""
+    groups, a = request.cluster.groups, request.model.architecture
+    more = OUTSIDE * outside
+    below = KNOWN_BELOW + more
+    above = KNOWN_ABOVE + more + WAITING_ABOVE * waiting_share(parts)
+    if request.stack.name.partition("+")[0] == "unknown":
+        below, above = below + UNKNOWN_BELOW, above + UNKNOWN_ABOVE
     if a is not None and a.experts is not None:
-        below, above = max(below, EXPERTS_BELOW), max(above, EXPERTS_ABOVE)
+        below, above = max(below, EXPERTS_SPREAD), max(above, EXPERTS_SPREAD)
+    nodes = sum(group.nodes for group in groups)
+    if outside and layout.pipeline > 1 and nodes > 1:
+        above += PIPELINES_ABOVE
+    if layout.tensor > max(group.devices_per_node for group in groups):
+        above += SPANNING_ABOVE
     if any(said.startswith("precision") for said in assumed) and all(
         "fp8" in group.accelerator.peak_flops for group in groups
     ):
         below += EIGHT_BITS_GAIN
-    more = ASSUMED_SPREAD * bool(assumed)
+    unsaid = ASSUMED_SPREAD * bool(assumed)
     if any(group.accelerator.curve.provenance == "quoted" for group in groups):
-        more += QUOTED_SPREAD
-    if layout.pipeline > 1 and sum(group.nodes for group in groups) > 1:
-        above = max(above, accuracy.pipelined_spread)
-    return below + more, above + more
+        unsaid += QUOTED_SPREAD
+    return below + unsaid, above + unsaid
 
 
 def fit_probability(needed_bytes: float, room_bytes: float, spread: float) -> float:

@@ -386,10 +386,9 @@ class Host(Part):
     that the device does for the layer, collectives of its stream too."""
     experts_s: Amount = 0.0
     """What routing, permutation and grouped products add to a block, both passes."""
-    tensor_s: Amount = 0.0
-    """What tensor parallelism adds to a block, both passes."""
     rank_s: Amount = 0.0
-    """What each further tensor-parallel rank adds: collectives wait for the slowest host."""
+    """What each further tensor-parallel rank adds to each of a block's collectives, which wait for
+    the slowest host."""
     checked_s: Amount = 0.0
     """What each rank of a tensor-parallel group adds to each of a block's collectives where c10d
     compares them first (TORCH_DISTRIBUTED_DEBUG=DETAIL), a quarter more for each further node that
@@ -487,16 +486,8 @@ class RunsWith(Part):
 
 
 class Accuracy(Part):
-    """How far steps lie from their prediction."""
+    """What was measured of a stack's runs; `planner.costs.uncertainty` makes ranges of it."""
 
-    spread: Amount = 0.15
-    """80 of 100 measured steps lie within a factor exp(spread), among runs like those seen."""
-    pipelined_spread: Amount = 0.0
-    """The same above the prediction where pipelines run over several nodes, if it is larger."""
-    outside_below: Amount = 0.0
-    """Logarithm: of runs unlike those seen 80 of 100 lie no further below their prediction, where
-    that is more than `planner.costs.uncertainty` has of all stacks."""
-    outside_above: Amount = 0.0
     seen: Seen | None = None
     runs_with: tuple[RunsWith, ...] = ()
 
@@ -614,8 +605,7 @@ def figures(stack: Stack) -> Iterator[tuple[str, object]]:
         for name in type(part).model_fields:
             yield f"{group}.{name}", getattr(part, name)
     yield "space", stack.space
-    yield "accuracy.spread", stack.accuracy.spread
-    yield "accuracy.pipelined_spread", stack.accuracy.pipelined_spread
+    yield "accuracy.seen", stack.accuracy.seen
 
 
 def with_figures(stack: Stack, values: Mapping[str, object]) -> Stack:
@@ -637,17 +627,25 @@ FEWEST_OTHERS = 2
 def resting_on(stack: Stack, source: str, sources: Collection[str]) -> frozenset[str]:
     """Return the fitted figures that would not stand without the runs of one source.
 
-    Those that fewer than two other studies of `sources` support.  Their names stand in a basis's
-    `source`; what is derived from code or measured by itself rests on no run.
+    Those that fewer than two other studies of `sources` support, and which runs were measured.
+    Their names stand in a basis's `source`; what is derived from code or measured by itself rests
+    on no run.
     """
     found: set[str] = set()
     for entry in stack.basis:
-        if entry.provenance != "fitted" or not _names(entry.source, source):
-            continue
-        others = {_study(name) for name in sources if _names(entry.source, name)} - {_study(source)}
-        if len(others) < FEWEST_OTHERS:
-            found.update(entry.fields)
+        fields = (
+            entry.fields if entry.provenance == "fitted" else {"accuracy.seen"} & {*entry.fields}
+        )
+        if fields and _names(entry.source, source):
+            others = studies(entry, sources) - {_study(source)}
+            if len(others) < FEWEST_OTHERS:
+                found.update(fields)
     return frozenset(found)
+
+
+def studies(entry: Basis, sources: Collection[str]) -> set[frozenset[str]]:
+    """Return those of some sources that a basis names, tables of one study together."""
+    return {_study(name) for name in sources if _names(entry.source, name)}
 
 
 def _names(text: str, source: str) -> bool:
@@ -670,8 +668,6 @@ def without_source(stack: Stack, source: str, sources: Collection[str], usual: S
         return stack
     instead = dict(figures(usual))
     values = {path: instead[path] for path in known} | {"accuracy.runs_with": runs_with}
-    if "accuracy.spread" in values:
-        values["accuracy.seen"] = None
     return with_figures(stack, values)
 
 
@@ -727,7 +723,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.layer_s": PerPass(),
         "host.kernel_s": PerPass(),
         "host.experts_s": 0.0,
-        "host.tensor_s": 0.0,
         "host.rank_s": 0.0,
         "host.action_s": 0.0,
     },
@@ -736,7 +731,6 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
         "host.layer_s": PerPass(forward=GRAPH_REPLAY_S, backward=GRAPH_REPLAY_S),
         "host.kernel_s": PerPass(),
         "host.experts_s": 0.0,
-        "host.tensor_s": 0.0,
         "host.rank_s": 0.0,
     },
 }
@@ -792,7 +786,11 @@ def with_options(stack: Stack, options: Sequence[str]) -> Stack:
         changed = with_figures(stack, OPTIONS[option])
         if changed != stack:
             stack = changed.model_copy(update={"name": f"{stack.name}+{option}"})
-    return stack
+    space = stack.space
+    if space is None or not space.selective_core or stack.kernels.flash_attention:
+        return stack
+    choices = tuple(dict.fromkeys(("none", "selective", *space.recompute)))
+    return stack.model_copy(update={"space": space.model_copy(update={"recompute": choices})})
 
 
 def without_basis(stack: Stack) -> list[str]:

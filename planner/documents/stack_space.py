@@ -260,6 +260,8 @@ class Space(Part):
     virtual_stages: Positive = 8
     """The most stages on a rank."""
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    selective_core: Flag = False
+    """Blocks may recompute written-out attention too, where it is written out."""
     recompute_by_layer: Flag = True
     """Each layer has its own choice; else all blocks have one, and embedding and head none."""
     zero: tuple[Annotated[int, Field(ge=0, le=3, strict=True)], ...] = (0, 1, 2, 3)

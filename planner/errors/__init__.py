@@ -19,6 +19,9 @@ from __future__ import annotations
 class MeshwrightError(Exception):
     """Root of the errors a user can act on."""
 
+    status = 1
+    """Of the process that it ends."""
+
 
 class DocumentError(MeshwrightError):
     """A document is wrong at `path` (`stages[1].layers[3].recompute`), in `file` if it has one."""
@@ -44,6 +47,13 @@ class NoneFaster(NoPlanFits):
 
 class LaunchError(MeshwrightError):
     """The plan is valid, but this machine or this run cannot carry it out."""
+
+
+class HandedOver(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A notice ended the run behind a step, and it is saved: start it again to go on."""
+
+    status = 75
+    """EX_TEMPFAIL: who tries again, succeeds."""
 
 
 class PlanError(LaunchError):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Told = Callable[[float], None]
-"""Told the certified gap as it falls."""
+GapProgress = Callable[[float], None]
+"""GapProgress the certified gap as it falls."""
 
 GOAL = 0.01
 """The gap above which a search takes its further effort."""

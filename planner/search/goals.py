@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
-from planner.search.effort import GOAL, Effort, Told
+from planner.search.effort import GOAL, Effort, GapProgress
 from planner.search.queue import Entry, Lost, Solved
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
@@ -198,7 +198,9 @@ class Near:
 class Simulated:
     """The fastest plan in the simulator, and how close a bound of all comes to it."""
 
-    def __init__(self, best: Ranked, effort: Effort, told: Told | None = None) -> None:
+    def __init__(
+        self, best: Ranked, effort: Effort, gap_progress: GapProgress | None = None
+    ) -> None:
         self.best = best
         self.effort = effort
         """What may be taken now."""
@@ -207,7 +209,7 @@ class Simulated:
         self.blocked = False
         """Whether the lowest entry may not be bounded further."""
         self._efforts = effort.further or effort, effort
-        self._told = told
+        self._gap_progress = gap_progress
         self._started = time.process_time()
 
     @property
@@ -252,8 +254,8 @@ class Simulated:
             self.blocked = not entry.space.may(entry.level)
             if not self.blocked:
                 break
-        if self._told is not None:
-            self._told(gap)
+        if self._gap_progress is not None:
+            self._gap_progress(gap)
 
     def complete(self, _: Entry) -> Lost | None:
         """Never: spaces keep layouts whose bounds are all known."""

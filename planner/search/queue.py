@@ -376,9 +376,3 @@ class Queue:
     def rest(self) -> Iterator[Entry]:
         """Yield what is left, the lowest first."""
         return heapq.merge(*map(sorted, self._heaps))
-
-
-def runnable(space: Any) -> Iterator[Layout]:
-    """Yield every layout of a space that can run."""
-    for _, group in space.bundles(Counter()):
-        yield from (layout for layout in group.layouts() if space.refusal(layout) is None)

@@ -29,7 +29,7 @@ from planner.schedules import SCHEDULES, schedule_of
 from planner.search.answer import Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
 from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
-from planner.search.effort import USUAL, Effort, Told
+from planner.search.effort import USUAL, Effort, GapProgress
 from planner.search.goals import ClosedForm, Near, Simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.misses import why_nothing
@@ -64,7 +64,7 @@ def search(
     below_s: float = math.inf,
     known: Sequence[Candidates] = (),
     effort: Effort = USUAL,
-    told: Told | None = None,
+    gap_progress: GapProgress | None = None,
     store: FigureStore | None = None,
 ) -> Answer:
     """Return the fastest plan that fits, with its proof; NoPlanFits names the closest miss.
@@ -75,7 +75,7 @@ def search(
     `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
     `store` has what layers take on other clusters, and gets what is worked out here.
-    `effort` is what the proof in simulated time may take; `told` hears the gap that is left.
+    `effort` is what the proof may take; `gap_progress` hears the gap that is left.
     """
     started = time.process_time()
     _check_asked(request, solver)
@@ -95,7 +95,7 @@ def search(
     every = [goal.home(best).ranked(best) for best in bests]
     chained = all(isinstance(one, ChainSpace) for one in spaces)
     start = every[:1] if chained else _near(queue, goal, every[0])
-    proof = _prove(request, spaces, goal, start, effort, told)
+    proof = _prove(request, spaces, goal, start, effort, gap_progress)
     order = proof.finalists()
     chosen = order[0]
     others = [one for one in every if kind(one.plan.layout) != kind(chosen.plan.layout)]
@@ -196,10 +196,10 @@ def _prove(
     closed_form: ClosedForm,
     start: Sequence[Ranked],
     effort: Effort,
-    told: Told | None,
+    gap_progress: GapProgress | None,
 ) -> _Proof:
     """Bound the simulated steps of all layouts, beginning with some plans, the fastest first."""
-    goal = Simulated(_fastest(start), effort, told)
+    goal = Simulated(_fastest(start), effort, gap_progress)
     queue = Queue(goal, account=Account(backend=request.stack.name))
     proof = _Proof(request, goal, queue, start)
     bound_s = closed_form.bound_s()

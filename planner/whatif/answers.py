@@ -420,6 +420,8 @@ def _replacing(result: Result) -> Iterator[str]:
             for new in of_model:
                 if new.capital_usd is None or new.accelerator == old.accelerator:
                     continue
+                if len(result.candidates[new.candidate].cluster.groups) > 1:
+                    continue  # it is beside the old ones
                 assert new.usd is not None and old.usd is not None
                 each = (new.usd.value - old.usd.value) / old.devices
                 yield (

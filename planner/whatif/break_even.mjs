@@ -26,11 +26,15 @@ function withBeside(cash, { beside }, { utilisation, years }) {
   return cash.map((usd, k) => usd + aYear * lengths[k]);
 }
 
+/** USD of an hour in use, or of any hour of a contract; what is owned in part costs in all hours. */
+const priceOf = ({ hourly, reservation }, { utilisation }) => (reservation
+  ? reservation.price.value : hourlyAt(hourly, utilisation).value);
+
 /** USD of all devices on the first day and in each year, before tax; the last has the resale. */
 export function cashUsd({ priced, assumed, devices }) {
   const { purchase, reservation } = priced;
   const each = purchase ? withBeside(purchaseCash(purchase, assumed.utilisation), priced, assumed)
-    : rentCash(reservation ? reservation.price.value : priced.hourly.used.value, horizonOf(assumed), {
+    : rentCash(priceOf(priced, assumed), horizonOf(assumed), {
       utilisation: assumed.utilisation,
       changeAYear: assumed.rent_change_a_year,
       termYears: reservation ? reservation.years : null,

@@ -112,9 +112,10 @@ def cash_usd(candidate: Candidate) -> tuple[float, ...]:
             each = tuple(usd + a_year * length for usd, length in zip(each, lengths, strict=True))
     else:
         reserved = priced.reservation
-        price = reserved.usd_per_device_hour if reserved is not None else priced.hourly.used
+        # Of a cluster that is owned in part all hours cost something, used or not.
+        price = priced.hourly.at(assumed.utilisation)
         each = rent_cash_usd(
-            price.value,
+            price.value if reserved is None else reserved.usd_per_device_hour.value,
             Horizon(years=assumed.years, interest=assumed.interest),
             utilisation=assumed.utilisation,
             change_a_year=assumed.rent_change_a_year,

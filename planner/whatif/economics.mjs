@@ -84,10 +84,9 @@ export const prepaidFactor = (share, years, interest) =>
 export function purchaseHourly(bought) {
   const { idlePower, running, residual } = bought;
   const saved = { value: 1 - idlePower.value, low: 1 - idlePower.high, high: 1 - idlePower.low };
+  const lostAt = lostShare(bought);
   const lost = {
-    value: lostShare(bought, residual.value),
-    low: lostShare(bought, residual.high),
-    high: lostShare(bought, residual.low),
+    value: lostAt(residual.value), low: lostAt(residual.high), high: lostAt(residual.low),
   };
   const capital = times(product([bought.hardware, lost]), 1 / discountedHours(bought.horizon));
   const eachYear = times(bought.yearly, 1 / HOURS_PER_YEAR);
@@ -97,18 +96,23 @@ export function purchaseHourly(bought) {
   };
 }
 
-/** Share of the hardware's price that is not recovered, at present value before tax. */
-function lostShare({ horizon, taxRate, depreciationYears, instalments }, residual) {
+/** What of the hardware's price is not recovered, at present value before tax, by the residual. */
+function lostShare({ horizon, taxRate, depreciationYears, instalments }) {
   const writtenOff = yearsOf(horizon).reduce((sum, [start, length]) =>
     sum + Math.max(0, Math.min(length, depreciationYears - start))
       * discount(horizon, start + length / 2) / depreciationYears, 0);
-  const book = Math.max(0, 1 - horizon.years / depreciationYears);
-  const afterTax = residual - taxRate * (residual - book);
-  const end = discount(horizon, horizon.years);
-  const present = (name) => instalments.reduce(
-    (sum, part) => sum + part[name] * discount(horizon, part.years), 0);
-  const deducted = taxRate * (writtenOff + present("interest"));
-  return Math.max(0, (present("share") - deducted - end * afterTax) / (1 - taxRate));
+  const book = Math.max(0, 1 - horizon.years / depreciationYears), end = discount(horizon, horizon.years);
+  let paid = 0, interest = 0;
+  for (const part of instalments) {
+    const factor = discount(horizon, part.years);
+    paid += part.share * factor;
+    interest += part.interest * factor;
+  }
+  const deducted = taxRate * (writtenOff + interest);
+  return (residual) => {
+    const afterTax = residual - taxRate * (residual - book);
+    return Math.max(0, (paid - deducted - end * afterTax) / (1 - taxRate));
+  };
 }
 
 /** USD of a device in each hour beside its price, where such a share is used. @returns {Span} */

@@ -10,8 +10,15 @@ const MONTHS_PER_YEAR = 12, NOTHING = 1e-9;
 /** @type {Instalment[]} */
 export const AT_ONCE = [{ years: 0, share: 1, interest: 0 }];
 
+const known = new WeakMap(); // by loan, its instalments of the years that were asked for last
+
 /** What is paid for hardware of which a share is borrowed. @returns {Instalment[]} */
-export function loanInstalments({ share, interest, months }, years) {
+export function loanInstalments(loan, years) {
+  if (known.get(loan)?.years !== years) known.set(loan, { years, instalments: workedOut(loan, years) });
+  return known.get(loan).instalments;
+}
+
+function workedOut({ share, interest, months }, years) {
   const monthly = Math.expm1(Math.log1p(interest) / MONTHS_PER_YEAR);
   const rate = monthly ? monthly / -Math.expm1(-months * Math.log1p(monthly)) : 1 / months;
   const found = [{ years: 0, share: 1 - share, interest: 0 }];

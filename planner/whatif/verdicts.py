@@ -66,7 +66,11 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
     for model, ranks in result.ranks.items():
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
-        known = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
+        sold = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
+        # What keeps the goal as surely as the first, which comes before what does not.
+        known = [
+            o for o in sold if best is None or sure(result.study, o) >= sure(result.study, best)
+        ]
         if best is None or best not in known or by in ("energy", "carbon", "weighted"):
             continue
         first = min(known, key=lambda outcome: _native_figure(outcome, by))
@@ -257,7 +261,10 @@ def _mixed(result: Result) -> Iterator[str]:
             f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in known.items()
         ]
         limit = result.study.goal.deadline_days
-        within = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
+        outcomes = _outcomes_of_ways(result, model)
+        unsure = {n for n, outcome in outcomes.items() if not sure(result.study, outcome)}
+        kept = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
+        within = {n: w for n, w in kept.items() if n not in unsure} or kept
         if not within:
             yield f"No way keeps the deadline: {'; '.join(said)}."
             continue
@@ -286,25 +293,32 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
     Split is a run on each kind of device at once, of tokens as each trains them: the run ends when
     both end together, and each is paid for those hours.
     """
-    of_model = [o for o in result.outcomes if o.model == model and o.fits and not o.hypothetical]
-    by_name = {o.candidate: o for o in of_model}
-    kinds = {name: result.candidates[name] for name in by_name}
-    keep = [o for n, o in by_name.items() if kinds[n].priced.owned]
-    mix = [o for n, o in by_name.items() if len(kinds[n].cluster.groups) > 1]
-    new = [o for n, o in by_name.items() if o not in keep and o not in mix]
-    if not keep or not mix:
+    outcomes = _outcomes_of_ways(result, model)
+    if "keep" not in outcomes or not {"mix", "mix, bought"} & set(outcomes):
         return {}
-    rented = [o for o in new if kinds[o.candidate].priced.purchase is None]
-    bought = [o for o in new if kinds[o.candidate].priced.purchase is not None]
-    mix_rented = [o for o in mix if kinds[o.candidate].priced.purchase is None]
-    mix_bought = [o for o in mix if kinds[o.candidate].priced.purchase is not None]
-    return {
-        "keep": _days_usd(keep[0]),
-        "split": _split(keep[0], rented[0]) if rented else None,
-        "mix": _days_usd(mix_rented[0]) if mix_rented else None,
-        "mix, bought": _days_usd(mix_bought[0]) if mix_bought else None,
-        "replace": _days_usd(bought[0]) if bought else None,
-    }
+    names = ("keep", "split", "mix", "mix, bought", "replace")
+    ways = {name: _days_usd(outcomes[name]) if name in outcomes else None for name in names}
+    if "add" in outcomes:
+        ways["split"] = _split(outcomes["keep"], outcomes["add"])
+    return ways
+
+
+def _outcomes_of_ways(result: Result, model: str) -> dict[str, Outcome]:
+    """Return the first outcome of each way to train, and of what is rented to add."""
+    found: dict[str, Outcome] = {}
+    for o in result.outcomes:
+        if o.model != model or not o.fits or o.hypothetical:
+            continue
+        candidate = result.candidates[o.candidate]
+        bought = candidate.priced.purchase is not None
+        if candidate.priced.owned:
+            name = "keep"
+        elif len(candidate.cluster.groups) > 1:
+            name = "mix, bought" if bought else "mix"
+        else:
+            name = "replace" if bought else "add"
+        found.setdefault(name, o)
+    return found
 
 
 def _days_usd(outcome: Outcome) -> tuple[float, float] | None:

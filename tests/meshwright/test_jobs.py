@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import stat
 import subprocess
@@ -79,9 +80,44 @@ def test_a_job_with_checkpoints_goes_on_when_it_is_started_again(
     manifest = pods(written(capfd, *POD, "--checkpoint", "/data/saved"))
 
     assert "#SBATCH --requeue" in script
+    assert "#SBATCH --signal=USR1@120" in script
     assert "--resume --or-start" in script
     assert manifest["Job"]["spec"]["backoffLimit"] == 2 * 3
     assert "--or-start" in manifest["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+def test_a_job_that_hands_over_waits_for_its_turn_again_and_no_other_does(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the script itself, with a scheduler that only writes down what it is told."""
+    script = written(capfd, "--on", "slurm", "--checkpoint", "saved")
+    queued = tmp_path / "queued"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {queued}\n')
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for status in (0, 1, 137, 75):
+        (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+        done = subprocess.run(["bash", "-c", script], env=environment, check=False)
+        assert done.returncode == status
+        assert queued.exists() == (status == 75)
+
+    assert queued.read_text() == "requeue 7\n"
+
+
+def test_pods_that_a_node_takes_with_it_are_no_failures(capfd: pytest.CaptureFixture[str]) -> None:
+    job = pods(written(capfd, *POD, "--checkpoint", "/data/saved"))["Job"]["spec"]
+    pod = job["template"]["spec"]
+    evicted, handed_over = job["podFailurePolicy"]["rules"]
+
+    assert evicted["action"] == handed_over["action"] == "Ignore"
+    assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert handed_over["onExitCodes"]["values"] == [75]
+    assert handed_over["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert pod["restartPolicy"] == "Never"  # such rules need it
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert "podFailurePolicy" not in pods(written(capfd, *POD))["Job"]["spec"]
 
 
 POD = ["--on", "kubernetes", "--job", "image=registry/meshwright:1", "--job", "volume=claim:/data"]

@@ -6,7 +6,6 @@ simulated steps, and simulates the splits that it meets.  How far it looks is co
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 from planner.search.certificate import UNFINISHED
@@ -27,12 +26,10 @@ class Tried:
     def __init__(self, goal: Simulated) -> None:
         self.goal, self.effort = goal, goal.effort
         self.looked_at: Counter[str] = Counter()
-        self._started = time.process_time()
 
     def left(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely."""
-        late = time.process_time() - self._started > self.effort.seconds
-        return not late and self.looked_at[what] < most
+        return not self.goal.late and self.looked_at[what] < most
 
     def may(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely; it is counted."""

@@ -81,8 +81,8 @@ class SimulatedChain(Families):
         self, own: ChainSpace, goal: Simulated, spent: Spent, closed_form_s: float
     ) -> None:
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
-        self.bounded = SimulatedCandidates.of(own.candidates)
-        super().__init__(self.bounded)
+        self.candidates: SimulatedCandidates
+        super().__init__(SimulatedCandidates.of(own.candidates))
         self.own, self.goal, self.spent = own, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
@@ -147,9 +147,9 @@ class SimulatedChain(Families):
         if self._covered(layout):
             self._unspend(LAYOUT, layout)
             return Lost(DOMINATED)
-        least_s, limit_s = self.bounded.communication_s(layout), self.goal.limit_s
+        least_s, limit_s = self.candidates.communication_s(layout), self.goal.limit_s
         if least_s < limit_s:
-            least_s = self.bounded.memory_s(layout, limit_s)
+            least_s = self.candidates.memory_s(layout, limit_s)
         return self._bounded_s(layout, least_s)
 
     def _cut_s(self, layout: Layout) -> float | Lost:
@@ -172,7 +172,7 @@ class SimulatedChain(Families):
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
         step_s = self.own.candidates.costs(layout).step_s
         most_s = -math.inf
-        for instance, waited_s in self.bounded.instances(layout):
+        for instance, waited_s in self.candidates.instances(layout):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
             solution = self.own.solver(relaxed, self.goal.limit_s - step_s - waited_s)
@@ -243,7 +243,7 @@ class SimulatedChain(Families):
 
     def try_likeliest(self, layout: Layout) -> float:
         """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
-        instance, more_s = self.bounded.likely(layout)
+        instance, more_s = self.candidates.likely(layout)
         solution = self.own.solver(instance, self.goal.limit_s * (1 + NEAR) - more_s)
         if not isinstance(solution, Solution):
             return math.inf
@@ -251,7 +251,7 @@ class SimulatedChain(Families):
 
     def estimate_s(self, layout: Layout) -> float:
         """Return about what the plan of a layout simulates that is likely to be the fastest."""
-        instance, more_s = self.bounded.likely(layout)
+        instance, more_s = self.candidates.likely(layout)
         return bounds.counted_s(instance) + more_s
 
     def polish(self, layout: Layout) -> None:
@@ -280,7 +280,7 @@ class SimulatedChain(Families):
             if not candidates.pins.order:
                 layout = canonical(candidates.cluster, layout)
             if layout != best:
-                found.append((layout, self.bounded.communication_s(layout)))
+                found.append((layout, self.candidates.communication_s(layout)))
         return found
 
 

@@ -237,9 +237,13 @@ def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, floa
 def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
     stack = with_figures(stacks()["nanotron"], {"host.rank_s": 0.1e-3})
 
-    assert host(stack, "block") == pytest.approx((0.8e-3, 1.2e-3, 0.8e-3))
-    more = (2.4e-3 + 3 * 0.1e-3) / 2
-    assert host(stack, "block", tensor=4) == pytest.approx((0.8e-3 + more, 1.2e-3 + more, 0.8e-3))
+    there, back = stack.host.layer_s.forward, stack.host.layer_s.backward
+    assert host(stack, "block") == pytest.approx((there, back, there))
+    # Three further ranks at each of ten gathers and scatters, or of four sums.
+    for divided, count in ((True, 10), (False, 4)):
+        more = count * 3 * 0.1e-3 / 2
+        found = host(stack, "block", tensor=4, sequence_parallel=divided)
+        assert found == pytest.approx((there + more, back + more, there))
     assert host(stack, "head") == (0.0, 0.0, 0.0)
 
 

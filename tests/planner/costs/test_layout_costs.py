@@ -39,8 +39,8 @@ def test_buffers_of_collectives_wait_where_nothing_holds_the_host_back(
         layout = Layout(micro_batch=2, zero=0, **degrees)  # type: ignore[arg-type]
         return tables.of(layout).recorded_bytes
 
-    # 1.5 of each of 32 blocks' activations, of 2 samples of 4,096 tokens with 4,096 features.
-    assert waiting(tensor=8) == waiting(tensor=2) == 1.5 * 32 * 2 * 4096 * 4096 * 2
+    # One of each of 32 blocks' activations, of 2 samples of 4,096 tokens with 4,096 features.
+    assert waiting(tensor=8) == waiting(tensor=2) == 32 * 2 * 4096 * 4096 * 2
     assert waiting(tensor=4, pipeline=2) == waiting(data_replicate=8) == 0.0
 
 

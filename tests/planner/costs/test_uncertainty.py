@@ -14,14 +14,18 @@ from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.uncertainty import (
     ASSUMED_SPREAD,
     EIGHT_BITS_GAIN,
-    EXPERTS_ABOVE,
-    EXPERTS_BELOW,
-    UNMEASURED_ABOVE,
-    UNMEASURED_BELOW,
+    EXPERTS_SPREAD,
+    KNOWN_ABOVE,
+    KNOWN_BELOW,
+    OUTSIDE,
+    PIPELINES_ABOVE,
+    SPANNING_ABOVE,
+    WAITING_ABOVE,
     fit_probability,
     outside_of,
     room_share,
     step_range,
+    waiting_share,
 )
 from planner.documents.prediction import Prediction
 from planner.errors import DocumentError
@@ -69,13 +73,29 @@ def outside(run: Setup) -> tuple[str, ...]:
     return outside_of(run.request, run.layout)
 
 
-def test_a_run_among_the_measured_ones_has_its_stacks_residuals() -> None:
+def known(found: Prediction) -> tuple[float, float]:
+    """Return the widths of a run like its stack's own."""
+    return KNOWN_BELOW, KNOWN_ABOVE + WAITING_ABOVE * waiting_share(found.step_parts)
+
+
+def test_a_run_among_the_measured_ones_has_the_narrowest_range() -> None:
     run = setup()
     found = predicted(run)
 
     assert outside(run) == ()
-    assert widths(found) == pytest.approx((stacks()["nanotron"].accuracy.spread,) * 2)
-    assert found.assumptions[0].what == "range of the step: residuals of its own runs"
+    assert widths(found) == pytest.approx(known(found))
+    assert found.assumptions[0].what == "range of the step: that of runs like its stack's own"
+
+
+def test_what_waits_may_take_longer_and_no_less() -> None:
+    run = setup()
+    computing, waiting = (
+        step_range(run.request, run.layout, parts, 0.1, measured=False)
+        for parts in ({"forward": 2.0}, {"forward": 1.0, "pipeline": 1.0})
+    )
+
+    assert computing.low_s == waiting.low_s
+    assert waiting.high_s == pytest.approx(computing.high_s * math.exp(WAITING_ABOVE / 2))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +119,17 @@ def test_what_was_never_measured_has_a_wider_range_and_says_so(
 
     assert any(said in each for each in outside(run))
     assert said in found.assumptions[0].what
-    assert below >= UNMEASURED_BELOW - 1e-9
-    assert above >= UNMEASURED_ABOVE - 1e-9
+    assert below >= known(found)[0] + OUTSIDE - 1e-9
+    assert above >= known(found)[1] + OUTSIDE - 1e-9
+
+
+def test_tensor_groups_over_nodes_and_pipelines_of_unmeasured_stacks_are_known_least() -> None:
+    one, spanning = (predicted(setup(tp=tensor)) for tensor in ("8", "16"))
+    over_nodes = predicted(setup(pp="2", framework="torchtitan"))
+
+    assert widths(one) == pytest.approx(known(one))
+    assert widths(spanning)[1] == pytest.approx(known(spanning)[1] + SPANNING_ABOVE)
+    assert widths(over_nodes)[1] == pytest.approx(known(over_nodes)[1] + OUTSIDE + PIPELINES_ABOVE)
 
 
 def test_what_is_left_open_widens_a_range_by_its_share() -> None:
@@ -128,10 +157,11 @@ def test_a_run_that_may_have_been_in_eight_bits_may_be_faster_by_what_they_save(
     )
 
 
-def test_experts_may_take_longer_than_they_may_save() -> None:
+def test_experts_are_as_skewed_as_the_data_makes_them() -> None:
     found = predicted(setup(framework="megatron", n_experts="8", experts_per_token="2"))
 
-    assert widths(found) == pytest.approx((EXPERTS_BELOW, EXPERTS_ABOVE))
+    below, above = widths(found)
+    assert (below, above) == pytest.approx((EXPERTS_SPREAD, max(EXPERTS_SPREAD, known(found)[1])))
 
 
 def test_a_measured_machine_misses_by_its_causes_alone() -> None:

@@ -63,6 +63,18 @@ def test_cash_and_present_value_add_up() -> None:
     assert present_value_usd(known["half"]).value == pytest.approx(sum(parts))
 
 
+def test_what_is_owned_beside_a_rent_is_in_cash_and_present_value() -> None:
+    """Without interest the years' payments are the present value."""
+    offer = {"name": "part", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE}
+    asked = study(offers=[offer], assumptions={"years": 2.0, "interest": 0.0, "utilisation": 0.5})
+    [part] = candidates_of(asked)
+
+    cash = cash_usd(part)
+
+    assert sum(cash) == pytest.approx(present_value_usd(part).value)
+    assert cash[1] > 4 * 2.0 * 0.5 * 8760  # the rent alone
+
+
 def test_a_budget_pays_the_years_of_what_is_bought_and_the_run_of_the_rest() -> None:
     known = candidates()
     asked = study(offers=OFFERS)

@@ -89,6 +89,9 @@ def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
     assert "Deadline kept with probability 0.95" in said[0]
     assert said[1].startswith("old ranks first for gpt2 at the midpoint of its range")
     assert "probability 0.60 alone" in said[1]
+    # At one step of our own runtime too, what is unsure does not rank before.
+    natives = [replace(one, native_step_s=1.0) for one in (cheap, sure)]
+    assert verdicts(result(asked, natives))[1:] == said[1:]
 
 
 def test_what_is_not_sold_is_never_recommended_and_has_a_worth() -> None:
@@ -179,6 +182,35 @@ def test_keep_split_mix_or_replace_by_hand() -> None:
     assert verdicts(result(mixed_study(deadline_days=22.0), outcomes))[-1].startswith(
         "Verdict: split"
     )
+
+
+def test_the_verdict_of_ways_is_none_that_keeps_the_deadline_too_seldom() -> None:
+    """Bought beside is cheaper than rented beside, and late in more futures than is asked for."""
+    asked = study(
+        models=["m"],
+        goal={"tokens": 1e9, "deadline_days": 29.0},
+        offers=[
+            {"name": "mine", "cluster": "8xa10g", "owned": True},
+            {"name": "rented", "cluster": "8xa10g+4xl4", "owned": ["a10g"], "rent": PRICE},
+            {
+                "name": "bought",
+                "cluster": "8xa10g+4xl4",
+                "owned": ["a10g"],
+                "buy": {"of": ["l4"], **PRICE_TO_BUY},
+            },
+        ],
+    )
+    mine, rented, bought = candidates_of(asked)
+    found = [
+        outcome(mine, "m", 720.0, 300.0, misses=("deadline: 30 of 29 days",)),
+        outcome(rented, "m", 600.0, 900.0, chances={"deadline": 0.9}),
+        outcome(bought, "m", 600.0, 800.0, chances={"deadline": 0.5}),
+    ]
+
+    said = [text for text in verdicts(result(asked, found)) if text.startswith("Verdict")]
+
+    assert len(said) == 1 and said[0].startswith("Verdict: mix, the cheapest way.")
+    assert "mix, bought, 25 days and 800 USD" in said[0]
 
 
 def test_the_headline_has_what_is_signed_and_what_precision_was_chosen() -> None:

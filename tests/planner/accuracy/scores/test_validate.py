@@ -144,15 +144,22 @@ def test_a_run_that_its_framework_refuses_is_a_class_beside_those_that_do_not_fi
 
 
 def test_a_row_is_predicted_without_what_rests_on_its_own_source(tmp_path: Path) -> None:
-    row = {"framework": "nanotron", "tp": "4", "step_time_s": "1.0"}
+    """Its runs alone tell that transfers are polled, and what was measured."""
+    alike = {"framework": "nanotron", "accelerator": "h100-sxm-80gb", "global_batch_size": "1024"}
+    over_nodes = alike | {"pp": "8", "n_devices": "512", "step_time_s": "1.0"}
     table = written(
-        tmp_path / "table.csv", [row | {"source": "nanotron_usp"}, row | {"source": "other"}]
+        tmp_path / "table.csv",
+        [over_nodes | {"source": "nanotron_usp"}, over_nodes | {"source": "other"}],
     )
 
-    known = [row.step_time_s for row in validate(table).rows]
-    own, others = [row.step_time_s for row in validate(table, left_out=True).rows]
+    known = [row.prediction for row in validate(table).rows]
+    own, others = (row.prediction for row in validate(table, left_out=True).rows)
 
-    assert known[0] == known[1] == others != own
+    assert known[0] == known[1] == others
+    assert own is not None
+    assert others is not None
+    assert own.step_time_s < others.step_time_s
+    assert own.assumptions[0] != others.assumptions[0]
 
 
 def test_json_holds_fractions_that_json_can_carry(validation: Validation) -> None:

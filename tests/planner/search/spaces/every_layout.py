@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from planner.documents.plan import Layout
-from planner.search.queue import Solved, runnable
+from planner.search.queue import Solved
 
 
 def layouts_of(space: Solved) -> list[Layout]:
     """Return every layout of a space that can run."""
-    return list(runnable(space))
+    every = (layout for _, group in space.bundles(Counter()) for layout in group.layouts())
+    return [layout for layout in every if space.refusal(layout) is None]
 
 
 def bounded(space: Solved) -> Iterator[tuple[Layout, float]]:

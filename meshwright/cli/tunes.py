@@ -1,0 +1,113 @@
+"""The command that plans and measures: tune."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.answer_texts import defaults_facts, next_fact
+from meshwright.answers import as_json
+from meshwright.cli.console import bar, out, say
+from meshwright.defaults import of_user
+from meshwright.options import (
+    BackendOption,
+    ClusterOption,
+    Explain,
+    GlobalBatch,
+    Json,
+    ModelArgument,
+    PrecisionOption,
+    ProfileOption,
+    SeqLen,
+    TrustCode,
+)
+from planner.errors import DocumentError
+
+
+def tune(
+    model: ModelArgument,
+    cluster: ClusterOption = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    precision: PrecisionOption = None,
+    profile: ProfileOption = None,
+    fix: Annotated[
+        list[str] | None, typer.Option("--fix", help="Pin a choice of all plans: tp=8")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="As of plan: offload, stale, compress")
+    ] = None,
+    backend: BackendOption = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="'8 trials' (default) or about how long: 20min"),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            help="What trains by a plan instead of launch: 'torchrun ... {config}', with {plan}, "
+            "{config} and {output}",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Text or rows for trials, as of launch")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A local tokenizer folder, as of launch")
+    ] = None,
+    trust_code: TrustCode = False,
+    trials: Annotated[
+        str | None,
+        typer.Option("--trials", help="Folder of trials; default: beside the plan. They go on"),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Write the plan here, after every trial")
+    ] = "plan.yaml",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the trials and what they would take")
+    ] = False,
+    explain: Explain = False,
+    json: Json = False,
+) -> None:
+    """Plan, then measure what prediction leaves open.
+
+    Interrupted or killed, it goes on with the same command; the plan so far is always valid.
+    """
+    from meshwright.tuning import tune as tuned  # noqa: PLC0415 - starts ranks
+    from meshwright.tuning_texts import tuned_json, tuned_parts  # noqa: PLC0415
+
+    mine = of_user()
+    where = mine.take("cluster", cluster)
+    if where is None:
+        raise DocumentError("cluster", "is missing; name the machine, for example --cluster local")
+    with bar("searching layouts", quiet=json) as progress:
+        found = tuned(
+            model,
+            where,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=mine.precision(precision.value if precision else None),
+            profile=profile,
+            fix=fix or (),
+            allow=allow or (),
+            backend=mine.take("backend", backend) or "native",
+            budget=budget,
+            run=run,
+            data=data,
+            tokenizer=tokenizer,
+            trust_code=trust_code,
+            trials=trials,
+            output=output,
+            dry_run=dry_run,
+            progress=progress,
+            told=(lambda text: None) if json else say,
+        )
+    if json:
+        print(as_json(tuned_json(found)))
+        return
+    then = "the same without --dry-run" if dry_run else f"meshwright launch {output}"
+    said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
+    for part in tuned_parts(found, said, explain=explain):
+        out.print(part)

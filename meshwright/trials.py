@@ -1,0 +1,239 @@
+"""One trial: a plan run for a few steps by a command of its own, and ended when enough is known.
+
+What runs is `meshwright launch`, or a command that a template names.  Either is a child in a
+session of its own, which the kernel ends with this process, however that ends.  Its steps are read
+from its metrics, or from what its framework prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.documents import document
+from planner.errors import DocumentError, LaunchError
+from planner.formats.logs import Reader, Said, Work, out_of_memory
+from planner.process.guarded_files import folder_within, opened
+from planner.tuning.record import Ended
+from runtime.report import WARM_UP_STEPS
+from runtime.run import metrics_file, read_failures, read_records
+
+LOG = "output.log"
+LEAST, MOST = 3, 10
+"""Timed steps of a trial."""
+WANTED = 0.01
+"""Standard error of the median, as a share, at which no more steps are asked for."""
+SLOWER = 1.1
+"""A plan whose every step is slower than the best one's by this factor is surely slower."""
+GRACE_S = 20.0
+"""Between asking a child to end and killing it."""
+LOOK_S = 0.1
+PR_SET_PDEATHSIG = 1
+TAIL_BYTES = 1 << 16
+MEDIAN_NOISE = 1.25
+"""Standard error of a median over that of a mean, of normal errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a trial saw."""
+
+    ended: Ended
+    step_s: float | None = None
+    noise: float | None = None
+    steps: int = 0
+    peak_bytes: float | None = None
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trialled:
+    """What a trial runs, and how its steps are read."""
+
+    words: tuple[str, ...]
+    folder: Path
+    ranks: int
+    work: Work
+    reader: Reader | None = None
+    """Of what it prints; None: it writes our own metrics."""
+
+    def said(self) -> Iterator[Said]:
+        """Yield what it has told so far."""
+        if self.reader is not None:
+            yield from self.reader(self.log().splitlines(keepends=True), self.work)
+            return
+        for record in read_records(metrics_file(self.folder)):
+            yield Said(step_s=record.step_s, peak_bytes=record.peak_memory_bytes)
+
+    def log(self) -> str:
+        """Return what it has printed."""
+        path = self.folder / LOG
+        try:
+            return document.read_text(path) if document.is_file(path) else ""
+        except DocumentError:  # longer than a document may be: the end tells enough
+            with path.open("rb") as file:
+                file.seek(-TAIL_BYTES, os.SEEK_END)
+                return file.read().decode(errors="replace")
+
+
+def words_of(template: str, *, config: str, plan: str, output: Path) -> tuple[str, ...]:
+    """Return the words of a command template with its places filled in.
+
+    >>> words_of("torchrun -m t {config}", config="a b.toml", plan="p.yaml", output=Path("o"))
+    ('torchrun', '-m', 't', 'a b.toml')
+    """
+    filled = {"config": config, "plan": plan, "output": str(output)}
+    if not any(f"{{{name}}}" in template for name in ("config", "plan")):
+        raise DocumentError("run", "names neither {config} nor {plan}, so it runs no plan")
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise DocumentError("run", f"is no command: {error}") from error
+    for name, value in filled.items():
+        words = [word.replace(f"{{{name}}}", value) for word in words]
+    return tuple(words)
+
+
+def launch_words(plan: Path, output: Path, options: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that launches a plan for a trial."""
+    steps = str(WARM_UP_STEPS + MOST)
+    asked = ("--steps", steps, "--output", str(output), *options)
+    return (sys.executable, "-m", "meshwright", "launch", str(plan), *asked)
+
+
+def timed(said: Sequence[Said]) -> list[float]:
+    """Return the seconds of steps after the warm-up; a mean of several counts once."""
+    result, seen = [], 0
+    for one in said:
+        if one.step_s is not None:
+            if seen >= WARM_UP_STEPS:
+                result.append(one.step_s)
+            seen += one.steps
+    return result
+
+
+def noise_of(steps_s: Sequence[float]) -> float:
+    """Return the standard error of the median of steps, as a share of it.
+
+    >>> noise_of([1.0, 1.0, 1.0]), round(noise_of([1.0, 1.1, 0.9, 1.0]), 3)
+    (0.0, 0.051)
+    """
+    if len(steps_s) < 2:
+        return 1.0
+    error = statistics.stdev(steps_s) / math.sqrt(len(steps_s))
+    return MEDIAN_NOISE * error / statistics.median(steps_s)
+
+
+def enough(steps_s: Sequence[float], best_s: float | None) -> Ended | None:
+    """Return how a trial ends after these steps; None: it goes on.
+
+    >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None), enough([2.0, 2.5], 1.0)
+    ('ran', None, 'slower')
+    """
+    if best_s is not None and len(steps_s) >= 2 and min(steps_s) > SLOWER * best_s:
+        return "slower"
+    if len(steps_s) >= MOST or (len(steps_s) >= LEAST and noise_of(steps_s) <= WANTED):
+        return "ran"
+    return None
+
+
+def trial(
+    run: Trialled,
+    *,
+    best_s: float | None,
+    most_s: float,
+    told: Callable[[int], None] = lambda steps: None,
+) -> Measured:
+    """Run a trial and return what it saw; it is ended when enough is known, or after `most_s`.
+
+    `best_s` is the step of the best plan so far; `told` hears how many steps are timed.
+    """
+    started = time.monotonic()
+    folder_within(run.folder.parent, run.folder.name)
+    ended: Ended | None = None
+    with opened(run.folder / LOG, within=run.folder) as log:
+        try:
+            child = subprocess.Popen(
+                run.words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+            )
+        except OSError as error:
+            raise LaunchError(f"{run.words[0]}: cannot be started: {error.strerror}") from error
+        try:
+            while ended is None and child.poll() is None:
+                steps_s = timed(list(run.said()))
+                told(len(steps_s))
+                ended = enough(steps_s, best_s)
+                if ended is None and time.monotonic() - started > most_s:
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(LOOK_S)
+        finally:
+            code = _end(child)
+    return _measured(run, ended, code, best_s, time.monotonic() - started)
+
+
+def _measured(
+    run: Trialled, ended: Ended | None, code: int, best_s: float | None, seconds: float
+) -> Measured:
+    """Return what a child that is gone has told."""
+    said = list(run.said())
+    steps_s = timed(said)
+    ended = ended or enough(steps_s, best_s) or ("ran" if len(steps_s) >= LEAST else None)
+    if ended is None:
+        text = run.log()
+        kinds = {failure.kind for failure in read_failures(run.folder, run.ranks)}
+        lacked = "OutOfMemoryError" in kinds or out_of_memory(text)
+        last = [line.strip() for line in text.splitlines() if line.strip()][-1:]
+        why = last[0][-200:] if last else f"exited with code {code}"
+        if not lacked and code == 0:
+            why = f"told {len(steps_s)} steps; {WARM_UP_STEPS + LEAST} are needed"
+        return Measured(
+            ended="out of memory" if lacked else "failed",
+            seconds=seconds,
+            why="" if lacked else why,
+        )
+    peaks = [one.peak_bytes for one in said if one.peak_bytes]
+    return Measured(
+        ended=ended,
+        step_s=statistics.median(steps_s),
+        noise=noise_of(steps_s),
+        steps=len(steps_s),
+        peak_bytes=max(peaks, default=None),
+        seconds=seconds,
+    )
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """End a child and all that it started; return how it ended."""
+    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        if child.poll() is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(wait_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)  # what it left behind
+    return child.wait()
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process when the one that tunes is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,505 @@
+"""The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
+
+    FOLDER/
+    ├── subject.json      what the trials are of
+    ├── trials.jsonl      a line for each finished trial
+    ├── constants.yaml    the cluster's constants as trials told them: a profile
+    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed
+
+The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
+the same arguments it goes on behind the last finished trial.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.calibration import ANY_MODEL
+from meshwright.commands import answer_to
+from meshwright.inputs import machine_of, model_of, need_torch, profile_for
+from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
+from planner.documents import document
+from planner.documents.cluster import Precision
+from planner.documents.plan import Plan
+from planner.documents.profile import Birth, Profile
+from planner.documents.stack import base_of
+from planner.documents.units import duration_s, whole_number
+from planner.errors import DocumentError, LaunchError
+from planner.formats.configuration import configuration
+from planner.formats.logs import READERS, Work
+from planner.process.guarded_files import folder_within
+from planner.requests.pins import read_pins
+from planner.requests.request import SURE_TO_FIT, Request
+from planner.search.answer import Answer, Progress
+from planner.tuning.candidates import Candidate, candidates
+from planner.tuning.constants import calibration
+from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
+from planner.tuning.tuner import START_S, Outcome, Tuner
+from runtime.held import alone_in, signals_interrupt
+from runtime.report import WARM_UP_STEPS
+
+DEFAULT_TRIALS = 8
+CONSTANTS_FILE = "constants.yaml"
+LONGEST_START_S = 600.0
+"""Of a trial, before its first step, after which it is given up."""
+PATIENCE = 5.0
+"""Times its believed seconds after which a trial is ended."""
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What trials may take."""
+
+    trials: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Budget:
+        """Read `8 trials` or a duration.
+
+        >>> Budget.read("8 trials").trials, Budget.read("20min").seconds
+        (8, 1200.0)
+        """
+        words = text.split()
+        if len(words) == 2 and words[1] in ("trial", "trials"):
+            count = whole_number(words[0])
+            if not count:
+                raise DocumentError("budget", f"'{text:.40}': write 8 trials, or 20min")
+            return cls(trials=count)
+        return cls(seconds=duration_s(text))
+
+    def left(self, trials: Sequence[Trial], next_s: float) -> bool:
+        """Whether another trial of so many seconds is within it; the first one always is."""
+        if not trials:
+            return True
+        if self.trials is not None:
+            return len(trials) < self.trials
+        return sum(one.seconds for one in trials) + next_s <= (self.seconds or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What trials came to."""
+
+    candidates: tuple[Candidate, ...]
+    trials: tuple[Trial, ...]
+    tuner: Tuner
+    devices: int
+    planned_s: float
+    """CPU seconds of the search."""
+    stopped: str
+    """Why there are no more trials."""
+    plan_file: str | None = None
+    folder: Path | None = None
+    queue: tuple[int, ...] = field(default=())
+    """What a dry run would try, as far as that can be told before the first trial."""
+
+    @property
+    def chosen(self) -> Candidate:
+        """The answer."""
+        return self.candidates[self.tuner.answer]
+
+    @property
+    def step_s(self) -> float | None:
+        """The answer's measured step."""
+        return next(
+            (
+                one.step_s
+                for one in self.tuner.outcomes
+                if one.option == self.tuner.answer and one.step_s is not None
+            ),
+            None,
+        )
+
+    @property
+    def first_s(self) -> float | None:
+        """The measured step of the plan that was predicted fastest."""
+        return next((one.step_s for one in self.tuner.outcomes if one.option == 0), None)
+
+    @property
+    def device_seconds(self) -> float:
+        """What all trials took of all devices."""
+        return self.devices * sum(one.seconds for one in self.trials)
+
+
+def tune(
+    model: str,
+    cluster: str,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    profile: str | None = None,
+    fix: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    backend: str = "native",
+    budget: str | None = None,
+    run: str | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    trust_code: bool = False,
+    trials: str | None = None,
+    output: str = "plan.yaml",
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    told: Told = lambda text: None,
+) -> Tuned:
+    """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
+
+    Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
+    (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
+    {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
+    framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
+    `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
+    constants as the trials told them lies in it.
+
+    Raises LaunchError where no plan of the space ran.
+    """
+    allowed = Budget(trials=DEFAULT_TRIALS) if budget is None else Budget.read(budget)
+    if run is None and base_of(backend) != "native":
+        raise DocumentError(
+            "run", f"is missing; say how {backend} trains, as in --run 'torchrun ... {{config}}'"
+        )
+    started = time.process_time()
+    graph = model_of(model, seq_len=seq_len)
+    measured = profile_for(graph, profile)
+    request = Request.of(
+        graph,
+        machine_of(cluster, measured),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        pins=read_pins(fix, allow),
+        profile=measured,
+        stack=backend,
+        called=cluster,
+        fit_probability=SURE_TO_FIT,
+    )
+    answer = answer_to(request, "simplest", progress=progress)
+    tuning = Tuning(
+        request=request,
+        candidates=_runnable(request, answer, run, progress),
+        folder=Path(trials) if trials else _folder(output),
+        output=output,
+        budget=allowed,
+        run=run,
+        options=_options(data, tokenizer, trust_code=trust_code),
+        told=told,
+        planned_s=time.process_time() - started,
+    )
+    if dry_run:
+        return tuning.intended()
+    if run is None:
+        need_torch("launching a trial")
+    with signals_interrupt():
+        return tuning.done()
+
+
+def _folder(output: str) -> Path:
+    """Return the folder of trials beside a plan.
+
+    >>> str(_folder("runs/plan.yaml"))
+    'runs/plan-trials'
+    """
+    path = Path(output)
+    return path.with_name(f"{path.stem}-trials")
+
+
+def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tuple[str, ...]:
+    """Return options of `launch`, the paths as they are from anywhere."""
+    named = {"--data": data, "--tokenizer": tokenizer}
+    found = [
+        word
+        for option, path in named.items()
+        if path is not None
+        for word in (option, str(Path(path).resolve()))
+    ]
+    return (*found, *(("--trust-code",) if trust_code else ()))
+
+
+def _runnable(
+    request: Request, answer: Answer, run: str | None, progress: Progress | None
+) -> tuple[Candidate, ...]:
+    """Return the candidates, of another framework those that its configuration can say."""
+    every = candidates(request, answer, progress)
+    if run is None or "{config}" not in run:
+        return every
+    found = []
+    for one in every:
+        try:
+            configuration(one.plan, request.model, base_of(request.stack.name), request.cluster)
+        except DocumentError:
+            continue
+        found.append(one)
+    if not found:
+        raise LaunchError(f"no plan can be written as a configuration of {request.stack.name}")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Trials as they are asked for."""
+
+    request: Request
+    candidates: tuple[Candidate, ...]
+    folder: Path
+    output: str
+    budget: Budget
+    run: str | None
+    options: tuple[str, ...]
+    told: Told
+    planned_s: float
+
+    @property
+    def _subject(self) -> Subject:
+        job = self.request.job
+        return Subject(
+            model_digest=self.request.model.digest,
+            cluster=self.request.cluster_name,
+            backend=self.request.stack.name,
+            seq_len=job.seq_len,
+            global_batch=job.global_batch,
+            precision=job.precision,
+            run=self.run,
+        )
+
+    def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
+        """Return what is known after finished trials."""
+        tries = [one for one in trials if one.step_s is not None]
+        beside = [one.seconds - (WARM_UP_STEPS + one.steps) * (one.step_s or 0.0) for one in tries]
+        start_s = max(0.0, sum(beside) / len(beside)) if beside else START_S
+        at = {one.plan.digest: place for place, one in enumerate(self.candidates)}
+        outcomes = [
+            _outcome(at[one.plan_digest], one)
+            for one in trials
+            if one.plan_digest in at and one.ended != "failed"
+        ]
+        return Tuner(
+            [one.option for one in self.candidates],
+            outcomes,
+            start_s=start_s,
+            steps=WARM_UP_STEPS + MOST,
+        )
+
+    def intended(self) -> Tuned:
+        """Return what would be tried if every step took what is predicted; nothing is run."""
+        tuner, queue = self._start(), list[int]()
+        while not tuner.done and (option := tuner.next_trial()) is not None:
+            next_s = tuner.trial_s(option)
+            spent = [self._expected(tuner, one) for one in queue]
+            if not self.budget.left(spent, next_s):
+                break
+            queue.append(option)
+            tuner = tuner.after(
+                Outcome(option=option, step_s=self.candidates[option].prediction.step_time_s)
+            )
+        return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
+
+    def _expected(self, tuner: Tuner, option: int) -> Trial:
+        one = self.candidates[option]
+        return Trial(
+            trial=1,
+            plan_digest=one.plan.digest,
+            layout=one.prediction.layout,
+            ended="ran",
+            predicted_s=one.prediction.step_time_s,
+            believed_s=one.prediction.step_time_s,
+            seconds=tuner.trial_s(option),
+            answer=one.prediction.layout,
+            sure=0.0,
+        )
+
+    def done(self) -> Tuned:
+        """Run trials until enough is known; an interrupt ends them with what is known so far."""
+        with alone_in(self.folder):
+            self._check_subject()
+            trials = read_trials(self.folder)
+            tuner = self._start(trials)
+            self._keep(tuner)
+            stopped = ""
+            try:
+                while not stopped:
+                    stopped = self._stop(tuner, trials)
+                    if stopped:
+                        break
+                    failed = self._failed(trials)
+                    option = tuner.next_trial(skip=failed)
+                    assert option is not None
+                    found = self._tried(tuner, option, trials)
+                    append(found, self.folder)
+                    trials = [*trials, found]
+                    tuner = self._start(trials)
+                    self._keep(tuner)
+            except KeyboardInterrupt:
+                stopped = "interrupted; the same command goes on from here"
+        if not tuner.ran:
+            raise LaunchError(
+                f"none of {len(trials)} trials ran ({stopped}): "
+                + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])
+            )
+        return self._tuned(tuner, tuple(trials), stopped)
+
+    def _check_subject(self) -> None:
+        """Refuse a folder with trials of something else."""
+        path = self.folder / SUBJECT
+        if not document.is_file(path):
+            document.write(self._subject, path)
+            return
+        other = differences(self._subject, document.read(Subject, path))
+        if other:
+            raise DocumentError(
+                "",
+                f"has trials with another {', '.join(other)}; name another folder with --trials",
+                file=str(self.folder),
+            )
+
+    def _failed(self, trials: Sequence[Trial]) -> frozenset[int]:
+        """Return candidates whose trial failed for another reason than memory."""
+        failed = {one.plan_digest for one in trials if one.ended == "failed"}
+        return frozenset(at for at, one in enumerate(self.candidates) if one.plan.digest in failed)
+
+    def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
+        """Return why there are no more trials; empty: there are."""
+        if tuner.done:
+            return "no other plan is likely to be more than 2 % faster"
+        option = tuner.next_trial(skip=self._failed(trials))
+        if option is None:
+            return "all plans that may be faster were tried"
+        if not self.budget.left(trials, tuner.trial_s(option)):
+            return "the budget is used"
+        return ""
+
+    def _tried(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
+        """Run one trial."""
+        number, one = len(trials) + 1, self.candidates[option]
+        believed_s, low_s, high_s = tuner.posterior.seconds(option)
+        self.told(
+            f"trial {number}: {one.prediction.layout}, expected {low_s:.3g} to {high_s:.3g} s a "
+            "step"
+        )
+        measured = trial(
+            self._command(folder_within(self.folder, f"{number:02}"), one.plan),
+            best_s=min((o.step_s for o in tuner.outcomes if o.step_s is not None), default=None),
+            most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
+        )
+        found = self._trial(number, one, believed_s, measured)
+        after = self._start([*trials, found])
+        seen = f"{found.step_s:.4g} s" if found.step_s is not None else found.why or ""
+        self.told(f"trial {number}: {found.ended} {seen}".rstrip())
+        return found.model_copy(
+            update={
+                "answer": self.candidates[after.answer].prediction.layout,
+                "sure": after.sure if after.ran else 0.0,
+            }
+        )
+
+    def _trial(self, number: int, one: Candidate, believed_s: float, seen: Measured) -> Trial:
+        ratio = seen.peak_bytes / one.peak_bytes if seen.peak_bytes and one.peak_bytes else None
+        return Trial(
+            trial=number,
+            plan_digest=one.plan.digest,
+            layout=one.prediction.layout,
+            ended=seen.ended,
+            predicted_s=one.prediction.step_time_s,
+            believed_s=believed_s,
+            step_s=seen.step_s,
+            noise=seen.noise,
+            steps=seen.steps,
+            memory_ratio=ratio,
+            seconds=seen.seconds,
+            answer=one.prediction.layout,
+            sure=0.0,
+            why=seen.why or None,
+        )
+
+    def _command(self, folder: Path, plan: Plan) -> Trialled:
+        """Write a trial's files, and return what runs it."""
+        request, path = self.request, folder / "plan.yaml"
+        work = Work(job=request.job, devices=plan.mesh.devices)
+        document.write(plan, path)
+        if self.run is None:
+            words = launch_words(path, folder, self.options)
+            return Trialled(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
+        base, config = base_of(request.stack.name), folder / "config"
+        if "{config}" in self.run and base != "native":
+            text = configuration(plan, request.model, base, request.cluster)
+            document.write_text(text, config)
+        words = words_of(
+            self.run,
+            config=str(config if base != "native" else path),
+            plan=str(path),
+            output=folder,
+        )
+        reader = None
+        if base != "native":
+            if base not in READERS:
+                raise DocumentError(
+                    "backend", f"is {base}, whose logs are not read; {', '.join(READERS)} are"
+                )
+            reader = READERS[base]
+        return Trialled(
+            words=words, folder=folder, ranks=plan.mesh.devices, work=work, reader=reader
+        )
+
+    def _keep(self, tuner: Tuner) -> None:
+        """Write the plan so far, and the constants of the cluster."""
+        document.write(self.candidates[tuner.answer].plan, self.output)
+        if tuner.ran:
+            document.write(self._constants(tuner), self.folder / CONSTANTS_FILE)
+
+    def _constants(self, tuner: Tuner) -> Profile:
+        """Return the cluster's constants as a profile that holds for any model."""
+        request, today = self.request, datetime.date.today().isoformat()
+        found = calibration(
+            request.cluster,
+            tuner.posterior,
+            runs=len(tuner.ran),
+            source=f"tune of {today}, {len(tuner.ran)} trials of {request.model.name}"[:200],
+        )
+        if request.profile is not None and request.only_profile is not None:
+            return request.only_profile.model_copy(update={"calibration": found})
+        return Profile(
+            model=ANY_MODEL,
+            model_digest=ANY_MODEL,
+            birth=Birth(
+                command=f"meshwright tune {request.model.name}"[:200],
+                date=today,
+                host=platform.node() or "unknown",
+                device=found.accelerator,
+                ranks=request.cluster.devices,
+                threads_per_rank=1,
+                software={"python": platform.python_version()},
+            ),
+            layers=(),
+            calibration=found,
+        )
+
+    def _tuned(
+        self,
+        tuner: Tuner,
+        trials: tuple[Trial, ...],
+        stopped: str,
+        queue: tuple[int, ...] = (),
+    ) -> Tuned:
+        return Tuned(
+            candidates=self.candidates,
+            trials=trials,
+            tuner=tuner,
+            devices=self.request.cluster.devices,
+            planned_s=self.planned_s,
+            stopped=stopped,
+            plan_file=None if queue else self.output,
+            folder=self.folder,
+            queue=queue,
+        )
+
+
+def _outcome(option: int, one: Trial) -> Outcome:
+    noise = max(Outcome(option=option, step_s=None).noise, one.noise or 0.0)
+    return Outcome(option=option, step_s=one.step_s, noise=noise, memory_ratio=one.memory_ratio)

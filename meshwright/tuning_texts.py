@@ -1,0 +1,169 @@
+"""What `tune` answers: ten lines, a table of trials, and one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+
+from meshwright.tuning import CONSTANTS_FILE, Tuned
+from planner.documents.units import seconds_text
+from planner.report.facts import Fact, Summary, plain_table
+from planner.tuning.options import CONSTANTS
+from planner.tuning.record import Trial
+
+MOVED = 0.02
+"""Logarithm by which a constant has to move to be told."""
+
+
+def tuned_parts(found: Tuned, said: Sequence[Fact], *, explain: bool) -> Iterator[RenderableType]:
+    """Yield the answer in ten lines; with `explain` all trials too."""
+    facts = _intended(found) if found.queue else _measured(found)
+    yield Summary(f"{found.chosen.plan.model.name} on {found.chosen.plan.cluster}", [*facts, *said])
+    if explain and found.trials:
+        yield trials_table(found.trials)
+
+
+def _intended(found: Tuned) -> Iterator[Fact]:
+    yield Fact(label="plan", text=found.chosen.prediction.layout, lines=2)
+    total_s = 0.0
+    for place, option in enumerate(found.queue, start=1):
+        one, seconds = found.candidates[option], found.tuner.trial_s(option)
+        total_s += seconds
+        yield Fact(
+            label=f"trial {place}",
+            text=f"{one.prediction.layout}: {seconds_text(one.prediction.step_time_s)} a step, "
+            f"{found.devices * seconds / 60:.2g} device-minutes",
+            lines=1,
+            detail=place > 3,
+        )
+    yield Fact(
+        label="cost",
+        text=f"{len(found.queue)} trials, {found.devices * total_s / 60:.2g} device-minutes, if "
+        "steps take what is predicted; what trials tell may change the later ones",
+    )
+
+
+def _measured(found: Tuned) -> Iterator[Fact]:
+    chosen, step_s = found.chosen, found.step_s or 0.0
+    _, low_s, high_s = found.tuner.posterior.seconds(found.tuner.answer)
+    yield Fact(label="plan", text=chosen.prediction.layout)
+    yield Fact(
+        label="time",
+        text=f"{seconds_text(step_s)} a step, measured ({seconds_text(low_s)} to "
+        f"{seconds_text(high_s)}); predicted {seconds_text(chosen.prediction.step_time_s)}",
+    )
+    yield Fact(label="gain", text=_gain_text(found))
+    ended = [one.ended for one in found.trials]
+    counts = ", ".join(
+        f"{ended.count(kind)} {name}"
+        for kind, name in (
+            ("slower", "stopped early as slower"),
+            ("out of memory", "out of memory"),
+            ("failed", "failed"),
+        )
+        if kind in ended
+    )
+    yield Fact(
+        label="tried",
+        text=f"{len(ended)} of {len(found.candidates)} plans"
+        + (f" ({counts})" if counts else "")
+        + f"; {found.stopped}",
+    )
+    yield Fact(
+        label="sure",
+        text=f"{100 * found.tuner.sure:.0f} % that no other plan is more than 2 % faster",
+    )
+    moved = [
+        f"{CONSTANTS[one.name].what} {100 * (2.718281828**one.mean - 1):+.0f} %"
+        for one in sorted(found.tuner.posterior.constants, key=lambda one: -abs(one.mean))
+        if abs(one.mean) > MOVED
+    ]
+    if moved:
+        yield Fact(label="learnt", text=", ".join(moved[:3]), detail=True)
+    yield Fact(
+        label="cost",
+        text=f"{found.device_seconds / 60:.2g} device-minutes of trials, "
+        f"{found.planned_s:.2g} CPU s of planning",
+    )
+    yield Fact(
+        label="written",
+        text=f"{found.plan_file}, {found.folder}/{CONSTANTS_FILE}",
+        copied=True,
+        detail=True,
+    )
+
+
+def _gain_text(found: Tuned) -> str:
+    """Return what was gained over the plan that was predicted fastest."""
+    first_s, step_s = found.first_s, found.step_s
+    if found.tuner.answer == 0:
+        return "none: the plan predicted fastest is the fastest measured"
+    if first_s is None or step_s is None:
+        return f"the plan predicted fastest did not run: {found.candidates[0].prediction.layout}"
+    return (
+        f"{100 * (first_s / step_s - 1):.1f} % over the plan predicted fastest, which took "
+        f"{seconds_text(first_s)}"
+    )
+
+
+def trials_table(trials: Sequence[Trial]) -> RenderableType:
+    """Return all trials, predicted beside measured."""
+    shown = plain_table(
+        "trial",
+        "layout",
+        "ended",
+        "predicted",
+        "believed",
+        "measured",
+        "took",
+        right=(0, 3, 4, 5, 6),
+    )
+    for one in trials:
+        shown.add_row(
+            str(one.trial),
+            one.layout,
+            one.ended,
+            seconds_text(one.predicted_s),
+            seconds_text(one.believed_s),
+            "" if one.step_s is None else seconds_text(one.step_s),
+            seconds_text(one.seconds),
+        )
+    return shown
+
+
+def tuned_json(found: Tuned) -> dict[str, Any]:
+    """Return what `tune --json` prints; seconds, fractions."""
+    chosen, posterior = found.chosen, found.tuner.posterior
+    return {
+        "plan": chosen.plan.model_dump(mode="json", exclude_none=True),
+        "layout": chosen.prediction.layout,
+        "step_time_s": found.step_s,
+        "predicted_s": chosen.prediction.step_time_s,
+        "first_step_time_s": found.first_s,
+        "sure": found.tuner.sure if found.tuner.ran else None,
+        "stopped": found.stopped,
+        "trials": [one.model_dump(mode="json", exclude_none=True) for one in found.trials],
+        "intended": [
+            {
+                "layout": found.candidates[option].prediction.layout,
+                "predicted_s": found.candidates[option].prediction.step_time_s,
+                "device_s": found.devices * found.tuner.trial_s(option),
+            }
+            for option in found.queue
+        ],
+        "candidates": [
+            {
+                "layout": one.prediction.layout,
+                "predicted_s": one.prediction.step_time_s,
+                "believed_s": list(posterior.seconds(at)),
+                "fits": float(found.tuner.fits[at]),
+            }
+            for at, one in enumerate(found.candidates)
+        ],
+        "constants": {
+            one.name: {"mean": one.mean, "spread": one.spread} for one in posterior.constants
+        },
+        "device_s": found.device_seconds,
+    }

@@ -1,0 +1,1 @@
+"""Which plan to measure next, and what its measurement tells about all the others."""

@@ -1,0 +1,142 @@
+"""Plans worth a trial: those of the space that may be faster than the one predicted fastest.
+
+Of each mesh the search gives its best plan; the meshes that may win are searched again with the
+micro-batch halved and doubled and with everything recomputed, since those are choices about which
+constants in doubt decide.  What is left is what may win: under the belief before any trial it is
+faster than the fastest with a probability of CHANCE at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
+from planner.documents.plan import Plan
+from planner.documents.prediction import Prediction
+from planner.errors import DocumentError, NoPlanFits
+from planner.requests.pins import Pins
+from planner.requests.request import AS_PREDICTED, Request
+from planner.search.answer import Answer, Progress
+from planner.search.search import search
+from planner.tuning.options import Option
+from planner.tuning.tuner import Tuner
+
+CHANCE = 0.025
+MESHES = 16
+"""Of which the best plans are looked at."""
+VARIED = 4
+"""The fastest of them, which are searched again with other choices."""
+MOST = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that may be tried, and what it should do."""
+
+    plan: Plan
+    prediction: Prediction
+    option: Option
+
+    @property
+    def peak_bytes(self) -> float:
+        """Predicted, of the first stage, whose rank 0 tells its memory."""
+        return self.prediction.stages[0].peak_memory_bytes
+
+
+def candidates(
+    request: Request, answer: Answer, progress: Progress | None = None
+) -> tuple[Candidate, ...]:
+    """Return the plans worth a trial, the plan of the answer first."""
+    found: dict[str, Candidate] = {}
+    for plan, prediction in _plans(request, answer, progress):
+        if prediction.step_time_s > 0:
+            found.setdefault(plan.digest, _candidate(request, plan, prediction))
+    every = list(found.values())
+    chances = _chances([one.option for one in every])
+    first, *others = range(len(every))
+    kept = sorted((at for at in others if chances[at] >= CHANCE), key=lambda at: -chances[at])
+    return tuple(every[at] for at in (first, *_diverse(every, kept)[: MOST - 1]))
+
+
+def _plans(
+    request: Request, answer: Answer, progress: Progress | None
+) -> Iterator[tuple[Plan, Prediction]]:
+    """Yield the answer's plan, those of other meshes, and their variants."""
+    yield answer.plan, answer.prediction
+    every = search(request, top=MESHES, known=answer.candidates, progress=progress)
+    for one in every.finalists:
+        yield one.plan, one.prediction
+    for one in every.top:
+        yield one.plan, one.prediction
+    as_predicted = replace(request, fit_probability=AS_PREDICTED)
+    wider = _searched(as_predicted, top=MESHES)
+    for ranked in wider.top if wider is not None else ():
+        yield ranked.plan, ranked.prediction
+    for ranked in every.top[:VARIED]:
+        for pins in _variants(request.pins, ranked.plan):
+            varied = _searched(replace(as_predicted, pins=pins), top=1)
+            if varied is not None:
+                yield varied.plan, varied.prediction
+
+
+def _searched(request: Request, *, top: int) -> Answer | None:
+    """Return the answer to a request that may have none."""
+    try:
+        return search(request, top=top)
+    except (NoPlanFits, DocumentError):
+        return None
+
+
+def _variants(pins: Pins, plan: Plan) -> Iterator[Pins]:
+    """Yield pins of a plan's mesh with another micro-batch, or with everything recomputed."""
+    one = plan.layout
+    mesh = replace(
+        pins, tensor=one.tensor, pipeline=one.pipeline, context=one.context, data=one.data
+    )
+    if pins.micro_batch is None:
+        for size in (one.micro_batch // 2, 2 * one.micro_batch):
+            if size and plan.global_batch % (size * one.data) == 0:
+                yield replace(mesh, micro_batch=size)
+    if pins.recompute is None:
+        used = {layer.recompute for stage in plan.stages for layer in stage.layers}
+        yield replace(mesh, recompute="none" if "full" in used else "full")
+
+
+def _candidate(request: Request, plan: Plan, prediction: Prediction) -> Candidate:
+    spread = request.stack.memory.spread
+    if request.profile is not None:
+        spread = min(spread, MEASURED_MEMORY_SPREAD)
+    option = Option.of_plan(
+        plan,
+        prediction,
+        devices_per_node=request.cluster.groups[0].devices_per_node,
+        memory_spread=spread,
+    )
+    return Candidate(plan=plan, prediction=prediction, option=option)
+
+
+def _chances(options: Sequence[Option]) -> list[float]:
+    """[option] Return with which probability each fits and is faster than the first."""
+    start = Tuner(options)
+    mean, covariance = start.posterior.mean, start.posterior.covariance
+    result = []
+    for at in range(len(options)):
+        apart = covariance[at, at] + covariance[0, 0] - 2 * covariance[at, 0]
+        gain = float(mean[0] - mean[at]) / math.sqrt(max(1e-12, float(apart)))
+        result.append(NormalDist().cdf(gain) * float(start.fits[at]))
+    return result
+
+
+def _diverse(every: Sequence[Candidate], order: Sequence[int]) -> list[int]:
+    """Return candidates with one of each family first, then the second of each, and so on."""
+    seen: dict[object, int] = {}
+    turns = []
+    for at in order:
+        family = every[at].option.family
+        seen[family] = seen.get(family, 0) + 1
+        turns.append((seen[family], at))
+    rank = {at: place for place, at in enumerate(order)}
+    return [at for _, at in sorted(turns, key=lambda turn: (turn[0], rank[turn[1]]))]

@@ -1,0 +1,143 @@
+"""Options: plans that may be tried, and how each step's logarithm depends on what is not known.
+
+A cause that takes a share s of a step moves the step's logarithm by s when its own seconds grow by
+a factor e: the sensitivities are the shares of `Prediction.step_parts`, and no option is predicted
+again.  Beside causes there are choices whose effect predictions miss in one direction for a whole
+cluster (narrow products, filled pipelines), each with a slope of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from planner.documents.plan import Layout, Plan
+from planner.documents.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """Something of a cluster that no prediction knows exactly, the same for all of its plans."""
+
+    what: str
+    spread: float
+    """Standard deviation of its logarithm before any trial."""
+
+
+CONSTANTS: Mapping[str, Constant] = {
+    "kernels": Constant(what="seconds of everything alike", spread=0.06),
+    "recompute": Constant(what="seconds of recomputation beside", spread=0.02),
+    "inner links": Constant(what="seconds of collectives inside layers, in a node", spread=0.75),
+    "outer links": Constant(what="the same across nodes", spread=0.75),
+    "data links": Constant(what="seconds of gradients and gathered weights", spread=0.25),
+    "waiting": Constant(what="idle seconds of pipelines", spread=0.27),
+    "optimizer": Constant(what="seconds of the update", spread=1.0),
+    "host": Constant(what="fixed seconds of steps and actions", spread=0.5),
+    "narrow products": Constant(what="for each doubling of the tensor axis", spread=0.05),
+    "stages": Constant(what="for each doubling of the pipeline", spread=0.035),
+    "pipelined": Constant(what="of any pipeline", spread=0.05),
+    "chunks": Constant(what="for each doubling of the stages of a rank", spread=0.03),
+    "gathered weights": Constant(what="of ZeRO-2 and ZeRO-3", spread=0.05),
+}
+"""Spreads are those under which the residuals of published sweeps are most likely
+(`benchmarks/tune_replay.py`, docs/tuning.md)."""
+
+SURE, NEVER = 1 - 1e-12, 1e-12
+"""Probabilities beyond which a margin of memory is not told apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A plan as a belief sees it."""
+
+    layout: Layout
+    kept: str
+    """What becomes of stored tensors: the choices that its layers make, as text."""
+    step_s: float
+    """Predicted."""
+    parts: Mapping[str, float]
+    """Predicted seconds by cause; they add up to `step_s`."""
+    devices_per_node: int
+    fit_probability: float = 1.0
+    """Before any trial."""
+    memory_spread: float = 0.15
+    """Of the logarithm of memory needed, behind that probability."""
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, prediction: Prediction, *, devices_per_node: int, memory_spread: float
+    ) -> Option:
+        """Return a plan as an option."""
+        choices = {(p.recompute, p.activations) for stage in plan.stages for p in stage.layers}
+        return cls(
+            layout=plan.layout,
+            kept=" ".join(sorted("+".join(choice) for choice in choices)),
+            step_s=prediction.step_time_s,
+            parts=prediction.step_parts,
+            devices_per_node=devices_per_node,
+            fit_probability=1.0
+            if prediction.fit_probability is None
+            else prediction.fit_probability,
+            memory_spread=memory_spread,
+        )
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What neighbours have in common: all but the micro-batch and the finer axes."""
+        one = self.layout
+        degrees = (one.tensor, one.pipeline, one.context, one.expert, one.virtual_stages)
+        return (*degrees, one.zero, self.kept)
+
+    @property
+    def margin(self) -> float:
+        """Logarithm of the room of the fullest device over its predicted need, in memory spreads.
+
+        >>> one = Option(layout=Layout(), kept="", step_s=1.0, parts={}, devices_per_node=8,
+        ...              fit_probability=0.5)
+        >>> one.margin
+        0.0
+        """
+        return NormalDist().inv_cdf(min(SURE, max(NEVER, self.fit_probability)))
+
+    def sensitivities(self) -> dict[str, float]:
+        """Return by how much each constant moves the logarithm of the step.
+
+        >>> one = Option(layout=Layout(data_shard=2, zero=1), kept="none", step_s=2.0,
+        ...              parts={"forward": 1.5, "data communication": 0.5}, devices_per_node=8)
+        >>> {name: size for name, size in one.sensitivities().items() if size}
+        {'kernels': 1.0, 'data links': 0.25}
+        """
+        shares: dict[str, float] = defaultdict(float)
+        for cause, seconds in self.parts.items():
+            shares[_constant_of(cause)] += seconds / self.step_s
+        one = self.layout
+        inside = shares.pop("layer links", 0.0)
+        far = one.tensor * one.context * one.expert > self.devices_per_node
+        computing = shares.pop("computing", 0.0) + shares["recompute"]
+        found = {
+            "kernels": 1.0,
+            **shares,
+            "outer links" if far else "inner links": inside,
+            "narrow products": computing * math.log2(one.tensor),
+            "stages": math.log2(one.pipeline),
+            "pipelined": float(one.pipeline > 1),
+            "chunks": math.log2(one.virtual_stages),
+            "gathered weights": float(one.zero > 1),
+        }
+        return {name: found.get(name, 0.0) for name in CONSTANTS}
+
+
+def _constant_of(cause: str) -> str:
+    """Return which constant a cause of a step follows."""
+    known = {
+        "forward": "computing",
+        "backward": "computing",
+        "recompute": "recompute",
+        "data communication": "data links",
+        "pipeline": "waiting",
+        "optimizer": "optimizer",
+    }
+    return known.get(cause, "layer links" if cause.endswith(" communication") else "host")

@@ -1,0 +1,104 @@
+"""Trials as they are written down: `trials.jsonl`, a line each, and what they are trials of.
+
+A line is added in one write after its trial has ended, so that no end of the program loses one that
+is finished; a line that was cut off is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from planner.documents.document import Document, Part, is_file, read_text, write_text
+from planner.documents.units import Amount, Count, Line, Positive, Text
+from planner.errors import DocumentError
+from planner.process.guarded_files import opened
+
+FILE, SUBJECT = "trials.jsonl", "subject.json"
+Ended = Literal["ran", "slower", "out of memory", "failed"]
+"""With its step measured; stopped early since it was surely slower; without memory; for another
+reason, which tells nothing of the plan."""
+
+
+class Trial(Part):
+    """One trial."""
+
+    trial: Positive
+    plan_digest: Line
+    layout: Text
+    ended: Ended
+    predicted_s: Amount
+    """Before any trial."""
+    believed_s: Amount
+    """Just before this trial."""
+    step_s: Amount | None = None
+    """The median of its timed steps."""
+    noise: Amount | None = None
+    """How far that may lie off: standard error of the median, as a share."""
+    steps: Count = 0
+    """Timed, without warm-up."""
+    memory_ratio: Amount | None = None
+    """Measured over predicted peak of rank 0."""
+    seconds: Amount
+    """From start to end."""
+    answer: Text
+    """The layout that was the answer after it."""
+    sure: Amount
+    """The probability after it that no other plan is more than 2 % faster."""
+    why: Text | None = None
+    """Of a failed trial: the last words of its log."""
+
+
+class Subject(Document):
+    """What trials are of; those of another subject do not count."""
+
+    kind_of_document: ClassVar[str] = "subject of trials"
+
+    model_digest: Line
+    cluster: Line
+    backend: Line
+    seq_len: Positive
+    global_batch: Positive
+    precision: Line
+    run: Text | None = None
+    """The template of the command that runs a trial; None: `meshwright launch`."""
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """Return the trials of a folder, up to the first line that is not whole."""
+    path = folder / FILE
+    if not is_file(path):
+        return []
+    found: list[Trial] = []
+    for line in read_text(path).splitlines(keepends=True):
+        try:
+            if not line.endswith("\n"):
+                break
+            found.append(Trial.model_validate_json(line))
+        except ValueError as error:
+            raise DocumentError(
+                f"line {len(found) + 1}",
+                "is no trial; delete the line, or name another folder",
+                file=str(path),
+            ) from error
+    return found
+
+
+def append(trial: Trial, folder: Path) -> None:
+    """Add a trial's line, in one write; what a cut-off write left behind is dropped first."""
+    path = folder / FILE
+    if is_file(path):
+        text = read_text(path)
+        if text and not text.endswith("\n"):
+            write_text(text[: text.rfind("\n") + 1], path)
+    line = json.dumps(trial.model_dump(mode="json", exclude_none=True)) + "\n"
+    with opened(path, within=folder, append=True) as file:
+        file.write(line.encode())
+
+
+def differences(mine: Subject, theirs: Subject) -> Sequence[str]:
+    """Return in what two subjects differ."""
+    one, other = mine.model_dump(), theirs.model_dump()
+    return [name for name in one if one[name] != other[name]]

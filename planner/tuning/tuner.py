@@ -1,0 +1,171 @@
+"""Which option to try next, which is the answer, and how sure that is.
+
+A trial is worth what it is expected to make the answer faster, for each second that it takes (the
+knowledge gradient: Frazier, Powell and Dayanik, INFORMS J. Computing 21 (2009) 599-613).  An answer
+is always an option that ran, once one has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from planner.requests.request import SURE_TO_FIT
+from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
+from planner.tuning.options import Option
+from planner.tuning.room import Held, fit_probabilities
+
+TRIED_ABOVE = 0.9
+"""Probability of fitting below which an option is not tried while others are left to try."""
+NEAR = 0.02
+"""An answer is as good as the best one if that is no more than this share faster."""
+ENOUGH = 0.95
+"""Probability that the answer is so good at which trials end."""
+DRAWS = 1_000
+ALONE = 0.3
+"""Of the rivals of an answer so many are as if independent: with that exponent the probability that
+none of them wins is so stated as it was seen (docs/tuning.md)."""
+START_S = 30.0
+"""Of a trial, before its first step, where none has told better."""
+STEPS = 12
+"""Of a trial, with warm-up."""
+QUANTILES = np.array([NormalDist().inv_cdf((k + 0.5) / 16) for k in range(16)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a trial told of its option."""
+
+    option: int
+    step_s: float | None
+    """None: it ran out of memory."""
+    noise: float = NOISE
+    memory_ratio: float | None = None
+    """Measured over predicted peak."""
+
+
+class Tuner:
+    """What is known after some trials; a new one is made for each outcome."""
+
+    def __init__(
+        self,
+        options: Sequence[Option],
+        outcomes: Sequence[Outcome] = (),
+        *,
+        start_s: float = START_S,
+        steps: int = STEPS,
+    ) -> None:
+        self.options, self.outcomes = options, tuple(outcomes)
+        self._start_s, self._steps = start_s, steps
+
+    @cached_property
+    def _belief(self) -> Belief:
+        return Belief(self.options)
+
+    def after(self, outcome: Outcome) -> Tuner:
+        """Return what is known after another trial."""
+        found = Tuner(
+            self.options, (*self.outcomes, outcome), start_s=self._start_s, steps=self._steps
+        )
+        found.__dict__["_belief"] = self._belief
+        return found
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """What is believed of all steps."""
+        return self._belief.after(
+            [
+                Timed(option=one.option, step_s=one.step_s, noise=one.noise)
+                for one in self.outcomes
+                if one.step_s is not None
+            ]
+        )
+
+    @cached_property
+    def fits(self) -> Array:
+        """[option] The probability that it fits in memory."""
+        held = [
+            Held(option=one.option, ran=one.step_s is not None, ratio=one.memory_ratio)
+            for one in self.outcomes
+        ]
+        return fit_probabilities(self.options, held)
+
+    @property
+    def tried(self) -> frozenset[int]:
+        """Options that were tried."""
+        return frozenset(one.option for one in self.outcomes)
+
+    @property
+    def ran(self) -> list[int]:
+        """Options that ran."""
+        return sorted({one.option for one in self.outcomes if one.step_s is not None})
+
+    @cached_property
+    def answer(self) -> int:
+        """The fastest option that ran; before, the one believed fastest that surely fits."""
+        return min(self.ran or self._surest(range(len(self.options)), SURE_TO_FIT), key=self._mean)
+
+    def _mean(self, option: int) -> float:
+        return float(self.posterior.mean[option])
+
+    def _surest(self, among: Sequence[int], above: float) -> list[int]:
+        """Return which of some options fit with a probability, or those most likely to."""
+        found = [one for one in among if self.fits[one] >= above]
+        most = max((float(self.fits[one]) for one in among), default=0.0)
+        return found or [one for one in among if self.fits[one] == most > 0]
+
+    def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
+        """Return the option whose trial gains most for each second; None if none is left."""
+        left = [one for one in range(len(self.options)) if one not in self.tried | skip]
+        may_run = self._surest(left, TRIED_ABOVE)
+        if not may_run:
+            return None
+        if not self.ran:
+            return min(self._surest(left, SURE_TO_FIT), key=self._mean)
+        gains = {one: self._gain(one) / self.trial_s(one) for one in may_run}
+        return min(may_run, key=lambda one: (-gains[one], self._mean(one)))
+
+    def trial_s(self, option: int) -> float:
+        """Return the seconds that a trial is expected to take."""
+        return self._start_s + self._steps * math.exp(self._mean(option))
+
+    def _gain(self, option: int) -> float:
+        """Return by how much a trial is expected to lower the logarithm of the answer's step."""
+        mean, covariance = self.posterior.mean, self.posterior.covariance
+        told = math.sqrt(float(covariance[option, option]) + NOISE**2)
+        choice = [*self.ran, option]
+        moved = mean[choice][:, None] + covariance[choice, option][:, None] / told * QUANTILES
+        lower = np.maximum(0.0, self._mean(self.answer) - moved.min(axis=0))
+        return float(lower.mean() * self.fits[option])
+
+    @cached_property
+    def sure(self) -> float:
+        """The probability that no option is more than NEAR faster than the answer."""
+        mean, covariance = self.posterior.mean, self.posterior.covariance
+        spreads = np.sqrt(np.maximum(0.0, np.diag(covariance)))
+        rivals = np.flatnonzero((mean - 4 * spreads < self._mean(self.answer)) & (self.fits > 0))
+        among = np.union1d(rivals, [self.answer])
+        rng = np.random.default_rng(0)
+        part = covariance[np.ix_(among, among)] + 1e-12 * np.eye(len(among))
+        normal = rng.standard_normal((DRAWS, len(among))) @ np.linalg.cholesky(part).T
+        degrees = self.posterior.degrees
+        steps = mean[among] + normal * np.sqrt(degrees / rng.chisquare(degrees, DRAWS))[:, None]
+        fit = rng.random((DRAWS, len(among))) < self.fits[among]
+        own = steps[:, int(np.searchsorted(among, self.answer))]
+        best = np.where(fit, steps, np.inf).min(axis=1)
+        apart = float(np.mean(best >= own + math.log1p(-NEAR)))
+        return math.pow(apart, ALONE)
+
+    @property
+    def done(self) -> bool:
+        """Whether another trial would hardly change the answer."""
+        return bool(self.ran) and self.sure >= ENOUGH
+
+    def shift(self) -> Mapping[str, tuple[float, float]]:
+        """Return by constant how its seconds stand to the predicted ones, and the spread of it."""
+        return {told.name: (told.mean, told.spread) for told in self.posterior.constants}

@@ -1,0 +1,209 @@
+"""`tune` measures what it does not know, keeps what it measured, and goes on where it stopped."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import cli, tuning
+from meshwright.inputs import machine_of, model_of
+from meshwright.trials import Measured, Trialled
+from meshwright.tuning import Tuned, tune
+from planner.documents import document
+from planner.documents.plan import Plan
+from planner.documents.profile import Profile
+from planner.errors import DocumentError, LaunchError
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
+from planner.search.answer import Answer
+from planner.search.search import search
+from planner.tuning import candidates as candidates_module
+from planner.tuning.candidates import Candidate
+from planner.tuning.record import FILE, read_trials
+
+ASKED = ("demo-4m", "2xh100-sxm-80gb")
+JOB = {"seq_len": 128, "global_batch": 16}
+
+
+class Machine:
+    """Runs trials of plans: those with a pipeline or a tensor axis are faster than predicted."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+        self.interrupted_at: int | None = None
+        self.broken: set[str] = set()
+        self.full: set[str] = set()
+
+    def __call__(self, run: Trialled, **_: Any) -> Measured:
+        if self.interrupted_at == len(self.tried):
+            raise KeyboardInterrupt
+        plan = document.read(Plan, run.folder / "plan.yaml")
+        self.tried.append(plan.digest)
+        if plan.digest in self.broken:
+            return Measured(ended="failed", seconds=1.0, why="no data")
+        if plan.digest in self.full:
+            return Measured(ended="out of memory", seconds=1.0)
+        step_s = 0.5 if plan.layout.tensor * plan.layout.pipeline > 1 else 1.0
+        return Measured(ended="ran", step_s=step_s, noise=0.005, steps=5, seconds=9.0)
+
+
+@functools.cache
+def searched(global_batch: int) -> tuple[Answer, tuple[Candidate, ...]]:
+    """Return what is planned, once for all tests."""
+    request = Request.of(
+        model_of(ASKED[0], seq_len=JOB["seq_len"]),
+        machine_of(ASKED[1], None),
+        seq_len=JOB["seq_len"],
+        global_batch=global_batch,
+        called=ASKED[1],
+        pins=read_pins(["compile=none", "loss=plain"]),
+    )
+    answer = search(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates_module, "VARIED", 0)
+        return answer, candidates_module.candidates(request, answer)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    made = Machine()
+    monkeypatch.setattr(tuning, "trial", made)
+    monkeypatch.setattr(tuning, "need_torch", lambda what: None)
+    monkeypatch.setattr(
+        tuning, "answer_to", lambda request, *_, **more: searched(request.job.global_batch)[0]
+    )
+    monkeypatch.setattr(
+        tuning, "_runnable", lambda request, *_: searched(request.job.global_batch)[1]
+    )
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def tuned(**more: Any) -> Tuned:
+    return tune(*ASKED, **{**JOB, **more})
+
+
+def test_the_answer_is_the_fastest_measured_and_its_plan_is_written(machine: Machine) -> None:
+    found = tuned(budget="4 trials")
+
+    layout = document.read(Plan, "plan.yaml").layout
+    assert layout == found.chosen.plan.layout
+    assert layout.tensor * layout.pipeline > 1
+    assert (found.first_s, found.step_s) == (1.0, 0.5)
+    assert len(machine.tried) == len(set(machine.tried)) == len(found.trials) <= 4
+    calibrated = document.read(Profile, "plan-trials/constants.yaml")
+    assert calibrated.calibration is not None
+    assert calibrated.calibration.runs == len(found.trials)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_loses_no_finished_trial_and_the_next_goes_on(
+    machine: Machine, at: int
+) -> None:
+    machine.interrupted_at = at
+    first = tuned(budget="3 trials")
+    assert "interrupted" in first.stopped
+    assert document.read(Plan, "plan.yaml").digest in machine.tried
+    machine.interrupted_at = None
+
+    found = tuned(budget="3 trials")
+
+    assert found.trials[:at] == first.trials
+    assert len(machine.tried) == len(set(machine.tried)) == 3
+    assert tuned(budget="3 trials").trials == found.trials  # nothing is left to do
+    assert len(machine.tried) == 3
+
+
+def test_a_line_that_was_cut_off_is_tried_again(machine: Machine) -> None:
+    tuned(budget="2 trials")
+    path = Path("plan-trials", FILE)
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[:40]}")
+
+    found = tuned(budget="2 trials")
+
+    assert len(found.trials) == 2
+    assert [json.loads(line)["trial"] for line in path.read_text().splitlines()] == [1, 2]
+    assert machine.tried[1] == machine.tried[2]
+
+
+def test_trials_of_another_job_are_refused(machine: Machine) -> None:
+    tuned(budget="1 trials")
+
+    with pytest.raises(DocumentError, match="another global_batch"):
+        tuned(budget="1 trials", global_batch=32)
+    assert len(read_trials(Path("plan-trials"))) == 1
+
+
+def test_a_failed_trial_is_not_made_again_and_tells_nothing(machine: Machine) -> None:
+    first = tuned(budget="1 trials", dry_run=True).candidates[0].plan.digest
+    machine.broken.add(first)
+
+    found = tuned(budget="3 trials")
+
+    assert machine.tried.count(first) == 1
+    assert [one.ended for one in found.trials] == ["failed", "ran", "ran"]
+    assert found.chosen.plan.digest != first
+
+
+def test_a_plan_out_of_memory_is_never_the_answer(machine: Machine) -> None:
+    first = tuned(dry_run=True).candidates[0].plan.digest
+    machine.full.add(first)
+
+    found = tuned(budget="2 trials")
+
+    assert [one.ended for one in found.trials] == ["out of memory", "ran"]
+    assert found.chosen.plan.digest == machine.tried[1]
+
+
+def test_a_machine_on_which_nothing_runs_is_an_error_with_the_reason(machine: Machine) -> None:
+    every = tuned(dry_run=True).candidates
+    machine.broken |= {one.plan.digest for one in every}
+
+    with pytest.raises(LaunchError, match="no data"):
+        tuned(budget="2 trials")
+
+
+def test_a_budget_of_time_ends_before_it_is_passed(machine: Machine) -> None:
+    found = tuned(budget="25s")
+
+    assert found.stopped == "the budget is used"
+    assert 0 < sum(one.seconds for one in found.trials) <= 25
+
+
+def test_a_dry_run_runs_nothing_and_writes_nothing(
+    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["tune", *(ASKED[0], "--cluster", ASKED[1]), "--seq-len", "128", "--global-batch", "16"]
+
+    assert cli.main([*words, "--dry-run"]) == 0
+
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 10
+    assert "device-minutes" in said
+    assert machine.tried == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_answer_has_ten_lines_and_the_same_as_json(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", *(ASKED[0], "--cluster", ASKED[1]), "--seq-len", "128", "--global-batch", "16"]
+    assert cli.main([*words, "--budget", "3 trials"]) == 0
+    said = capsys.readouterr().out
+
+    assert cli.main([*words, "--budget", "3 trials", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert len(said.splitlines()) <= 10
+    assert found["layout"] in " ".join(said.split())
+    assert found["step_time_s"] == 0.5
+    assert len(found["trials"]) == 3
+
+
+def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
+    with pytest.raises(DocumentError, match="say how megatron trains"):
+        tuned(backend="megatron")

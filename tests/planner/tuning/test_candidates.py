@@ -1,0 +1,47 @@
+"""Candidates are plans that may be faster than the one predicted fastest, of different kinds."""
+
+import pytest
+
+from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.requests.pins import read_pins
+from planner.requests.request import Request
+from planner.search.search import search
+from planner.tuning import candidates as module
+from planner.tuning.candidates import CHANCE, candidates
+
+
+def test_candidates_may_win_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VARIED", 1)
+    request = Request.of(
+        resolve_model("demo-4m"),
+        resolve_cluster("2xa100-sxm-80gb"),
+        seq_len=128,
+        global_batch=16,
+        pins=read_pins(["compile=none,loss=plain"]),
+    )
+    answer = search(request)
+
+    found = candidates(request, answer)
+
+    assert found[0].plan == answer.plan
+    assert len({one.plan.digest for one in found}) == len(found) > 3
+    chances = module._chances([one.option for one in found])
+    assert min(chances[1:]) >= CHANCE / 2  # among all of them at least CHANCE
+    assert len({one.option.family for one in found}) > 2
+    one = answer.plan
+    varied = list(module._variants(request.pins, one))
+    assert {pins.micro_batch for pins in varied} == {one.micro_batch // 2, None}  # 16 is too many
+    assert [pins.recompute for pins in varied if pins.micro_batch is None] == ["full"]
+    assert {pins.data for pins in varied} == {one.layout.data}
+
+
+def test_the_first_of_each_family_comes_before_the_second_of_any() -> None:
+    class Fake:
+        def __init__(self, family: str) -> None:
+            self.option = type("O", (), {"family": family})
+
+    every = [Fake(name) for name in "aabac"]
+
+    order = module._diverse(every, [0, 1, 2, 3, 4])  # type: ignore[arg-type]
+
+    assert "".join(every[at].option.family for at in order) == "abcaa"
