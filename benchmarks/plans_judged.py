@@ -276,7 +276,7 @@ REQUESTS = (
         global_batch=2048,
         stack="native",
         remark="FSDP inside groups of 128 and replicas of those, four samples a device: the usual "
-        "hybrid sharding. An expert would compare it with tp=4 pp=4, which takes 35.8 s.",
+        "hybrid sharding. An expert would compare it with tp=4 pp=4, which takes 36.4 s.",
     ),
     RemarkedRequest(
         model="llama-3.1-405b",
@@ -337,7 +337,7 @@ REQUESTS = (
         global_batch=15360,
         stack="megatron+deepep+cheap-recompute",
         remark="Four stages for DeepSeek's 16, paid for by recomputing most blocks whole; 16 "
-        "stages take 33.4 s and half of the memory, a tie in which we would take 16. Kernels that "
+        "stages take 33.8 s and half of the memory, a tie in which we would take 16. Kernels that "
         "send a token once to a node let groups of 32 span four nodes.",
     ),
 )

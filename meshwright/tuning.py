@@ -16,12 +16,19 @@ import datetime
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.calibration import ANY_MODEL
 from meshwright.commands import answer_to
-from meshwright.inputs import machine_of, model_of, need_torch, profile_for
+from meshwright.inputs import (
+    is_plan,
+    machine_of,
+    model_of,
+    need_torch,
+    plan_model,
+    profile_for,
+)
 from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
 from planner.documents import document
 from planner.documents.cluster import Precision
@@ -152,6 +159,8 @@ def tune(
 ) -> Tuned:
     """Measure what prediction cannot tell apart, and return the plan that is fastest measured.
 
+    `model` may be a plan, as `meshwright.plan` saves one of a script's own module: its job and
+    training settings are kept.
     Trials go on until no other plan is more than 2 % faster with 95 % probability, or `budget`
     (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
     {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
@@ -162,29 +171,46 @@ def tune(
     Raises LaunchError where no plan of the space ran.
     """
     allowed = Budget(trials=DEFAULT_TRIALS) if budget is None else Budget.read(budget)
-    if run is None and base_of(backend) != "native":
-        raise DocumentError(
-            "run", f"is missing; say how {backend} trains, as in --run 'torchrun ... {{config}}'"
-        )
     started = time.process_time()
-    graph = model_of(model, seq_len=seq_len)
-    measured = profile_for(graph, profile)
-    request = Request.of(
-        graph,
-        machine_of(cluster, measured),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        pins=read_pins(fix, allow),
-        profile=measured,
-        stack=backend,
-        called=cluster,
-        fit_probability=SURE_TO_FIT,
-    )
+    mine = document.read(Plan, model) if is_plan(model) else None
+    if mine is None:
+        graph = model_of(model, seq_len=seq_len)
+        measured = profile_for(graph, profile)
+        request = Request.of(
+            graph,
+            machine_of(cluster, measured),
+            seq_len=seq_len,
+            global_batch=global_batch,
+            precision=precision,
+            pins=read_pins(fix, allow),
+            profile=measured,
+            stack=backend,
+            called=cluster,
+            fit_probability=SURE_TO_FIT,
+        )
+    else:
+        _refuse_job(seq_len=seq_len, global_batch=global_batch, precision=precision)
+        graph = plan_model(mine, model)
+        measured = profile_for(graph, profile)
+        request = replace(
+            Request.of_plan(mine, graph, machine_of(cluster, measured), measured),
+            pins=read_pins(fix, allow),
+            called=cluster,
+            fit_probability=SURE_TO_FIT,
+        )
+    if run is None and base_of(request.stack.name) != "native":
+        raise DocumentError(
+            "run",
+            f"is missing; say how {request.stack.name} trains, as in --run 'torchrun ... "
+            "{config}'",
+        )
     answer = answer_to(request, "simplest", progress=progress)
     tuning = Tuning(
         request=request,
-        candidates=_runnable(request, answer, run, progress),
+        candidates=tuple(
+            one if mine is None else _trained_as(one, mine)
+            for one in _runnable(request, answer, run, progress)
+        ),
         folder=Path(trials) if trials else _folder(output),
         output=output,
         budget=allowed,
@@ -199,6 +225,18 @@ def tune(
         need_torch("launching a trial")
     with signals_interrupt():
         return tuning.done()
+
+
+def _refuse_job(**asked: object) -> None:
+    """Refuse what a plan says already."""
+    given = [name.replace("_", "-") for name, value in asked.items() if value is not None]
+    if given:
+        raise DocumentError(given[0], "a plan has its job already; give a model instead")
+
+
+def _trained_as(one: Candidate, mine: Plan) -> Candidate:
+    """Return a candidate with the settings of training that a plan has."""
+    return replace(one, plan=one.plan.model_copy(update={"training": mine.training}))
 
 
 def _folder(output: str) -> Path:

@@ -66,6 +66,22 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert (ROOT / included).is_file()
 
 
+def test_files_of_the_planner_that_pages_and_sources_name_are_there() -> None:
+    """Decisions and the changelog tell of what was; paths of other projects start otherwise."""
+    said = [page for page in PAGES if not {"decisions", "CHANGELOG.md"} & {*page.parts}]
+    said += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "planner").glob("catalog/**/*.yaml")]
+    named = r"(?<![\w/.])(?:planner|meshwright|profiler)/[\w/.@-]+\.(?:py|yaml|mjs|html)\b"
+
+    gone = {
+        f"{file.relative_to(ROOT)}: {path}"
+        for file in said
+        for path in re.findall(named, file.read_text())
+        if not (ROOT / path).exists() and "NAME" not in path
+    }
+
+    assert gone == set()
+
+
 def test_the_site_has_every_page_once() -> None:
     def pages(part: Any) -> Iterator[str]:
         if isinstance(part, str):

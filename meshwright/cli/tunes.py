@@ -16,7 +16,6 @@ from meshwright.options import (
     Explain,
     GlobalBatch,
     Json,
-    ModelArgument,
     PrecisionOption,
     ProfileOption,
     SeqLen,
@@ -26,7 +25,10 @@ from planner.errors import DocumentError
 
 
 def tune(
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are kept"),
+    ],
     cluster: ClusterOption = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
@@ -107,7 +109,16 @@ def tune(
     if json:
         print(as_json(tuned_json(found)))
         return
-    then = "the same without --dry-run" if dry_run else f"meshwright launch {output}"
+    then = "the same without --dry-run" if dry_run else _then(run, output)
     said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
     for part in tuned_parts(found, said, explain=explain):
         out.print(part)
+
+
+def _then(run: str | None, output: str) -> str:
+    """Return what trains by the plan: as its trials ran."""
+    if run is None:
+        return f"meshwright launch {output}"
+    if "{config}" in run:
+        return f"meshwright export {output} -o CONFIG"
+    return run.replace("{plan}", output).replace("{output}", "runs/tuned")

@@ -15,6 +15,7 @@ from meshwright.tuning import Tuned, tune
 from planner.documents import document
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
+from planner.documents.training import Training
 from planner.errors import DocumentError, LaunchError
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
@@ -202,6 +203,21 @@ def test_the_answer_has_ten_lines_and_the_same_as_json(
     assert found["layout"] in " ".join(said.split())
     assert found["step_time_s"] == 0.5
     assert len(found["trials"]) == 3
+
+
+def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None:
+    mine = tuned(dry_run=True).chosen.plan.model_copy(
+        update={"training": Training().changed(["learning_rate=0.5"])}
+    )
+    document.write(mine, "mine.yaml")
+
+    found = tune("mine.yaml", ASKED[1], budget="2 trials", output="best.yaml")
+
+    assert len(found.trials) == 2
+    best = document.read(Plan, "best.yaml")
+    assert (best.job, best.training) == (mine.job, mine.training)
+    with pytest.raises(DocumentError, match="job already"):
+        tune("mine.yaml", ASKED[1], seq_len=64)
 
 
 def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
