@@ -161,7 +161,9 @@ def trial(
     `best_s` is the step of the best plan so far; `told` hears how many steps are timed.
     """
     started = time.monotonic()
-    folder_within(run.folder.parent, run.folder.name)
+    # An earlier attempt that was killed may have left its own.
+    folder_within(run.folder.parent, run.folder.name, emptied_of=metrics_file(run.folder).name)
+    folder_within(run.folder, "ranks", emptied_of="rank-*")
     ended: Ended | None = None
     with opened(run.folder / LOG, within=run.folder) as log:
         try:

@@ -54,6 +54,14 @@ DEFAULT_TRIALS = 8
 CONSTANTS_FILE = "constants.yaml"
 LONGEST_START_S = 600.0
 """Of a trial, before its first step, after which it is given up."""
+SUFFIXES = {
+    "accelerate": ".yaml",
+    "deepspeed": ".json",
+    "fsdp": ".py",
+    "megatron": ".args",
+    "torchtitan": ".py",
+}
+"""Of configurations, as their frameworks read them."""
 PATIENCE = 5.0
 """Times its believed seconds after which a trial is ended."""
 Told = Callable[[str], None]
@@ -464,7 +472,8 @@ class Tuning:
         if self.run is None:
             words = launch_words(path, folder, self.options)
             return Trialled(words=words, folder=folder, ranks=plan.mesh.devices, work=work)
-        base, config = base_of(request.stack.name), folder / "config"
+        base = base_of(request.stack.name)
+        config = folder / f"config{SUFFIXES.get(base, '')}"
         if "{config}" in self.run and base != "native":
             text = configuration(plan, request.model, base, request.cluster)
             document.write_text(text, config)

@@ -11,6 +11,14 @@ from meshwright.trials import Trialled, timed, trial, words_of
 from planner.documents.plan import Job
 from planner.errors import DocumentError
 from planner.formats.logs import Said, Work, megatron
+from runtime.run import (
+    Failure,
+    StepRecord,
+    append_record,
+    failure_file,
+    metrics_file,
+    write_json,
+)
 
 LINE = "' iteration %d/9999 | elapsed time per iteration (ms): %.1f |' % (n, ms)"
 
@@ -82,6 +90,27 @@ def test_a_child_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
     pid = int((tmp_path / "pid").read_text())
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z" or os.getpid() == pid
+
+
+def test_what_a_killed_attempt_left_behind_tells_nothing(tmp_path: Path) -> None:
+    """Its steps and its lack of memory are not those of the attempt that is watched now."""
+    folder = tmp_path / "01"
+    (folder / "ranks").mkdir(parents=True)
+    record = StepRecord(step=1, loss=1.0, grad_norm=1.0, step_s=0.25, epoch=0)
+    for _ in range(8):
+        append_record(record, metrics_file(folder))
+    failure = Failure(rank=0, kind="OutOfMemoryError", message="", at_unix_s=1.0)
+    write_json(failure, failure_file(folder, 0))
+    one = Trialled(
+        words=(sys.executable, "-S", "-c", "raise SystemExit('no data')"),
+        folder=folder,
+        ranks=1,
+        work=Work(job=Job(seq_len=8, global_batch=8), devices=1),
+    )
+
+    found = trial(one, best_s=None, most_s=20.0)
+
+    assert (found.ended, found.why) == ("failed", "no data")
 
 
 def test_steps_told_as_a_mean_of_several_count_for_the_warm_up() -> None:

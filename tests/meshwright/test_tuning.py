@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,34 @@ def test_a_plan_is_tuned_with_its_own_job_and_training(machine: Machine) -> None
     assert (best.job, best.training) == (mine.job, mine.training)
     with pytest.raises(DocumentError, match="job already"):
         tune("mine.yaml", ASKED[1], seq_len=64)
+
+
+def test_a_template_gets_the_configuration_of_its_framework(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole way of another framework: written, run, its log read."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys\n"
+        "micro = open(sys.argv[1]).read().partition('--micro-batch-size ')[2].split()[0]\n"
+        "for n in range(1, 9):\n"
+        "    print(f' iteration {n}/9 | elapsed time per iteration (ms): {500 / int(micro)} |')\n"
+    )
+
+    found = tune(
+        "demo-4m",
+        "2xh100-sxm-80gb",
+        backend="megatron",
+        run=f"{sys.executable} -S train.py {{config}}",
+        budget="3 trials",
+        **JOB,
+    )
+
+    assert {one.ended for one in found.trials} <= {"ran", "slower"}
+    steps_s = [one.step_s for one in found.trials if one.step_s is not None]
+    assert found.step_s == min(steps_s)
+    assert found.step_s == pytest.approx(0.5 / found.chosen.plan.micro_batch)
+    assert "--micro-batch-size" in Path("plan-trials/01/config.args").read_text()
 
 
 def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
