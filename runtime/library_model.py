@@ -28,8 +28,9 @@ from runtime.language_model import inputs_and_targets
 from runtime.learning_rate import learning_rate
 from runtime.optimizer import adamw
 from runtime.own_model import OwnModel
-from runtime.script_model import SAMPLES, script_model
+from runtime.script_model import MOST_CHECKED, SAMPLES, script_model
 from runtime.torch_optimizers import Group
+from runtime.trial import copied
 
 
 def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
@@ -92,6 +93,7 @@ class LibraryModel(OwnModel):
             device=device,
         )
         self.counts = plan.seq_len
+        _refuse_sight_of_targets(self._module, self._config, tokens[:1])
 
     @staticmethod
     def loss(outputs: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -174,6 +176,25 @@ def _built(config: Any, weights: Path | None = None) -> nn.Module:
         made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     module: nn.Module = made.train()
     return module
+
+
+@torch.no_grad()
+def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> None:
+    """Refuse a model whose results change with later tokens: it would see what it is to predict.
+
+    A module that is too large for a trial is not tried.
+    """
+    if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
+        return
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % config.vocab_size
+    tried = copied(module).eval()
+    first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
+    if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
+        raise LaunchError(
+            f"{config.model_type}: its results change with the tokens behind them, which it is to "
+            "predict; set what makes it causal in its config.json (is_decoder: true)"
+        )
 
 
 def _inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:

@@ -251,7 +251,10 @@ class _Tried:
 def _same(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
-    return one.shape == other.shape and torch.allclose(
+    if one.shape != other.shape:
+        return False
+    # Equal as a rule, which is told in a tenth of the time.
+    return torch.equal(one, other) or torch.allclose(
         one, other, rtol=1e-4, atol=1e-6, equal_nan=True
     )
 

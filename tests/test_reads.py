@@ -71,6 +71,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/conversations.py", "from_pretrained"): "tokenizer/tokenizer.json",
     ("runtime/conversations.py", "read_bytes"): "tokenizer/tokenizer.json",
     ("runtime/library_families.py", "from_pretrained"): "saved/config.json",
+    ("runtime/library_model.py", "from_pretrained"): "saved/config.json",
     ("runtime/published.py", "safe_open"): "weights/model.safetensors",
     ("runtime/script_state.py", "torch.load"): "saved/user-00000.pt",
     ("runtime/tensor_files.py", "torch.load"): "saved/user-00000.pt",

@@ -135,6 +135,7 @@ def test_an_attack_sees_a_closed_form_bound_that_is_too_high() -> None:
     assert outcome.closed_form_hits
 
 
+@pytest.mark.matrix
 def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
     answer = attack_on("gpt2-xl-4090").answer
     true = answer.prediction

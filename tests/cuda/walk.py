@@ -276,6 +276,10 @@ PATHS: dict[str, Path] = {
 }
 
 COVERED = (
+    "one device, fp16",
+    "profile: layers in fp16",
+    "profile: layers in fp32",
+    "profile: data parallelism in fp32",
     "compiled, zero 3",
     "offloaded optimizer",
     "compressed activations",

@@ -175,7 +175,7 @@ def trained(kind: str, layout: dict[str, Any], folder: Path | None = None) -> Ru
     return losses, engine.state_dict(), seen
 
 
-SOME, OTHERS = ("fused", "t5"), ("torch", "reshaped", "grouped", "convolutions")
+SOME, OTHERS = ("fused",), ("t5", "torch", "reshaped", "grouped", "convolutions")
 V = {"pipeline": 2, "virtual_stages": 2, "schedule": "zbv"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tensor": (2, {"tensor": 2, "micro_batches": 2}, SOME),

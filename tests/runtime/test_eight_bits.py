@@ -166,6 +166,7 @@ def all_losses() -> list[list[float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_training_in_eight_bits_stays_beside_sixteen() -> None:
     """One batch, learnt by heart: the losses are close all the way down, and not the same."""
     sixteen, *narrow = on_ranks(1, all_losses)[0]

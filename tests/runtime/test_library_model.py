@@ -174,6 +174,21 @@ def test_what_a_recorded_model_cannot_be_is_refused(
         assert not supported(cases.plan(model, **layout), model)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(causal: bool, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(
+        "roberta", **SIZES, intermediate_size=64, is_decoder=causal
+    ).save_pretrained(tmp_path)
+    model = graph_of_library(f"{tmp_path}:recorded", seq_len=cases.SEQ_LEN)
+    plan = cases.plan(model)
+
+    if causal:
+        assert token_engine(plan, model, device=CPU).step(cases.global_tokens(0)).loss > 0
+        return
+    with pytest.raises(LaunchError, match="roberta: its results change with the tokens behind"):
+        token_engine(plan, model, device=CPU)
+
+
 def test_documents_are_refused(folder: Path) -> None:
     model = graph("gpt_neox", folder)
 

@@ -139,6 +139,7 @@ SOME = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", some_and_others(ROWS, SOME))
+@pytest.mark.matrix
 def test_every_plan_trains_adapters_like_one_process(names: list[str]) -> None:
     rows = [(name, plan(graph(name), **ROWS[name][2]), graph(name)) for name in names]
     alone_of = {name: train_all([(name, plan(graph(name)), graph(name))])[0][0] for name in names}

@@ -94,6 +94,7 @@ def test_every_micro_batch_holds_what_the_second_does() -> None:
         ("mixtral", {}, {"context": 2, "zero": 1, "precision": "bf16"}),
     ],
 )
+@pytest.mark.matrix
 def test_a_rehearsed_rank_peaks_where_a_real_one_does(
     family: str, figures: dict[str, int], layout: dict[str, Any]
 ) -> None:
