@@ -79,7 +79,7 @@ def _measured(found: Tuned) -> Iterator[Fact]:
         text=f"{100 * found.tuner.sure:.0f} % that no other plan is more than 2 % faster",
     )
     moved = [
-        f"{CONSTANTS[one.name].what} {100 * (2.718281828**one.mean - 1):+.0f} %"
+        f"{CONSTANTS[one.name].what} x {math.exp(one.mean):.2g}"
         for one in sorted(found.tuner.posterior.constants, key=lambda one: -abs(one.mean))
         if abs(one.mean) > max(MOVED, SURELY * one.spread)
     ]
