@@ -99,7 +99,8 @@ def test_paths_of_parts_that_others_walk_end_in_order(device: Path) -> None:
     assert set(rows) == set(COVERED)
     for name, row in rows.items():
         assert (name, row["failed"], row["races"]) == (name, None, {})
-        assert row["syncs"] == expected(name), name
+        if not name.startswith("profile: "):
+            assert row["syncs"] == expected(name), name
         if name in PRODUCTS:
             assert row["products"]["mm"] == [PRODUCTS[name]], name
 
