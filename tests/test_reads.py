@@ -62,6 +62,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/user_code.py", "read_bytes"): PROGRAM,
     ("meshwright/jobs.py", "read_bytes"): PROGRAM,
+    ("meshwright/trials.py", "open"): OURS,
     ("runtime/records.py", "open"): "rows.jsonl",
     ("runtime/data.py", "open"): "rows.jsonl",
     ("runtime/data.py", "np.load"): "corpus.json",
