@@ -23,7 +23,7 @@ from planner.solver import inner
 from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.orders import orders
-from planner.solver.instance import Option, Solution, Stage
+from planner.solver.instance import Option, Solution, StageLimits
 from planner.solver.solve import solve
 
 STAGES, MICROBATCHES, ROOM = 8, 32, 0.8
@@ -84,7 +84,7 @@ class Drawing:
             options={name: ways(*cost[:3]) for name, cost in self.costs.items()},
             output_s={name: cost[3] / 25e9 for name, cost in self.costs.items()},
             stages=tuple(
-                Stage(capacity_bytes=capacity, in_flight=min(MICROBATCHES, STAGES - s))
+                StageLimits(capacity_bytes=capacity, in_flight=min(MICROBATCHES, STAGES - s))
                 for s in range(STAGES)
             ),
             steady=MICROBATCHES - 1,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from planner.solver import ilp
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, StageLimits
 
 Kind = tuple[Option, ...]
 
@@ -77,7 +77,9 @@ def one_f_one_b(
         layers=tuple(layers),
         kinds=tuple(kinds),
         stages=tuple(
-            Stage(capacity_bytes=capacity, in_flight=min(microbatches, depth - s), exposed_s=2e-4)
+            StageLimits(
+                capacity_bytes=capacity, in_flight=min(microbatches, depth - s), exposed_s=2e-4
+            )
             for s in range(depth)
         ),
         steady=microbatches - 1,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.accuracy.scores.validate import ScoredRow, validate
-from planner.tuning.options import Option
+from planner.tuning.options import TrialOption
 from planner.tuning.tuner import ENOUGH, NEAR, Outcome, Tuner
 
 AFTER = (0, 1, 3, 5, 8)
@@ -43,7 +43,7 @@ class Sweep:
 
     source: str
     name: str
-    options: tuple[Option, ...]
+    options: tuple[TrialOption, ...]
     steps_s: tuple[tuple[float, ...], ...]
     """[option] Measured seconds of each repeat; empty: out of memory."""
     ratios: tuple[float | None, ...]
@@ -96,12 +96,12 @@ def _sweep(source: str, name: str, layouts: Sequence[Sequence[ScoredRow]]) -> Sw
     )
 
 
-def _option(row: ScoredRow) -> Option:
+def _option(row: ScoredRow) -> TrialOption:
     setup, prediction = row.setup, row.prediction
     assert setup is not None
     assert prediction is not None
     cluster, stack = setup.request.cluster, setup.request.stack
-    return Option(
+    return TrialOption(
         layout=setup.layout,
         kept=f"{setup.recompute} {setup.activations}",
         step_s=prediction.step_time_s,

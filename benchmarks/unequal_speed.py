@@ -25,7 +25,7 @@ from planner.solver.graph_instance import (
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Instance, Solution, Stage
+from planner.solver.instance import Instance, Solution, StageLimits
 from planner.solver.solve import solve
 
 # Stages on fast devices, on slow ones, micro-batches.
@@ -46,7 +46,7 @@ def problem(fast: int, slow: int, microbatches: int) -> GraphInstance:
             layers=(0, *[1] * 32, 2),
             kinds=kinds,
             stages=tuple(
-                Stage(
+                StageLimits(
                     capacity_bytes=capacity_bytes * share,
                     in_flight=float(min(microbatches, depth - s)),
                     time_scale=time_scale,

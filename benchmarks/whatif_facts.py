@@ -20,11 +20,11 @@ from benchmarks.whole_trainings import causal, model_flops
 from planner.catalog.expressions import resolve_model
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.study import Study
 
 
-def outcome_of(row: Mapping[str, str]) -> Outcome:
+def outcome_of(row: Mapping[str, str]) -> CandidateOutcome:
     """Return what what-if says of a row."""
     said = Study.of(
         {
@@ -46,7 +46,7 @@ def outcome_of(row: Mapping[str, str]) -> Outcome:
 
 
 def published_and_ours(
-    row: Mapping[str, str], outcome: Outcome
+    row: Mapping[str, str], outcome: CandidateOutcome
 ) -> tuple[float, tuple[float, float, float]]:
     """Return a published figure and ours with its range, in device-hours or seconds of a step."""
     value, devices = float(row["value"]), outcome.devices

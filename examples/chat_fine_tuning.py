@@ -36,7 +36,7 @@ from meshwright.cli import main
 from runtime import lora
 from runtime.initialize import seed_of
 from runtime.launch import launch
-from runtime.run import Run
+from runtime.run import LaunchRun
 
 STEPS, LENGTH, SAMPLES = 3, 96, 8
 PLANS = {
@@ -112,7 +112,7 @@ def with_meshwright(folder: Path, name: str, output: Path) -> dict[str, Any]:
         raise SystemExit(1)
     launch(
         plan,
-        Run(
+        LaunchRun(
             data=folder / "chat.jsonl",
             weights=folder,
             steps=STEPS,

@@ -345,7 +345,7 @@ def _with_caveats(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class PredictedPlan:
     """A prediction, and of what it is."""
 
     model: str
@@ -391,7 +391,7 @@ def priced(
     precision: Precision | None = None,
     profile: str | None = None,
     backend: str = "native",
-) -> Priced:
+) -> PredictedPlan:
     """Predict as `predict` does, and say for which model, cluster and job."""
     if is_plan(model_or_plan):
         wanted = document.read(Plan, model_or_plan)
@@ -400,7 +400,7 @@ def priced(
         if backend != "native":
             raise DocumentError("backend", "a plan has its backend already; give a model instead")
         found = of_plan(wanted, cluster, profile, path=model_or_plan)
-        return Priced(
+        return PredictedPlan(
             model=wanted.model.name,
             cluster=cluster or wanted.cluster,
             job=wanted.job,
@@ -440,7 +440,7 @@ def priced(
         if reason is not None:
             raise DocumentError("layout", f"{wanted_layout.text()}: {reason}")
         said = layout_prediction(request, wanted_layout).noted(*notes)
-    return Priced(model=graph.name, cluster=cluster, job=request.job, prediction=said)
+    return PredictedPlan(model=graph.name, cluster=cluster, job=request.job, prediction=said)
 
 
 def _refuse_other_layers(request: Request) -> None:
@@ -708,20 +708,20 @@ def _searched_again(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class SolvedProblem:
     """A partition problem and its best split, or why there is none."""
 
     problem: Problem
     result: GraphSolution | Infeasible | Fathomed | Unfinished
 
 
-def solve(problem: str, *, solver: str = "exact") -> Solved:
+def solve(problem: str, *, solver: str = "exact") -> SolvedProblem:
     """Solve a bare partition problem; docs/problem.md has its format."""
     stated = document.read(Problem, problem)
     if solver == "exact":
-        return Solved(problem=stated, result=solve_exactly(stated.graph()))
+        return SolvedProblem(problem=stated, result=solve_exactly(stated.graph()))
     if solver == "ilp":
-        return Solved(problem=stated, result=solve_by_program(stated.graph()))
+        return SolvedProblem(problem=stated, result=solve_by_program(stated.graph()))
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
 
 

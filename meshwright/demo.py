@@ -19,7 +19,7 @@ from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 from planner.report.text import time_text
 from planner.search.answer import Answer
-from runtime.run import Run
+from runtime.run import LaunchRun
 
 MODEL, CLUSTER = "demo-4m", "local:2"
 SEQ_LEN, GLOBAL_BATCH, STEPS = 128, 16, 30
@@ -63,7 +63,7 @@ def _demonstrate() -> None:
     out.print(f"-> {plan}")
 
     out.rule("3. launch: train by the plan on Python's own sources")
-    run = launches.launch(plan, Run(steps=STEPS, output=FOLDER / "run"), profile=profile)
+    run = launches.launch(plan, LaunchRun(steps=STEPS, output=FOLDER / "run"), profile=profile)
     assert isinstance(run, launches.Launched)
     losses = run.report.losses
     shown = [losses[i] for i in range(0, len(losses), max(1, len(losses) // 6))]

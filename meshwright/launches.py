@@ -25,7 +25,7 @@ from planner.stacks.native import caveat
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import steps_between_checkpoints
 from planner.whatif.study import Failures
-from runtime.run import HERE, Run, Where
+from runtime.run import HERE, LaunchRun, Where
 
 LONG_RUN_HOURS = 1.0
 """A run that is predicted to take longer is saved on its way, if it is saved at all."""
@@ -48,7 +48,7 @@ class Launched:
 
 def launch(
     plan_path: str,
-    run: Run,
+    run: LaunchRun,
     where: Where = HERE,
     *,
     replan: bool = False,
@@ -77,7 +77,7 @@ def launch(
     from runtime.launch import RankLost  # noqa: PLC0415 - the runtime
 
     node_rank = where.node_rank()
-    fit = Fit.of(plan_path, profile)
+    fit = LaunchablePlan.of(plan_path, profile)
     if not dry_run:
         fit = fit.with_code(trusted=trust_code)
     elif not trust_code:
@@ -99,7 +99,7 @@ def launch(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class LaunchablePlan:
     """A plan, its model, and the machine that it is for."""
 
     path: str
@@ -109,7 +109,7 @@ class Fit:
     measured: Profiles
 
     @classmethod
-    def of(cls, path: str, profile: str | None) -> Fit:
+    def of(cls, path: str, profile: str | None) -> LaunchablePlan:
         """Read a plan with what it names."""
         plan = document.read(Plan, path)
         graph = plan_model(plan, path)
@@ -118,7 +118,7 @@ class Fit:
         machine = machine_of(plan.cluster, measured)
         return cls(path=path, plan=plan, graph=graph, machine=machine, measured=measured)
 
-    def with_code(self, *, trusted: bool) -> Fit:
+    def with_code(self, *, trusted: bool) -> LaunchablePlan:
         """Run the user's file if the model is one; it must still make what was planned."""
         if not is_factory(self.plan.model.source):
             return self
@@ -142,7 +142,7 @@ class Fit:
         here: int = cuda_devices()
         return here if 0 < here < self.plan.mesh.devices else None
 
-    def again(self, left: int, run: Run, *, quiet: bool) -> Fit:
+    def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
         """Return the same training planned for what is left."""
         from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
 
@@ -174,7 +174,7 @@ def _refuse_foreign(wanted: Plan, path: str) -> None:
 
 
 def _launched(
-    fit: Fit, run: Run, node_rank: NodeRank, *, dry_run: bool, quiet: bool
+    fit: LaunchablePlan, run: LaunchRun, node_rank: NodeRank, *, dry_run: bool, quiet: bool
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
@@ -224,8 +224,8 @@ def _launched(
 
 
 def with_interval(
-    run: Run, *, step_s: float, parameters: int, devices: int, quiet: bool = False
-) -> Run:
+    run: LaunchRun, *, step_s: float, parameters: int, devices: int, quiet: bool = False
+) -> LaunchRun:
     """Return a run of over an hour with the interval of checkpoints at which the least is lost."""
     hours = run.steps * step_s / SECONDS_PER_HOUR
     if hours <= LONG_RUN_HOURS:
@@ -248,7 +248,7 @@ def with_interval(
 
 
 def _submitted(
-    plan_path: str, run: Run, where: Where, more: Mapping[str, object], *, dry_run: bool
+    plan_path: str, run: LaunchRun, where: Where, more: Mapping[str, object], *, dry_run: bool
 ) -> Submission:
     """Write the job that launches a plan with these options on all its nodes."""
     from meshwright.jobs import Command, submit  # noqa: PLC0415 - one way to launch needs it

@@ -39,7 +39,7 @@ class Solver(StrEnum):
     ILP = "ilp"
 
 
-class Proven(StrEnum):
+class ProofLevel(StrEnum):
     """How far the proof in simulated time is followed."""
 
     USUAL = "usual"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from planner.documents import document
 from planner.errors import DocumentError, LaunchError
-from planner.formats.logs import Reader, Said, Work, out_of_memory
+from planner.formats.logs import LoggedWork, Reader, Said, out_of_memory
 from planner.process.guarded_files import folder_within, opened
 from planner.tuning.record import Ended
 from runtime.report import WARM_UP_STEPS
@@ -65,7 +65,7 @@ class Trialled:
     words: tuple[str, ...]
     folder: Path
     ranks: int
-    work: Work
+    work: LoggedWork
     reader: Reader | None = None
     """Of what it prints; None: it writes our own metrics."""
 

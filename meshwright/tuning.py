@@ -38,12 +38,12 @@ from planner.documents.stack import base_of
 from planner.documents.units import duration_s, whole_number
 from planner.errors import DocumentError, LaunchError
 from planner.formats.configuration import configuration
-from planner.formats.logs import READERS, Work
+from planner.formats.logs import READERS, LoggedWork
 from planner.process.guarded_files import folder_within
 from planner.requests.pins import read_pins
 from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Answer, Progress
-from planner.tuning.candidates import Candidate, candidates
+from planner.tuning.candidates import TrialCandidate, candidates
 from planner.tuning.constants import calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
 from planner.tuning.tuner import START_S, Outcome, Tuner
@@ -68,14 +68,14 @@ Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class TrialBudget:
     """What trials may take."""
 
     trials: int | None = None
     seconds: float | None = None
 
     @classmethod
-    def read(cls, text: str) -> Budget:
+    def read(cls, text: str) -> TrialBudget:
         """Read `8 trials` or a duration.
 
         >>> Budget.read("8 trials").trials, Budget.read("20min").seconds
@@ -102,7 +102,7 @@ class Budget:
 class Tuned:
     """What trials came to."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TrialCandidate, ...]
     trials: tuple[Trial, ...]
     tuner: Tuner
     devices: int
@@ -116,7 +116,7 @@ class Tuned:
     """What a dry run would try, as far as that can be told before the first trial."""
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> TrialCandidate:
         """The answer."""
         return self.candidates[self.tuner.answer]
 
@@ -178,7 +178,7 @@ def tune(
 
     Raises LaunchError where no plan of the space ran.
     """
-    allowed = Budget(trials=DEFAULT_TRIALS) if budget is None else Budget.read(budget)
+    allowed = TrialBudget(trials=DEFAULT_TRIALS) if budget is None else TrialBudget.read(budget)
     started = time.process_time()
     mine = document.read(Plan, model) if is_plan(model) else None
     if mine is None:
@@ -242,7 +242,7 @@ def _refuse_job(**asked: object) -> None:
         raise DocumentError(given[0], "a plan has its job already; give a model instead")
 
 
-def _trained_as(one: Candidate, mine: Plan) -> Candidate:
+def _trained_as(one: TrialCandidate, mine: Plan) -> TrialCandidate:
     """Return a candidate with the settings of training that a plan has."""
     return replace(one, plan=one.plan.model_copy(update={"training": mine.training}))
 
@@ -271,7 +271,7 @@ def _options(data: str | None, tokenizer: str | None, *, trust_code: bool) -> tu
 
 def _runnable(
     request: Request, answer: Answer, run: str | None, progress: Progress | None
-) -> tuple[Candidate, ...]:
+) -> tuple[TrialCandidate, ...]:
     """Return the candidates, of another framework those that its configuration can say."""
     every = candidates(request, answer, progress)
     if run is None or "{config}" not in run:
@@ -293,10 +293,10 @@ class Tuning:
     """Trials as they are asked for."""
 
     request: Request
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TrialCandidate, ...]
     folder: Path
     output: str
-    budget: Budget
+    budget: TrialBudget
     run: str | None
     options: tuple[str, ...]
     told: Told
@@ -445,7 +445,7 @@ class Tuning:
             }
         )
 
-    def _trial(self, number: int, one: Candidate, believed_s: float, seen: Measured) -> Trial:
+    def _trial(self, number: int, one: TrialCandidate, believed_s: float, seen: Measured) -> Trial:
         ratio = seen.peak_bytes / one.peak_bytes if seen.peak_bytes and one.peak_bytes else None
         return Trial(
             trial=number,
@@ -467,7 +467,7 @@ class Tuning:
     def _command(self, folder: Path, plan: Plan) -> Trialled:
         """Write a trial's files, and return what runs it."""
         request, path = self.request, folder / "plan.yaml"
-        work = Work(job=request.job, devices=plan.mesh.devices)
+        work = LoggedWork(job=request.job, devices=plan.mesh.devices)
         document.write(plan, path)
         if self.run is None:
             words = launch_words(path, folder, self.options)

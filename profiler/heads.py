@@ -17,7 +17,7 @@ from planner.documents.profile import ChunkedLoss, LayerMeasurement
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock
 from profiler.layer_bytes import bytes_of, least, looks_at
-from profiler.layers import Samples, in_step, measurement, of_all_ranks
+from profiler.layers import LayerSamples, in_step, measurement, of_all_ranks
 from runtime.adapter import HEAD, TOKENS
 from runtime.chunked_loss import in_chunks
 
@@ -45,7 +45,7 @@ def heads(chains: Sequence[Chain], wanted: Sequence[HeadCase]) -> list[LayerMeas
 
 
 def _head(chain: Chain, wanted: HeadCase) -> LayerMeasurement:
-    clock, found = Clock(chain.device), Samples()
+    clock, found = Clock(chain.device), LayerSamples()
     chain.gradients_exist()
     tokens, targets = chain.batch(wanted.micro_batch)
     hidden = _before_head(chain, tokens)

@@ -23,7 +23,7 @@ DIVIDED_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
+class MeasuredLayerBytes:
     """What one layer holds, under one case."""
 
     stored: int
@@ -31,12 +31,12 @@ class Bytes:
     backward_transient: int
 
 
-def layer_bytes(chain: Chain, case: Case) -> dict[str, Bytes]:
+def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
     """Return what each layer of a chain stores and needs beside that for one micro-batch."""
     chain.gradients_exist()
     tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case)
-    result: dict[str, Bytes] = {}
+    result: dict[str, MeasuredLayerBytes] = {}
     held = {TOKENS: tokens}
     measured: dict[str, int] = {}
     done = chain.done_after()
@@ -68,10 +68,10 @@ def looks_at(chain: Chain) -> int:
     return 1 if chain.division.ranks == 1 else DIVIDED_LOOKS
 
 
-def least(every: Iterable[Bytes]) -> Bytes:
+def least(every: Iterable[MeasuredLayerBytes]) -> MeasuredLayerBytes:
     """Return the least of each."""
     seen = list(every)
-    return Bytes(
+    return MeasuredLayerBytes(
         stored=min(held.stored for held in seen),
         forward_transient=min(held.forward_transient for held in seen),
         backward_transient=min(held.backward_transient for held in seen),
@@ -80,7 +80,7 @@ def least(every: Iterable[Bytes]) -> Bytes:
 
 def bytes_of(
     layer: nn.Module, values: Sequence[Tensor], loss: Callable[..., Tensor] | None
-) -> tuple[Bytes, Tensor]:
+) -> tuple[MeasuredLayerBytes, Tensor]:
     """Run one layer forward and backward by itself; return its bytes and its output's value."""
     gc.collect()
     with LiveMemory(existing=values) as live:
@@ -121,7 +121,7 @@ def bytes_of(
     forward_bytes = peak_bytes - empty_bytes - stored - output_bytes
     forward_bytes -= with_input_bytes - without_input_bytes  # an input that is not kept
     return (
-        Bytes(
+        MeasuredLayerBytes(
             stored=stored,
             forward_transient=max(0, forward_bytes),
             backward_transient=max(0, backward_bytes),

@@ -30,7 +30,7 @@ from planner.documents.profile import LayerMeasurement
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts
-from profiler.layer_bytes import Bytes, layer_bytes
+from profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
 from profiler.noise import Watch
 from runtime.adapter import TOKENS
 from runtime.exchange import all_gather_json
@@ -50,16 +50,16 @@ OTHER_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class LayerSamples:
     """Everything measured of one layer kind under one case."""
 
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     recompute_s: list[float] = field(default_factory=list)
-    held: list[Bytes] = field(default_factory=list)
+    held: list[MeasuredLayerBytes] = field(default_factory=list)
 
 
-Found = dict[tuple[str, Case], Samples]
+Found = dict[tuple[str, Case], LayerSamples]
 
 
 def measurements(
@@ -169,7 +169,7 @@ def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, C
         for case in cases
         for kind in dict.fromkeys(by_division[case.division].kinds.values())
     ]
-    found: Found = {key: Samples() for key in keys}
+    found: Found = {key: LayerSamples() for key in keys}
     if not parts.has("layers"):
         return found
     kept = _read(parts["layers"])
@@ -178,7 +178,7 @@ def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, C
     for key, count in zip(keys, least, strict=True):
         if count > 0:
             own = kept[key]
-            found[key] = Samples(
+            found[key] = LayerSamples(
                 own.forward_s[: int(count)],
                 own.backward_s[: int(count)],
                 own.recompute_s[: int(count)],
@@ -196,11 +196,11 @@ def _plain(found: Found) -> list[dict[str, Any]]:
 
 def _read(rows: Sequence[Mapping[str, Any]]) -> Found:
     return {
-        (row["kind"], Case(**row["case"])): Samples(
+        (row["kind"], Case(**row["case"])): LayerSamples(
             row["forward_s"],
             row["backward_s"],
             row["recompute_s"],
-            [Bytes(**held) for held in row["held"]],
+            [MeasuredLayerBytes(**held) for held in row["held"]],
         )
         for row in rows
     }
@@ -364,7 +364,7 @@ def of_all_ranks(found: Found) -> Found:
         return found
     everyone = [_read(of_rank) for of_rank in all_gather_json(_plain(found))]
     return {
-        key: Samples(
+        key: LayerSamples(
             [s for of_rank in everyone for s in of_rank[key].forward_s],
             [s for of_rank in everyone for s in of_rank[key].backward_s],
             [s for of_rank in everyone for s in of_rank[key].recompute_s],
@@ -374,7 +374,7 @@ def of_all_ranks(found: Found) -> Found:
     }
 
 
-def measurement(kind: str, case: Case, samples: Samples, chain: Chain) -> LayerMeasurement:
+def measurement(kind: str, case: Case, samples: LayerSamples, chain: Chain) -> LayerMeasurement:
     """Return what was seen of one layer kind."""
     both = [f + b for f, b in zip(samples.forward_s, samples.backward_s, strict=True)]
     return LayerMeasurement(

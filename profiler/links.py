@@ -61,7 +61,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """One of several like groups that work at the same time."""
 
     tier: str
@@ -72,19 +72,19 @@ class Group:
     """Neighbours in it that a faster tier joins."""
 
 
-def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> Group:
+def groups_of(degree: int, tier: str, *, stride: int = 1, inner: int = 1) -> RankGroup:
     """Divide all ranks into groups, `stride` apart; return this rank's.  All ranks call it."""
     world, own = dist.get_world_size(), dist.get_rank()
     if degree == world:
         everyone = tuple(range(world))
         everybody = dist.group.WORLD
         assert everybody is not None, "no process group"
-        return Group(tier=tier, ranks=everyone, handle=everybody, inner=inner)
+        return RankGroup(tier=tier, ranks=everyone, handle=everybody, inner=inner)
     mine = None
     for ranks in members(world, degree, stride):
         handle = dist.new_group(list(ranks))
         if own in ranks:
-            mine = Group(tier=tier, ranks=ranks, handle=handle, inner=inner)
+            mine = RankGroup(tier=tier, ranks=ranks, handle=handle, inner=inner)
     assert mine is not None
     return mine
 
@@ -112,7 +112,7 @@ def sizes_up_to(largest_bytes: float) -> tuple[int, ...]:
 
 
 def curves(
-    group: Group,
+    group: RankGroup,
     *,
     device: torch.device,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
@@ -216,7 +216,7 @@ def _repetitions(
 
 
 def _operation(
-    operation: Collective, size_bytes: int, group: Group, device: torch.device
+    operation: Collective, size_bytes: int, group: RankGroup, device: torch.device
 ) -> Callable[[], None]:
     """Return what performs one operation on buffers of this size."""
     ranks, handle = len(group.ranks), group.handle
@@ -237,7 +237,7 @@ def _operation(
     return _half_round_trip(whole, group)
 
 
-def _half_round_trip(buffer: torch.Tensor, group: Group) -> Callable[[], None]:
+def _half_round_trip(buffer: torch.Tensor, group: RankGroup) -> Callable[[], None]:
     """Return one message between neighbours, there or back in turn.
 
     With an odd number of ranks the last one has nobody to send to and only watches.

@@ -88,7 +88,7 @@ class Noise(Part):
     """By how much later products took longer than the first ones."""
 
 
-class Wanted(Document):
+class MeasurementRequest(Document):
     """What to measure."""
 
     kind_of_document: ClassVar[str] = "measuring order"
@@ -114,7 +114,7 @@ class Wanted(Document):
     """Folder on every node for what is measured so far."""
 
 
-class Found(Document):
+class Measurements(Document):
     """What was measured, and on what."""
 
     kind_of_document: ClassVar[str] = "findings"
@@ -133,7 +133,7 @@ class Found(Document):
 
 def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Measure as one of the ranks; plain data in and out."""
-    wanted = Wanted.of(arguments)
+    wanted = MeasurementRequest.of(arguments)
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if torch.cuda.is_available()
@@ -250,7 +250,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         lambda: overheads(chains[0], wanted.model, collectives, device=device).model_dump(),
         keep=not between_nodes,
     )
-    found = Found(
+    found = Measurements(
         layers=(*measured_layers, *map(LayerMeasurement.model_validate, found_heads)),
         stages=tuple(StageMeasurement.model_validate(s) for s in found_stages),
         collectives=tuple(collectives),

@@ -113,7 +113,7 @@ def overheads(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class ShardingOverhead:
     """What data parallelism costs beside its collectives, and how much of those is not seen."""
 
     overlap: float
@@ -121,7 +121,7 @@ class Sharing:
     reduce_copy_s_per_byte: float
 
 
-ALONE = Sharing(overlap=0.0, gather_copy_s_per_byte=0.0, reduce_copy_s_per_byte=0.0)
+ALONE = ShardingOverhead(overlap=0.0, gather_copy_s_per_byte=0.0, reduce_copy_s_per_byte=0.0)
 
 
 def shard_unit_s(device: torch.device) -> float:
@@ -147,7 +147,7 @@ def shard_costs(
     *,
     unit_s: float,
     device: torch.device,
-) -> Sharing:
+) -> ShardingOverhead:
     """Compare the chain under each kind of data parallelism with the chain alone.
 
     Three differences, each of units u with p_u bytes of parameters, o the overlap:
@@ -206,7 +206,7 @@ def sharing_of(
     reduces: Sequence[tuple[float, float]],
     gathered_bytes: float,
     reduced_bytes: float,
-) -> Sharing:
+) -> ShardingOverhead:
     """Divide the seconds seen (first of each pair) among collectives (second), copies, overlap.
 
     >>> sharing_of(
@@ -223,13 +223,13 @@ def sharing_of(
     pairs = (gather, *reduces)
     seen_s, alone_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
     if seen_s < alone_s:
-        return Sharing(
+        return ShardingOverhead(
             overlap=min(1.0, 1.0 - seen_s / alone_s),
             gather_copy_s_per_byte=0.0,
             reduce_copy_s_per_byte=0.0,
         )
     more_s = [max(0.0, seen - alone) for seen, alone in pairs]
-    return Sharing(
+    return ShardingOverhead(
         overlap=0.0,
         gather_copy_s_per_byte=more_s[0] / gathered_bytes,
         reduce_copy_s_per_byte=sum(more_s[1:]) / len(reduces) / reduced_bytes,

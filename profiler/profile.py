@@ -70,7 +70,7 @@ SAME_KIND = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredCluster:
     """A profile, and the cluster that it was measured on, with its links as they were found."""
 
     profile: Profile
@@ -103,7 +103,7 @@ def profile(
     fresh: bool = False,
     node_rank: NodeRank = ALONE,
     quiet: bool = False,
-) -> Measured:
+) -> MeasuredCluster:
     """Measure what the search of a job will ask for, on the machines where this is called.
 
     Called once on every node, with the same arguments beside `node_rank`; all get the same.
@@ -127,7 +127,7 @@ def profile(
         known = load_kept(folder / "profile.json")
         # Links between nodes change unseen, so several nodes only keep what each has by itself.
         if node_rank.nodes == 1 and known is not None:
-            return Measured(
+            return MeasuredCluster(
                 profile=Profile.of(known["profile"]),
                 cluster=ClusterSpec.of(known["cluster"]),
                 cached=True,
@@ -178,7 +178,7 @@ def profile(
             "pairs": found["pairs"],
         }
     )
-    measured = Measured(
+    measured = MeasuredCluster(
         profile=result.model_copy(
             update={"findings": (*_told(result, wanted), *disturbances(found["noise"]))}
         ),

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from planner.documents.document import read, write_text
-from profiler.ranks import Orders, write_progress
+from profiler.ranks import MeasurementOrders, write_progress
 from runtime.rank import carried_out, die_with_launcher, leave
 
 
@@ -19,13 +19,13 @@ def main() -> int:
     die_with_launcher()
     faulthandler.enable()
     (file,) = sys.argv[1:]
-    orders = read(Orders, file)
+    orders = read(MeasurementOrders, file)
     rank = int(os.environ["RANK"])
     folder = Path(orders.folder)
     return carried_out(lambda: _work(orders, rank, folder), rank=rank, output=folder)
 
 
-def _work(orders: Orders, rank: int, folder: Path) -> None:
+def _work(orders: MeasurementOrders, rank: int, folder: Path) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - takes seconds
 
     from runtime import train  # noqa: PLC0415

@@ -42,7 +42,7 @@ Tell = Callable[[str, float], None]
 """Is told what is being done, and the share of all work that is done."""
 
 
-class Orders(Document):
+class MeasurementOrders(Document):
     """What every rank is told beside its rank."""
 
     kind_of_document: ClassVar[str] = "orders of ranks"
@@ -83,7 +83,7 @@ def result_of(
         for part in ("logs", "ranks"):
             (folder / part).mkdir()
         counts = [int(count) for count in rendezvous.all_gather(ranks)]
-        orders = Orders(
+        orders = MeasurementOrders(
             folder=str(folder),
             work=work,
             arguments=arguments,

@@ -81,7 +81,7 @@ class _Call:
     previous: _Call | None
     """The forward of the layer before, on the same micro-batch."""
     seen: dict[Any, tuple[weakref.ref[torch.UntypedStorage], Parcel]] = field(default_factory=dict)
-    parcels: list[weakref.ref[_Moved]] = field(default_factory=list)
+    parcels: list[weakref.ref[_OnHost]] = field(default_factory=list)
     fetched: bool = False
 
 
@@ -217,7 +217,7 @@ class Compressed:
         return self._whole
 
 
-class Traffic:
+class HostTraffic:
     """What one stage's layers have on the way to the host and back."""
 
     LAYERS_ON_THE_WAY = 2
@@ -257,7 +257,13 @@ class Offloading(Packing):
     """Moves tensors to the host."""
 
     def __init__(
-        self, layer: nn.Module, traffic: Traffic, *, first: bool, last: bool, beside: Beside = tuple
+        self,
+        layer: nn.Module,
+        traffic: HostTraffic,
+        *,
+        first: bool,
+        last: bool,
+        beside: Beside = tuple,
     ) -> None:
         super().__init__(layer, beside)
         self._traffic, self._first, self._last = traffic, first, last
@@ -272,15 +278,15 @@ class Offloading(Packing):
             self._traffic.end()
 
     def _parcel(self, span: Tensor, call: _Call) -> Parcel:
-        parcel = _Moved(span, call, self._traffic)
+        parcel = _OnHost(span, call, self._traffic)
         call.parcels.append(weakref.ref(parcel))
         return parcel
 
 
-class _Moved:
+class _OnHost:
     """Elements on the host.  Until they have left, and from `fetch` on, the device has them too."""
 
-    def __init__(self, span: Tensor, call: _Call, traffic: Traffic) -> None:
+    def __init__(self, span: Tensor, call: _Call, traffic: HostTraffic) -> None:
         self._call, self._traffic = call, traffic
         self._home = host.to_host(span)
         # The copy reads this memory, which must not be used for anything else before it is done.
@@ -313,7 +319,7 @@ class _Moved:
             self._back.wait()
 
 
-def _alive(call: _Call) -> list[_Moved]:
+def _alive(call: _Call) -> list[_OnHost]:
     return [parcel for reference in call.parcels if (parcel := reference()) is not None]
 
 
@@ -348,7 +354,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def packing(
     layer: nn.Module,
     activations: Activations,
-    traffic: Traffic,
+    traffic: HostTraffic,
     *,
     first: bool,
     last: bool,

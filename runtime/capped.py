@@ -44,7 +44,7 @@ def attention(
     """
     if context.degree > 1:
         key, value = gathered(key, value, context)
-    return _Attention.apply(query, key, value, sinks, starts, context, scale, cap, window)
+    return _CappedAttention.apply(query, key, value, sinks, starts, context, scale, cap, window)
 
 
 @torch.library.custom_op("meshwright::capped_attention", mutates_args=())
@@ -82,7 +82,7 @@ def _shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-class _Attention(torch.autograd.Function):
+class _CappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -66,7 +66,7 @@ def attention(
     """
     keys, values = gathered(key, value, context)
     if mask is None:
-        return _Attention.apply(query, keys, values, context, scale)
+        return _ChunkAttention.apply(query, keys, values, context, scale)
     shared = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(shared, dim=1) for t in (keys, values))
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
@@ -75,10 +75,10 @@ def attention(
 def gathered(key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """Return keys and values of all positions, in the order of the sequence."""
     assert context.group is not None
-    return _Gather.apply(key, value, context)
+    return _GatherKeys.apply(key, value, context)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherKeys(torch.autograd.Function):
     """All-gather keys and values along the positions, into the order of the sequence.
 
     Both travel in one buffer [position, sample, head, 2 head_dim].
@@ -156,7 +156,7 @@ def _shapes(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-class _Attention(torch.autograd.Function):
+class _ChunkAttention(torch.autograd.Function):
     """Attention of two chunks of queries over whole keys and values."""
 
     @staticmethod

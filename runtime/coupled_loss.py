@@ -21,7 +21,7 @@ from planner.errors import BatchError, MeshwrightError
 from runtime.batches import part_of
 from runtime.loss import counted, plain
 from runtime.recorder import Recorder, arguments, has_data, own_tensors
-from runtime.recording import Held, Leaf, Recording, Value
+from runtime.recording import Leaf, ModuleTensor, Recording, Value
 from runtime.script_model import MOST_CHECKED, SAMPLES, Loss, few_samples
 from runtime.trial import copied, untouched
 from runtime.whole_batch import whole_batch
@@ -63,13 +63,13 @@ def check_loss(plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, lo
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _LossSums:
     """What a loss says, as numbers that add up over parts."""
 
     values: dict[str, float]
 
     @classmethod
-    def of(cls, returned: Any, samples: int) -> _Sums:
+    def of(cls, returned: Any, samples: int) -> _LossSums:
         """Read what a loss returned."""
         one = counted(returned, samples)
         values = {"sum": _number(one.total), "count": _number(one.count)}
@@ -79,7 +79,7 @@ class _Sums:
             values |= {f"count of metric '{name}'": _number(pair[1])}
         return cls(values)
 
-    def differs(self, parts: list[_Sums], samples: int) -> str | None:
+    def differs(self, parts: list[_LossSums], samples: int) -> str | None:
         """Say which number of the whole is not the sum of the parts'."""
         for name, whole in self.values.items():
             found = [part.values.get(name, math.nan) for part in parts]
@@ -169,7 +169,7 @@ class _Trial:
             return f"it can be called on {samples} samples and not on {size} ({error})"
         return whole.differs(parts, samples)
 
-    def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _Sums:
+    def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _LossSums:
         made = outputs(batch, own)
         with untouched(self._loss):
             try:
@@ -179,7 +179,7 @@ class _Trial:
             except Exception as error:
                 text = (str(error).splitlines() or [type(error).__name__])[0]
                 raise _LossError(text) from error
-        return _Sums.of(returned, len(own))
+        return _LossSums.of(returned, len(own))
 
 
 _Outputs = Callable[[Any, range], Any]
@@ -237,7 +237,7 @@ def _recorded(recording: Recording, few: Any) -> Any:
                 return torch.zeros(value.shape, dtype=value.dtype)
             case Leaf(at):
                 return given[at]
-            case Held():
+            case ModuleTensor():
                 return torch.ones(())
             case _:
                 return leaf

@@ -85,7 +85,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class Bytes:
+class ByteTokenizer:
     """Each byte is a token; 256 ends a document."""
 
     name = "bytes"
@@ -345,7 +345,7 @@ def prepare(corpus: Files, *, tokenizer: Path | None = None, cache: Path | None 
     if kind == "conversations":
         chosen = _conversations(corpus, tokenizer)
     else:
-        chosen = Bytes() if tokenizer is None else Pretrained(tokenizer)
+        chosen = ByteTokenizer() if tokenizer is None else Pretrained(tokenizer)
     parent = (cache_folder() if cache is None else cache) / "corpora"
     folder = parent / _key(corpus, chosen.name)
     if folder.is_dir():
@@ -561,7 +561,7 @@ class Batch(NamedTuple):
     """Of each token but the last where in the sample its document begins  [sample, seq_len]."""
 
 
-class Samples:
+class CorpusSamples:
     """The samples of a corpus, by their index in the endless stream."""
 
     def __init__(self, corpus: Corpus, *, seq_len: int, seed: int) -> None:

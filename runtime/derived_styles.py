@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from runtime.divided import PRODUCTS, Region
-from runtime.divided_trial import DividedUnit, Study, with_data
+from runtime.divided_trial import DividedUnit, DivisionTrial, with_data
 from runtime.recorder import Recorder
-from runtime.recording import Device, Held, Leaf, Node, Recording, Value, values_of
+from runtime.recording import Leaf, ModuleTensor, Node, Recording, StageDevice, Value, values_of
 from runtime.trial import copied, untouched
 
 
@@ -42,7 +42,7 @@ class DerivedStyles:
         self._left_out = left_out
         self._given = _Arguments(module, recorder.first, batch)
         self._found: dict[Any, DividedUnit] = {}
-        self._studies: dict[Any, Study] = {}
+        self._studies: dict[Any, DivisionTrial] = {}
 
     def of(self, degree: int) -> dict[str, DividedUnit]:
         """Return how each unit is divided over so many ranks, by path; those that are not too."""
@@ -72,12 +72,12 @@ class DerivedStyles:
             if any(isinstance(part, (*PRODUCTS, nn.Embedding)) for part in parts):
                 yield name, node
 
-    def _study(self, name: str, node: Node) -> Study:
+    def _study(self, name: str, node: Node) -> DivisionTrial:
         unit = self._module.get_submodule(name)
         kept = self._kept_whole(name)
         key = (_identity(unit), node.draws, node.grad, self._given.identity(node), tuple(kept))
         if key not in self._studies:
-            self._studies[key] = Study(unit, lambda: self._given.of(node), kept)
+            self._studies[key] = DivisionTrial(unit, lambda: self._given.of(node), kept)
         return self._studies[key]
 
     def _kept_whole(self, name: str) -> dict[str, str]:
@@ -85,8 +85,10 @@ class DerivedStyles:
         aliases = self._recorder.aliases
         firsts = list(aliases.values())
         leaves = (leaf for node in self._recorder.first.nodes for leaf in node.leaves)
-        held = {aliases.get(leaf.name, leaf.name) for leaf in leaves if isinstance(leaf, Held)}
-        held |= {r.name for r in self._recorder.first.result if isinstance(r, Held)}
+        held = {
+            aliases.get(leaf.name, leaf.name) for leaf in leaves if isinstance(leaf, ModuleTensor)
+        }
+        held |= {r.name for r in self._recorder.first.result if isinstance(r, ModuleTensor)}
         result = {}
         calls = [node.unit for node in self._recorder.first.nodes].count(name)
         for path, part in self._module.get_submodule(name).named_modules():
@@ -249,11 +251,11 @@ class _Arguments:
                 return given.requires_grad_(made.requires_grad)
             case Leaf(at):
                 return self._leaves[at]
-            case Held(name):
+            case ModuleTensor(name):
                 path, _, attribute = name.rpartition(".")
                 held = getattr(self._module.get_submodule(path), attribute)
                 return with_data(held.detach()).requires_grad_(held.requires_grad)
-            case Device():
+            case StageDevice():
                 return torch.device("cpu")
             case _:
                 return leaf

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from runtime.divided_heads import run_heads
 from runtime.tensor import on_local_parts, table_rows
-from runtime.tensor_axis import Across, Entry, part_of_dropout
+from runtime.tensor_axis import Across, AxisEntry, part_of_dropout
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRODUCTS = (nn.Linear, *CONVOLUTIONS)
@@ -141,7 +141,7 @@ def divide_dropout(module: nn.Module, dim: int, across: Across) -> None:
 
 
 def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
-    entry = Entry(across)
+    entry = AxisEntry(across)
     for path in region.columns:
         column = unit.get_submodule(path)
         column.forward = _columns(on_local_parts(column, column.forward), entry)
@@ -149,11 +149,11 @@ def _run_products(unit: nn.Module, region: Region, across: Across) -> None:
     rows.forward = functools.partial(_rows, rows, entry, across)
 
 
-def _columns(inner: Callable[[Tensor], Tensor], entry: Entry) -> Callable[[Tensor], Tensor]:
+def _columns(inner: Callable[[Tensor], Tensor], entry: AxisEntry) -> Callable[[Tensor], Tensor]:
     return lambda x: inner(entry(x))
 
 
-def _rows(module: nn.Module, entry: Entry, across: Across, x: Tensor) -> Tensor:
+def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Tensor:
     entry.left()
     own: dict[str, Any] = module._parameters
     bias = own["bias"]

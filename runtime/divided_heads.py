@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from planner.errors import RecordError
 from runtime.tensor import on_local_parts
-from runtime.tensor_axis import Across, Entry, part_of_dropout
+from runtime.tensor_axis import Across, AxisEntry, part_of_dropout
 
 
 def run_heads(unit: nn.Module, path: str, across: Across) -> None:
@@ -43,7 +43,7 @@ def _heads(
     """Do what nn.MultiheadAttention does, with some of its heads; weights are means over all."""
     if query.ndim != 3 or (need_weights and not average_attn_weights):
         raise RecordError("nn.MultiheadAttention without a batch, or with weights of each head")
-    entered = Entry(across)
+    entered = AxisEntry(across)
     given = (
         x if module.batch_first else x.transpose(0, 1) for x in map(entered, (query, key, value))
     )

@@ -32,7 +32,7 @@ from runtime.divided import (
     shards,
     take_parts,
 )
-from runtime.product_flow import Flow, Refused, flow_of, own_leaf
+from runtime.product_flow import Flow, Indivisible, flow_of, own_leaf
 from runtime.recorder import has_data
 from runtime.tensor_axis import Across
 from runtime.trial import copied, untouched
@@ -105,7 +105,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Watch:
+class _AxisWatch:
     """One process as a tensor axis: notes what is copied and summed."""
 
     def __init__(self) -> None:
@@ -127,13 +127,13 @@ class _Watch:
         return None
 
 
-class _Part(_Watch):
+class _TrialRank(_AxisWatch):
     """One rank of a tensor axis whose other ranks ran before or run later.
 
     What a collective makes is what one process had there; what this rank gave is noted.
     """
 
-    def __init__(self, rank: int, degree: int, whole: _Watch) -> None:
+    def __init__(self, rank: int, degree: int, whole: _AxisWatch) -> None:
         super().__init__()
         self.rank, self.degree = rank, degree
         self._whole = whole
@@ -145,7 +145,7 @@ class _Part(_Watch):
         at = len(self.sums)
         super().sum(x)
         if at >= len(self._whole.sums) or self._whole.sums[at].shape != x.shape:
-            raise Refused("what its parts add up to has another shape")
+            raise Indivisible("what its parts add up to has another shape")
         return _Replaced.apply(x, self._whole.sums[at])
 
 
@@ -189,7 +189,7 @@ class _Replaced(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class _Run:
+class _TrialRun:
     """What a run of a unit left."""
 
     outputs: list[Tensor]
@@ -198,7 +198,7 @@ class _Run:
     across: Any
 
 
-class _DrawsOtherwise(Refused):
+class _DrawsOtherwise(Indivisible):
     """A region's parts are equal to the whole but for random numbers."""
 
     def __init__(self, partial: bool) -> None:
@@ -210,7 +210,7 @@ class _DrawsOtherwise(Refused):
         """It has whole parameters whose gradients are summed."""
 
 
-class Study:
+class DivisionTrial:
     """One kind of unit: its candidates, its run as a whole, and how it divides."""
 
     def __init__(
@@ -231,13 +231,13 @@ class Study:
             torch.manual_seed(0)
             try:
                 candidates = self._candidates()
-            except Refused as error:
+            except Indivisible as error:
                 paths = [p for p, m in self._user_unit.named_modules() if isinstance(m, PRODUCTS)]
                 return DividedUnit(degree=degree, whole=dict.fromkeys(paths, str(error)))
             return self._best(candidates, degree)
 
     def _best(self, candidates: list[Region], degree: int) -> DividedUnit:
-        with contextlib.suppress(Refused):  # all at once, as most are
+        with contextlib.suppress(Indivisible):  # all at once, as most are
             return replace(self._checked(candidates, degree), whole=dict(self._whole))
         whole = dict(self._whole)
         accepted: list[Region] = []
@@ -245,7 +245,7 @@ class Study:
         for region in candidates:
             try:
                 accepted.append(self._accepted(region, degree))
-            except Refused as error:
+            except Indivisible as error:
                 whole |= dict.fromkeys(region.paths, str(error))
                 if isinstance(error, _DrawsOtherwise) and _in_torch_styles(
                     self._user_unit, region, partial=error.partial
@@ -256,7 +256,7 @@ class Study:
             try:
                 made = self._checked(accepted, degree)
                 break
-            except Refused as error:
+            except Indivisible as error:
                 whole |= dict.fromkeys(accepted.pop().paths, str(error))
         return replace(made, whole=whole, undrawn=tuple(undrawn))
 
@@ -277,7 +277,7 @@ class Study:
         rows = max((x.numel() // max(1, x.shape[-1]) for x in floats), default=1)
         flops = 2.0 * rows * sum(p.numel() for p in unit.parameters() if p.ndim > 1)
         if flops > MOST_CHECKED_FLOPS:
-            raise Refused(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
+            raise Indivisible(f"its forward of {flops:.1g} FLOPs is too long to be checked here")
 
     def _found(self, unit: nn.Module, given: Any) -> list[Region]:
         """Return the regions that the flow of tensors suggests."""
@@ -332,13 +332,13 @@ class Study:
     # --- trials ---
 
     def _accepted(self, region: Region, degree: int) -> Region:
-        first: Refused | None = None
+        first: Indivisible | None = None
         for way in _ways(region):
             try:
                 self._checked([way], degree)
             except _DrawsOtherwise:
                 raise
-            except Refused as error:
+            except Indivisible as error:
                 first = first or error
             else:
                 return way
@@ -353,7 +353,7 @@ class Study:
         made = self._tried(made, training=False)  # here nothing draws
         try:
             return self._tried(made, training=True)
-        except Refused:
+        except Indivisible:
             with _NoDraws():
                 undrawn = self._tried(made, training=True)
             raise _DrawsOtherwise(bool(undrawn.partial)) from None
@@ -363,7 +363,7 @@ class Study:
         assert self._ready is not None
         unit, given, _ = self._ready
         plain = _run(unit, given, None, training=training)
-        watch = _Watch()
+        watch = _AxisWatch()
         twin = copied(unit)
         whole_shapes = _dropped_shapes(twin)
         made.apply(twin, watch)
@@ -375,20 +375,20 @@ class Study:
                 twin = copied(unit)
                 take_parts(twin, made.regions, rank, made.degree)
                 shapes = _dropped_shapes(twin)
-                made.apply(twin, part := _Part(rank, made.degree, watch))
+                made.apply(twin, part := _TrialRank(rank, made.degree, watch))
                 parts.append(_run(twin, given, part, training=training))
             partial = self._equal(made.regions, plain, watch, parts, made.degree)
             dropouts = made.dropouts or _dropouts(whole_shapes, shapes, made.degree)
-        except Refused as error:
-            raise Refused(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
+        except Indivisible as error:
+            raise Indivisible(f"{TRIED[0]}: {error}; {ON_A_PART}") from error
         return replace(made, partial=made.partial | partial, dropouts=dropouts)
 
     def _equal(
         self,
         regions: Sequence[Region],
-        plain: _Run,
-        watch: _Watch,
-        parts: list[_Run],
+        plain: _TrialRun,
+        watch: _AxisWatch,
+        parts: list[_TrialRun],
         degree: int,
     ) -> frozenset[str]:
         """Refuse parts that do not make the whole; return which parameters' gradients are parts."""
@@ -417,7 +417,7 @@ class Study:
             own = [part.grads.get(name) for part in parts]
             if grad is None or any(one is None for one in own):
                 if grad is not None or any(one is not None for one in own):
-                    raise Refused(f"{name} has no gradient on some ranks")
+                    raise Indivisible(f"{name} has no gradient on some ranks")
                 continue
             if name in divided:
                 dim, pieces = divided[name]
@@ -471,7 +471,7 @@ def _dropouts(
         (one, *_), (other, *_) = shapes, part[path]
         dims = [at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a == b * degree]
         if len(shapes) > 1 or len(part[path]) > 1 or len(dims) != 1:
-            raise Refused(f"{path} is given tensors of several shapes, not all of them divided")
+            raise Indivisible(f"{path} is given tensors of several shapes, not all of them divided")
         result[path] = dims[0]
     return result
 
@@ -490,22 +490,22 @@ def _refuse_indivisible(unit: nn.Module, region: Region, degree: int) -> None:
             if size % degree:
                 what = "rows" if region.kind == "table" else "output" if dim == 0 else "input"
                 word = what if what == "rows" else f"{what} features"
-                raise Refused(f"{degree} does not divide its {size} {word}")
+                raise Indivisible(f"{degree} does not divide its {size} {word}")
     if any(len(pieces) > 1 for _, _, pieces in shards(unit, region)) and not all(
         parameter.requires_grad for parameter in unit.parameters()
     ):
-        raise Refused("several matrices in one are divided where all of them are trained")
+        raise Indivisible("several matrices in one are divided where all of them are trained")
     if region.kind == "heads":
         heads = unit.get_submodule(region.owner).num_heads
         if heads % degree:  # type: ignore[operator]
-            raise Refused(f"{degree} does not divide its {heads} heads")
+            raise Indivisible(f"{degree} does not divide its {heads} heads")
 
 
 def _with_random_numbers(unit: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         if not parameter.is_floating_point():
-            raise Refused("has weights that are no numbers in floating point")
+            raise Indivisible("has weights that are no numbers in floating point")
         made = torch.randn(parameter.shape)
         if parameter.ndim > 1:
             made /= math.sqrt(max(1, made.numel() // made.shape[0]))
@@ -515,7 +515,7 @@ def _with_random_numbers(unit: nn.Module) -> nn.Module:
     return copied(unit, memo)
 
 
-def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
+def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _TrialRun:
     """Run a unit, and backward from random gradients that every run has alike."""
     unit = unit.train(training) if across is not None else copied(unit).train(training)
     args, kwargs = tree_map(own_leaf, given)
@@ -524,7 +524,7 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         made = tree_leaves(unit(*args, **kwargs))
         outputs = [leaf for leaf in made if isinstance(leaf, Tensor)]
         _backward(outputs)
-    except Refused:
+    except Indivisible:
         raise
     except (
         RuntimeError,
@@ -535,9 +535,9 @@ def _run(unit: nn.Module, given: Any, across: Any, *, training: bool) -> _Run:
         MeshwrightError,
     ) as error:
         line = (str(error).splitlines() or [""])[0]
-        raise Refused(f"{type(error).__name__}: {line}") from error
+        raise Indivisible(f"{type(error).__name__}: {line}") from error
     taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    return _Run(
+    return _TrialRun(
         outputs=[one.detach() for one in outputs],
         grads={name: p.grad for name, p in unit.named_parameters()},
         inputs=[x.grad for x in taken],
@@ -588,12 +588,12 @@ def _compare(
     noise: float = 1e-6,
 ) -> None:
     if len(found) != len(wanted):
-        raise Refused(otherwise)
+        raise Indivisible(otherwise)
     for one, other in zip(found, wanted, strict=True):
         if (one is None) != (other is None):
-            raise Refused(otherwise)
+            raise Indivisible(otherwise)
         if one is not None and other is not None and not _close(one, other, noise):
-            raise Refused(otherwise)
+            raise Indivisible(otherwise)
 
 
 def _fits_together(unit: nn.Module, column: str, rows: str) -> bool:

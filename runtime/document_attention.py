@@ -69,7 +69,7 @@ def attention(
 
     There may be fewer heads of keys and values than of queries.
     """
-    result: Tensor = _Attention.apply(query, key, value, ends, scale)
+    result: Tensor = _DocumentAttention.apply(query, key, value, ends, scale)
     return result
 
 
@@ -141,7 +141,7 @@ def _backward_shapes(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class _Attention(torch.autograd.Function):
+class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None

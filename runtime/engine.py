@@ -37,7 +37,7 @@ from runtime.averaged import Averaged
 from runtime.batch_norm import Kind, RunningStatistics
 from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
-from runtime.gradients import Measured, Slot
+from runtime.gradients import Slot, StepMeasurement
 from runtime.language_model import LanguageModel
 from runtime.library_model import LibraryModel
 from runtime.loss import Totals, divisor_near
@@ -47,7 +47,7 @@ from runtime.parallelize import reduces_in_step
 from runtime.recorded_stage import MicroBatch
 from runtime.recorder import Inputs
 from runtime.script_loader import Loader
-from runtime.script_passes import Passes
+from runtime.script_passes import StepPasses
 from runtime.script_records import ScriptRecords
 from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
 from runtime.script_state import ScriptState, Stateful, checkpoint_in
@@ -223,10 +223,10 @@ class Engine:
         )
         for one in self.optimizers:
             one.zero_grad = functools.partial(self._zero_grad_of, one)  # type: ignore[method-assign]
-        self._whole: tuple[dict[Slot, Tensor], Measured] | None = None
+        self._whole: tuple[dict[Slot, Tensor], StepMeasurement] | None = None
         """Gradients that were asked for, made whole and scaled."""
         modules = [part.module for part in parts]
-        self._passes = Passes(
+        self._passes = StepPasses(
             plan,
             self._place,
             parts,
@@ -565,7 +565,7 @@ class Engine:
     def _expert_load(self) -> float | None:
         return self._model.expert_load(self._parts)
 
-    def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], Measured]:
+    def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
@@ -574,7 +574,7 @@ class Engine:
         self._optimizers.scaled(grads, measured, clip_norm)
         return grads, measured
 
-    def _updated(self, grads: dict[Slot, Tensor], measured: Measured) -> StepResult:
+    def _updated(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
         metrics = self._passes.metrics()
         if self._optimizers.settles:
             self._optimizers.update(grads, measured)

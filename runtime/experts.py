@@ -170,7 +170,7 @@ def rows_of_experts(index: Tensor, count: int) -> Tensor:
     return index.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-class Load:
+class ExpertLoad:
     """How many tokens each expert of a layer was given since the last look."""
 
     def __init__(self, module: nn.Module, count: int, device: torch.device) -> None:

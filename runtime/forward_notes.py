@@ -25,13 +25,13 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from planner.errors import RecordError
 from runtime.recording import (
-    Device,
-    Held,
     Leaf,
     Made,
+    ModuleTensor,
     Node,
     RecordedLayer,
     Recording,
+    StageDevice,
     Value,
     called_name,
     values_of,
@@ -66,7 +66,7 @@ class Notes:
         self._nodes: list[Node] = []
         self._values: list[Made] = []
         self._storages: list[int] = []
-        self._references: dict[int, Leaf | Held | Value] = {}
+        self._references: dict[int, Leaf | ModuleTensor | Value] = {}
         self._kept: list[Any] = []  # ids of tensors come again
         self._leaf_names: dict[int, str] = {}
         for at, (path, leaf) in enumerate(tree_flatten_with_path(batch)[0]):
@@ -80,7 +80,7 @@ class Notes:
             for key, tensor in {**own, **plain}.items():
                 if tensor is not None and id(tensor) not in self._references:
                     full = f"{name}.{key}" if name else key
-                    self._references[id(tensor)] = Held(full)
+                    self._references[id(tensor)] = ModuleTensor(full)
                     self._held[full] = tensor
         self._kept += [batch, *self._held.values()]
 
@@ -153,7 +153,9 @@ class Notes:
         name = self._name(unit) if unit is not None else f"{called_name(call)}@{len(self._nodes)}"
         references = tuple(self._reference(leaf, name, where) for leaf in leaves)
         self._refuse_changes(changed, name, where)
-        changes_held = any(isinstance(self._references.get(id(tensor)), Held) for tensor in changed)
+        changes_held = any(
+            isinstance(self._references.get(id(tensor)), ModuleTensor) for tensor in changed
+        )
         numbers = tuple((place, self._new_value(tensor)) for place, tensor in made)
         self._kept.append((leaves, result))
         self._nodes.append(
@@ -210,7 +212,7 @@ class Notes:
                 )
             return leaf  # a constant of the user's file
         if isinstance(leaf, torch.device):
-            return Device()
+            return StageDevice()
         if isinstance(leaf, slice):
             if any(isinstance(end, Tensor) for end in (leaf.start, leaf.stop, leaf.step)):
                 raise RecordError(f"{name} is cut at the value of a tensor", where=where)
@@ -301,7 +303,7 @@ class Notes:
             part = self._module.get_submodule(node.unit)
             return not any(True for _ in part.parameters())
         return not any(
-            isinstance(leaf, Held) and isinstance(self._held[leaf.name], nn.Parameter)
+            isinstance(leaf, ModuleTensor) and isinstance(self._held[leaf.name], nn.Parameter)
             for leaf in node.leaves
         )
 
@@ -351,13 +353,13 @@ class Notes:
                 part = self._module.get_submodule(node.unit)
                 for one in part.parameters():
                     reference = self._references[id(one)]
-                    assert isinstance(reference, Held)
+                    assert isinstance(reference, ModuleTensor)
                     held[reference.name] = None
         read = [leaf for node in own for leaf in node.leaves]
         if end == len(recording.nodes):  # what the module returns
             read += recording.result
         for leaf in read:
-            if isinstance(leaf, Held) and leaf.name in parameters:
+            if isinstance(leaf, ModuleTensor) and leaf.name in parameters:
                 held[leaf.name] = None
         return RecordedLayer(
             name=name,

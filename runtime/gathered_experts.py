@@ -39,7 +39,7 @@ def mixed(
     called while tokens are on the way.
     """
     each, own = index.shape[1], count_of(module)
-    coming = _Gathered.apply(hidden, group)
+    coming = _GatheredRows.apply(hidden, group)
     meanwhile()
     tokens, every = _Awaited.apply(coming), _at_once(gather, weights, group)
     expert = _at_once(gather, index, group).flatten() - group.rank() * own
@@ -63,7 +63,7 @@ def _at_once(
     return exchange(x.unsqueeze(0), group).squeeze(0)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     """Begin to gather the rows of all ranks; gradients are summed over ranks and scattered."""
 
     @staticmethod

@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepMeasurement:
     """What all ranks together say of a step, on the device."""
 
     total: Tensor
@@ -200,7 +200,7 @@ class Gradients:
     @torch.no_grad()
     def measured(
         self, grads: dict[Slot, Tensor], totals: Tensor, earlier: Tensor | None = None
-    ) -> Measured:
+    ) -> StepMeasurement:
         """Measure whole gradients, which are of sums divided by `divisor` and have fp16's scale.
 
         `totals` are this rank's sum and count of the loss.  Where the gradients are those of an
@@ -215,7 +215,7 @@ class Gradients:
         count = report[1] if earlier is None else earlier
         factor = (self.place.replicas * self.divisor / count).where(count != 0, 0.0).float()
         norm = self.scale.taken_off(report[2].sqrt().float() * factor)
-        return Measured(
+        return StepMeasurement(
             total=report[0],
             count=report[1],
             norm=norm,
@@ -224,7 +224,7 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def settle(self, grads: dict[Slot, Tensor], measured: Measured) -> None:
+    def settle(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> None:
         """Act on the checks of a step, which is waited for; all ranks call it together.
 
         What took part in no rank's backward has no gradient, as in one process: an optimizer would
@@ -244,7 +244,9 @@ class Gradients:
             self.unused = self._unused_by_rank()
 
     @torch.no_grad()
-    def scaled(self, grads: dict[Slot, Tensor], measured: Measured, clip_norm: float) -> None:
+    def scaled(
+        self, grads: dict[Slot, Tensor], measured: StepMeasurement, clip_norm: float
+    ) -> None:
         """Make them the gradients of the mean loss, no longer together than `clip_norm` if any."""
         factor = measured.factor
         if clip_norm > 0:
@@ -252,7 +254,9 @@ class Gradients:
         _multiply(grads, factor)
 
     @torch.no_grad()
-    def clipped(self, grads: dict[Slot, Tensor], measured: Measured, clip_norm: float) -> None:
+    def clipped(
+        self, grads: dict[Slot, Tensor], measured: StepMeasurement, clip_norm: float
+    ) -> None:
         """Clip gradients that are of the mean loss already."""
         if clip_norm > 0:
             _multiply(grads, _clipping(measured, clip_norm))
@@ -367,7 +371,7 @@ def _local_grad(parameter: nn.Parameter) -> Tensor:
     return grad
 
 
-def _clipping(measured: Measured, clip_norm: float) -> Tensor:
+def _clipping(measured: StepMeasurement, clip_norm: float) -> Tensor:
     return (clip_norm / (measured.norm + _NORM_EPSILON)).clamp(max=1.0)
 
 

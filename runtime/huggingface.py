@@ -55,7 +55,7 @@ _CAPPED_ATTENTION = "meshwright_capped"
 """And our attention with capped scores or sinks."""
 
 
-class Embedding(nn.Module):
+class LibraryEmbedding(nn.Module):
     """Token vectors times a scale, and learned position vectors where the family has them."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Embedding(nn.Module):
         return x + self.positions(held if starts is None else held - starts)
 
 
-class Block(nn.Module):
+class LibraryBlock(nn.Module):
     """One decoder layer of the library, with the fixed inputs it wants beside the hidden states."""
 
     def __init__(
@@ -182,7 +182,7 @@ class HuggingFace:
         if name == EMBEDDING:
             with torch.device("meta"):
                 learned = a.positions == "learned"
-                return Embedding(
+                return LibraryEmbedding(
                     nn.Embedding(a.vocab_size, a.hidden_size, self._padding),
                     nn.Embedding(a.max_positions, a.hidden_size) if learned else None,
                     self._context,
@@ -209,7 +209,7 @@ class HuggingFace:
         if not self.family.hands_on and self._context.degree > 1:
             inner = layer.self_attn
             inner.forward = functools.partial(inner.forward, context=self._context)
-        return Block(layer, self._fixed(index), functools.partial(self._in_documents, index))
+        return LibraryBlock(layer, self._fixed(index), functools.partial(self._in_documents, index))
 
     def configuration(self) -> str | None:
         """Return the library's configuration of the model that is trained."""

@@ -33,7 +33,7 @@ from runtime.participation import Participation
 from runtime.published import Weights
 from runtime.source import adapter_of
 from runtime.supported import documents_refused, supported
-from runtime.torch_optimizers import Group
+from runtime.torch_optimizers import ParameterGroup
 from runtime.transforms import Staged, language_stage
 
 
@@ -135,7 +135,7 @@ class LanguageModel:
             )
         )
 
-    def groups(self, slots: Sequence[Slot]) -> list[Group]:
+    def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
         return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
 

@@ -35,7 +35,7 @@ from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
-from runtime.run import Device, Orders, RankRecord, Run, StepRecord
+from runtime.run import Device, LaunchRun, RankOrders, RankRecord, StepRecord
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 
@@ -52,7 +52,7 @@ class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
 
 def launch(
     plan_path: Path | str,
-    asked: Run,
+    asked: LaunchRun,
     *,
     model: ModelGraph | None = None,
     device: Device | None = None,
@@ -164,7 +164,7 @@ def _write_orders(
     say: Terminal,
     started_unix_s: float,
     peak_step_s: float | None,
-) -> Orders:
+) -> RankOrders:
     """Prepare the data, check it against the model, and write what the ranks will read."""
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
@@ -205,7 +205,7 @@ def _write_orders(
             frozen=checkpoint.frozen_weights(ready.plan, ready.run.weights),
         )
         say.print(f"going on from {ready.resumed}")
-    orders = Orders(
+    orders = RankOrders(
         **{
             **ready.run.model_dump(),
             "tokenizer": ready.tokenizer and ready.tokenizer.resolve(),
@@ -265,7 +265,7 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
     say.print(shown)
 
 
-def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: Orders, shown: _Shown) -> None:
+def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, shown: _Shown) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     noticed = None
@@ -334,7 +334,7 @@ def _way_on(ready: Preflight) -> str:
 
 
 def _report(
-    ready: Preflight, rendezvous: Rendezvous, orders: Orders, started_unix_s: float
+    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_unix_s: float
 ) -> RunReport | None:
     """Return the report on the node with rank 0, from the records of all nodes."""
     own = {

@@ -14,7 +14,7 @@ from runtime.library_fields import DRAWS, unexecuted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class LibraryFamily:
     """What one model family is called in transformers, and how it differs from Llama there."""
 
     classes: str
@@ -53,44 +53,44 @@ _OF_GPT2: dict[str, Any] = {
     "norm_epsilon": "layer_norm_epsilon",
 }
 FAMILIES = {
-    "deepseek_v2": Family(classes="DeepseekV2"),
-    "deepseek_v3": Family(classes="DeepseekV3"),
-    "gemma": Family(classes="Gemma", scaled_embedding=True, norms_add_one=True),
-    "gemma2": Family(
+    "deepseek_v2": LibraryFamily(classes="DeepseekV2"),
+    "deepseek_v3": LibraryFamily(classes="DeepseekV3"),
+    "gemma": LibraryFamily(classes="Gemma", scaled_embedding=True, norms_add_one=True),
+    "gemma2": LibraryFamily(
         classes="Gemma2", scaled_embedding=True, norms_add_one=True, own_attention=True
     ),
-    "gemma3_text": Family(
+    "gemma3_text": LibraryFamily(
         classes="Gemma3",
         module="gemma3",
         scaled_embedding=True,
         norms_add_one=True,
         rotary_of_type=True,
     ),
-    "glm4_moe": Family(classes="Glm4Moe"),
-    "gpt2": Family(classes="GPT2", **_OF_GPT2),
-    "gpt_bigcode": Family(classes="GPTBigCode", **_OF_GPT2),
-    "gpt_oss": Family(classes="GptOss", own_attention=True),
-    "granite": Family(classes="Granite"),
-    "llama": Family(classes="Llama"),
-    "mistral": Family(classes="Mistral"),
-    "mixtral": Family(classes="Mixtral"),
-    "nemotron": Family(
+    "glm4_moe": LibraryFamily(classes="Glm4Moe"),
+    "gpt2": LibraryFamily(classes="GPT2", **_OF_GPT2),
+    "gpt_bigcode": LibraryFamily(classes="GPTBigCode", **_OF_GPT2),
+    "gpt_oss": LibraryFamily(classes="GptOss", own_attention=True),
+    "granite": LibraryFamily(classes="Granite"),
+    "llama": LibraryFamily(classes="Llama"),
+    "mistral": LibraryFamily(classes="Mistral"),
+    "mixtral": LibraryFamily(classes="Mixtral"),
+    "nemotron": LibraryFamily(
         classes="Nemotron",
         norm_class="NemotronLayerNorm1P",
         norm_epsilon="norm_eps",
         hands_on=False,
     ),
-    "olmo2": Family(classes="Olmo2"),
-    "olmo3": Family(classes="Olmo3", rotary_of_type=True),
-    "phi": Family(classes="Phi", norm="final_layernorm", norm_epsilon="layer_norm_eps"),
-    "phi3": Family(classes="Phi3"),
-    "qwen2": Family(classes="Qwen2"),
-    "qwen2_moe": Family(classes="Qwen2Moe"),
-    "qwen3": Family(classes="Qwen3"),
-    "qwen3_moe": Family(classes="Qwen3Moe"),
-    "seed_oss": Family(classes="SeedOss"),
-    "smollm3": Family(classes="SmolLM3"),
-    "starcoder2": Family(classes="Starcoder2", norm_epsilon="norm_epsilon"),
+    "olmo2": LibraryFamily(classes="Olmo2"),
+    "olmo3": LibraryFamily(classes="Olmo3", rotary_of_type=True),
+    "phi": LibraryFamily(classes="Phi", norm="final_layernorm", norm_epsilon="layer_norm_eps"),
+    "phi3": LibraryFamily(classes="Phi3"),
+    "qwen2": LibraryFamily(classes="Qwen2"),
+    "qwen2_moe": LibraryFamily(classes="Qwen2Moe"),
+    "qwen3": LibraryFamily(classes="Qwen3"),
+    "qwen3_moe": LibraryFamily(classes="Qwen3Moe"),
+    "seed_oss": LibraryFamily(classes="SeedOss"),
+    "smollm3": LibraryFamily(classes="SmolLM3"),
+    "starcoder2": LibraryFamily(classes="Starcoder2", norm_epsilon="norm_epsilon"),
 }
 
 

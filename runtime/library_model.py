@@ -29,7 +29,7 @@ from runtime.learning_rate import learning_rate
 from runtime.optimizer import adamw
 from runtime.own_model import OwnModel
 from runtime.script_model import MOST_CHECKED, SAMPLES, script_model
-from runtime.torch_optimizers import Group
+from runtime.torch_optimizers import ParameterGroup
 from runtime.trial import copied
 
 
@@ -100,7 +100,7 @@ class LibraryModel(OwnModel):
         """Return the sum of the losses of next tokens, and how many count."""
         return _loss(outputs, batch)
 
-    def groups(self, slots: Sequence[Slot]) -> list[Group]:
+    def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
         return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
 

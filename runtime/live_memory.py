@@ -62,7 +62,7 @@ class LiveMemory:
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
         self._count = _StorageCount(notice)
-        self._watch: _Watch | None = None
+        self._watch: _OperatorWatch | None = None
         self._watching = False
         if not self._on_cuda:
             for tensor in existing:
@@ -79,7 +79,7 @@ class LiveMemory:
         self.reset_peak()
         self._watching = True
         if not self._on_cuda:
-            self._watch = _Watch(self._count)
+            self._watch = _OperatorWatch(self._count)
             self._watch.__enter__()
         return self
 
@@ -224,7 +224,7 @@ ASKS_DEVICE = torch.ops.prim.device.default
 """What torch asks fake tensors most often: more than half of all that comes by a mode."""
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Shows every operator's results to a count.
 
     The mode also acts in backward: autograd hands the thread state of the call on to its own

@@ -19,7 +19,7 @@ from runtime.adapter import Adapter
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place
 from runtime.streamed_state import host_like
-from runtime.torch_optimizers import Group
+from runtime.torch_optimizers import ParameterGroup
 
 
 def slots_of(
@@ -59,11 +59,11 @@ def slots_of(
 
 def adamw(
     slots: Sequence[Slot], training: Training, *, device: torch.device, offload: Offload = "none"
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """Return groups under torch's fused AdamW: weight decay acts on matrices alone."""
     factory = functools.partial(_adamw, training, device, offload)
     return [
-        Group(
+        ParameterGroup(
             factory,
             {"weight_decay": training.weight_decay if matrices else 0.0},
             tuple(slot.name for slot in slots if (slot.parameter.ndim > 1) == matrices),

@@ -38,7 +38,7 @@ from runtime.script_stage import (
 )
 from runtime.script_start import built
 from runtime.script_tensor import Styles, styles_by_name
-from runtime.torch_optimizers import Factory, Group, GroupOf, grouped
+from runtime.torch_optimizers import Factory, GroupOf, ParameterGroup, grouped
 from runtime.transforms import Staged
 from runtime.whole_batch import whole_batch
 
@@ -167,7 +167,7 @@ class OwnModel:
                 )
         return tuple(found.values())
 
-    def groups(self, slots: Sequence[Slot]) -> list[Group]:
+    def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what is trained by its settings, equal on all ranks."""
         return self._groups
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.data import Batch, Corpus, Samples, shuffled
+from runtime.data import Batch, Corpus, CorpusSamples, shuffled
 
 OPEN_ROWS = 64
 """Rows that documents may still be put into: more fill better, fewer keep the order."""
@@ -108,7 +108,7 @@ class PackedSamples:
         return self.rows[int(self._order[1][place])]
 
 
-def samples_of(corpus: Corpus, *, seq_len: int, seed: int) -> Samples | PackedSamples:
+def samples_of(corpus: Corpus, *, seq_len: int, seed: int) -> CorpusSamples | PackedSamples:
     """Return a corpus's samples: a stream of text, or rows of conversations."""
-    of = PackedSamples if corpus.kind == "conversations" else Samples
+    of = PackedSamples if corpus.kind == "conversations" else CorpusSamples
     return of(corpus, seq_len=seq_len, seed=seed)

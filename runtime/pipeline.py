@@ -75,7 +75,7 @@ class Pipeline:
         }
         self._group, self._device = groups[0], device
         self._micro_batches, self._loss = micro_batches, loss
-        self._stages = [_Stage(part, count, device, groups) for part in parts]
+        self._stages = [_PipelineStage(part, count, device, groups) for part in parts]
         self._schedule = PipelineRuntime(
             self._stages, micro_batches, loss_fn=loss, scale_grads=False
         )
@@ -151,7 +151,7 @@ class Pipeline:
         )
 
 
-class _Stage(PipelineStage):
+class _PipelineStage(PipelineStage):
     """A stage that holds what it received and sent only as long as its micro-batch is in flight.
 
     torch allocates receive buffers for every micro-batch of the step at once and keeps them for

@@ -26,7 +26,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.schedules import PLAIN, schedule_of
 from runtime import checkpoint, data, library_fields
 from runtime.data import Files
-from runtime.run import Device, Run, orders_file
+from runtime.run import Device, LaunchRun, orders_file
 from runtime.supported import supported
 
 RANKS_PER_CORE = 4
@@ -66,7 +66,7 @@ class Preflight:
 
     plan: Plan
     model: ModelGraph
-    run: Run
+    run: LaunchRun
     """As it was asked for; its `checkpoint` and `weights` are absolute, other paths as given."""
     ranks: LocalRanks
     files: Files
@@ -140,7 +140,7 @@ def rank_environment(rank: int, *, ranks: int, port: int | str) -> dict[str, str
 
 def preflight(
     plan_path: Path | str,
-    run: Run,
+    run: LaunchRun,
     *,
     model: ModelGraph | None = None,
     device: Device | None = None,
@@ -250,14 +250,14 @@ def _check_trains_on_text(model: ModelGraph) -> None:
         )
 
 
-def _check_evaluation(plan: Plan, run: Run) -> None:
+def _check_evaluation(plan: Plan, run: LaunchRun) -> None:
     if run.evaluate_every is not None and run.evaluate is None:
         raise LaunchError("evaluate_every: name the held-out text too (evaluate)")
     if run.evaluate is not None and schedule_of(plan.schedule).stale:
         raise LaunchError(f"evaluate: a pipeline that never drains is not evaluated; use {PLAIN}")
 
 
-def _check_loggers(run: Run) -> None:
+def _check_loggers(run: LaunchRun) -> None:
     for name, wanted in (("tensorboard", run.tensorboard), ("wandb", run.wandb is not None)):
         if wanted and importlib.util.find_spec(name) is None:
             raise LaunchError(
@@ -290,7 +290,7 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
     return []
 
 
-def checkpoint_to_resume(run: Run) -> Path | None:
+def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     """Return the checkpoint to go on from, if the run is to; refuse to overwrite one otherwise."""
     folder, resume = run.checkpoint, run.resume
     if run.or_start and not resume:

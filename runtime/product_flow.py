@@ -14,7 +14,7 @@ from runtime.divided import PRODUCTS
 from runtime.trial import copied
 
 
-class Refused(Exception):  # noqa: N818 - told to the user as a reason, not raised to them
+class Indivisible(Exception):  # noqa: N818 - told to the user as a reason, not raised to them
     """Why something cannot be divided."""
 
 
@@ -73,7 +73,9 @@ def flow_of(unit: nn.Module, given: Any) -> Flow:
         made = [leaf for leaf in tree_leaves(twin(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except Exception as error:  # the user's code on random numbers may fail in any way
         line = (str(error).splitlines() or [""])[0]
-        raise Refused(f"cannot be run on random numbers: {type(error).__name__}: {line}") from error
+        raise Indivisible(
+            f"cannot be run on random numbers: {type(error).__name__}: {line}"
+        ) from error
     order = list(inputs)
     before = {path: _nearest(fn, outputs) for path, fn in inputs.items()}
     behind: dict[str, set[str]] = {path: set() for path in order}

@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from runtime import run  # noqa: PLC0415
 
     (file,) = sys.argv[1:] if arguments is None else arguments
-    orders = read(run.Orders, file)
+    orders = read(run.RankOrders, file)
     rank = int(os.environ["RANK"])
     return carried_out(lambda: _train(orders, rank), rank=rank, output=orders.output)
 
 
-def _train(orders: run.Orders, rank: int) -> None:
+def _train(orders: run.RankOrders, rank: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     from planner.documents.document import read  # noqa: PLC0415

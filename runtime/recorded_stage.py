@@ -27,17 +27,17 @@ from planner.documents.plan import Activations
 from planner.documents.profile import Recompute
 from planner.errors import RecordError
 from runtime import activations, inner_loss
-from runtime.activations import Packing, Traffic
+from runtime.activations import HostTraffic, Packing
 from runtime.participation import BackwardOrder
 from runtime.recent import Recent
 from runtime.recompute import recomputed
 from runtime.recorder import MOST_RECORDINGS, units_of
 from runtime.recording import (
-    Device,
-    Held,
     Leaf,
+    ModuleTensor,
     Node,
     Recording,
+    StageDevice,
     Value,
     values_of,
 )
@@ -84,7 +84,7 @@ def seeded(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _LayerPart:
     """One layer's nodes of a stage, with what they read and what is read behind them."""
 
     name: str
@@ -94,14 +94,14 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class _StageProgram:
     """A stage under one recording."""
 
     recording: Recording
     derived: tuple[Node, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
-    parts: tuple[_Part, ...]
+    parts: tuple[_LayerPart, ...]
     done: tuple[tuple[int, ...], ...] = field(default=())
     """[part] Values that nobody reads behind it."""
 
@@ -131,7 +131,7 @@ class RecordedStage(nn.Module):
         super().__init__()
         self._recorder = recorder
         self._range = (first, last)
-        self._programs = Recent[_Program](MOST_RECORDINGS)
+        self._programs = Recent[_StageProgram](MOST_RECORDINGS)
         self.recompute: dict[str, Recompute] = {}
         """How each layer is recomputed; those that are not named keep what they made."""
         self._packings: dict[str, Packing] = {}
@@ -165,7 +165,7 @@ class RecordedStage(nn.Module):
         leaves = [leaf for node in nodes for leaf in node.leaves]
         if self._is_last:  # what the module returns is the last stage's
             leaves += recording.result
-        held = {leaf.name for leaf in leaves if isinstance(leaf, Held)}
+        held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
         for name in sorted(held):
             self._hold(name, module)
         self.units = dict(self._alone(names, held))
@@ -178,14 +178,16 @@ class RecordedStage(nn.Module):
             super().__setattr__(name, value)
 
     def packing(
-        self, name: str, choice: Activations, traffic: Traffic, *, first: bool, last: bool
+        self, name: str, choice: Activations, traffic: HostTraffic, *, first: bool, last: bool
     ) -> Packing | None:
         """Return what a layer's stored tensors go through, its values in place; None keeps them.
 
         `first` and `last` are those of a row of layers that all offload.
         """
         called = self._called(name)
-        names = {leaf.name for node in called for leaf in node.leaves if isinstance(leaf, Held)}
+        names = {
+            leaf.name for node in called for leaf in node.leaves if isinstance(leaf, ModuleTensor)
+        }
         return activations.packing(
             self._units_of(called),
             choice,
@@ -309,7 +311,7 @@ class RecordedStage(nn.Module):
     def _replayed(self, received: tuple[Tensor, ...], micro: MicroBatch) -> Any:
         training = self.training
         program = self._program(self._recorder.recording(micro.batch, training=training))
-        run = _Run(self, program.recording, micro)
+        run = _MicroBatchRun(self, program.recording, micro)
         run.values = dict(zip(program.received, received, strict=True))
         for node in program.derived:
             run.call(node)
@@ -351,11 +353,11 @@ class RecordedStage(nn.Module):
             return tensor.device
         return torch.device("cpu")
 
-    def _program(self, recording: Recording) -> _Program:
+    def _program(self, recording: Recording) -> _StageProgram:
         # A program holds its recording, so that no other one has its id meanwhile.
         return self._programs.get(id(recording), lambda: self._new_program(recording))
 
-    def _new_program(self, recording: Recording) -> _Program:
+    def _new_program(self, recording: Recording) -> _StageProgram:
         first, last = self._range
         planned = [layer.name for layer in self._recorder.first.layers]
         if [layer.name for layer in recording.layers] != planned:
@@ -374,7 +376,7 @@ class RecordedStage(nn.Module):
             made = {value for node in nodes for _, value in node.made}
             reads = {value for node in nodes for value in values_of(node.leaves)}
             gives = sorted(v for v in made if recording.last_read.get(v, -1) >= layer.last)
-            parts.append(_Part(layer.name, nodes, tuple(sorted(reads - made)), tuple(gives)))
+            parts.append(_LayerPart(layer.name, nodes, tuple(sorted(reads - made)), tuple(gives)))
         received, sent = recording.live(layers[0].first), recording.live(layers[-1].last)
         wanted = {value for part in parts for value in part.takes}
         if self._is_last:
@@ -386,7 +388,7 @@ class RecordedStage(nn.Module):
             here = {*part.takes, *(v for node in part.nodes for _, v in node.made)}
             done.append(tuple(here - later))
             later |= set(part.takes)
-        return _Program(
+        return _StageProgram(
             recording=recording,
             derived=tuple(recording.nodes[at] for at in recording.needed(wanted)),
             received=received,
@@ -431,7 +433,7 @@ class RecordedStage(nn.Module):
                 yield name, part
 
 
-class _Run:
+class _MicroBatchRun:
     """One micro-batch on its way through a stage."""
 
     def __init__(self, stage: RecordedStage, recording: Recording, micro: MicroBatch) -> None:
@@ -449,9 +451,9 @@ class _Run:
                 return self.values[at]
             case Leaf(at):
                 return self._leaves[at]
-            case Held(name):
+            case ModuleTensor(name):
                 return self._stage.held(name)
-            case Device():
+            case StageDevice():
                 return self._device
             case Tensor():
                 return leaf.to(self._device)
@@ -471,11 +473,11 @@ class _Run:
         for place, value in node.made:
             self.values[value] = made[place]
 
-    def recomputed(self, part: _Part, recompute: Recompute, packing: Packing | None) -> None:
+    def recomputed(self, part: _LayerPart, recompute: Recompute, packing: Packing | None) -> None:
         """Run a layer that keeps what it takes, and makes the rest again in backward."""
 
         def layer(*taken: Tensor) -> tuple[Tensor, ...]:
-            inside = _Run.__new__(_Run)
+            inside = _MicroBatchRun.__new__(_MicroBatchRun)
             inside.__dict__.update(self.__dict__)
             inside.values = dict(zip(part.takes, taken, strict=True))
             for node in part.nodes:

@@ -27,7 +27,7 @@ from runtime.forward_notes import Notes, line_of
 from runtime.inner_loss import running
 from runtime.recent import Recent
 from runtime.recording import (
-    Held,
+    ModuleTensor,
     Recording,
 )
 from runtime.trial import copied, untouched
@@ -96,7 +96,9 @@ class Recorder:
                 part = self._module.get_submodule(node.unit)
                 used |= {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
         held = (leaf for node in self.first.nodes for leaf in node.leaves)
-        names = {leaf.name for leaf in (*held, *self.first.result) if isinstance(leaf, Held)}
+        names = {
+            leaf.name for leaf in (*held, *self.first.result) if isinstance(leaf, ModuleTensor)
+        }
         every = (*self._module.named_parameters(), *self._module.named_buffers())
         return tuple(name for name, tensor in every if id(tensor) not in used and name not in names)
 

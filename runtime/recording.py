@@ -31,7 +31,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModuleTensor:
     """A tensor that the module holds, by its name: a parameter, a buffer or a plain attribute."""
 
     name: str
@@ -45,7 +45,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class StageDevice:
     """The device on which the stage runs."""
 
 
@@ -80,7 +80,7 @@ class Node:
         return args, kwargs
 
 
-REFERENCES = (Leaf, Held, Value, Device)
+REFERENCES = (Leaf, ModuleTensor, Value, StageDevice)
 
 
 @dataclass(frozen=True, slots=True)

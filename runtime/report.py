@@ -13,13 +13,13 @@ from planner.documents.document import Document, Part
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import Amount, Count, Positive, Text
-from runtime.run import Device, Orders, RankRecord, StepRecord, Stopped
+from runtime.run import Device, RankOrders, RankRecord, StepRecord, Stopped
 
 WARM_UP_STEPS = 2
 """Allocations, connections and first kernels make the first step slow and disturb the second."""
 
 
-class StageMeasurement(Part):
+class StagePeak(Part):
     """One pipeline stage: the most that any of its ranks held."""
 
     peak_memory_bytes: Count | None = None
@@ -67,7 +67,7 @@ class RunReport(Document):
     """Of the rank that compiled longest."""
     not_compiled: dict[Text, Text] = Field(default_factory=dict)
     """Why layers ran eager that the plan compiles, by name."""
-    stages: tuple[StageMeasurement, ...]
+    stages: tuple[StagePeak, ...]
     wall_s: Amount
     """From the launch to the end of the last rank."""
     output: Text
@@ -128,7 +128,7 @@ def comparison(report: RunReport, prediction: Prediction) -> list[Comparison]:
 
 def summarise(
     plan: Plan,
-    orders: Orders,
+    orders: RankOrders,
     *,
     ranks: Sequence[RankRecord],
     steps: Sequence[StepRecord],
@@ -191,13 +191,13 @@ def spread(values: Sequence[float]) -> float | None:
     return (high - low) / middle
 
 
-def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StageMeasurement:
+def _stage(pipeline_rank: int, ranks: Sequence[RankRecord]) -> StagePeak:
     own = [rank for rank in ranks if rank.stage == pipeline_rank]
 
     def most(of_rank: Callable[[RankRecord], int | None]) -> int | None:
         return max((found for rank in own if (found := of_rank(rank)) is not None), default=None)
 
-    return StageMeasurement(
+    return StagePeak(
         peak_memory_bytes=most(lambda rank: rank.peak_memory_bytes),
         memory_source=own[0].memory_source if own else "no rank",
         reserved_memory_bytes=most(lambda rank: rank.reserved_memory_bytes),

@@ -1,7 +1,7 @@
 """A run: what its launcher is asked for, what its ranks are told, and what they write.
 
-`Run` is one record from the command line, or a caller in Python, to every rank: `Orders` is the
-same with what was found before the ranks start.  On disk:
+`LaunchRun` is one record from the command line, or a caller in Python, to every rank: `RankOrders`
+is the same with what was found before the ranks start.  On disk:
 
     OUTPUT/
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
@@ -40,7 +40,7 @@ Stopped = Literal["steps", "max_seconds", "notice"]
 """What ended a run: all its steps, its seconds, or a notice that the machine is taken away."""
 
 
-class Run(Part):
+class LaunchRun(Part):
     """What a launch is asked for beside its plan; the descriptions are the command line's help.
 
     Raises LaunchError for numbers of steps, batches, checkpoints or seconds that no run has.
@@ -119,7 +119,7 @@ class Where(Part):
 HERE = Where()
 
 
-class Orders(Run, Document):
+class RankOrders(LaunchRun, Document):
     """What every rank of a run is told beside its rank: the run, with what was found for it.
 
     Paths are absolute; `evaluate` is the folder of the prepared corpus that is held out.

@@ -308,14 +308,14 @@ def _figures_of_layers(
     batch: Any,
     loss: Loss | None,
     across: _Counting | None,
-) -> Iterator[tuple[LayerTrace, _Sums]]:
+) -> Iterator[tuple[LayerTrace, _TensorSums]]:
     """Yield the figures of each layer of a module without data, and what it sums."""
     passed: tuple[Tensor, ...] = ()
     count = len(recorder.first.layers)
     for at in range(count):
         stage = RecordedStage(module, recorder, at, at + 1)
         taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
-        sums = _sums_of(stage, taken, batch, across) if across is not None else _Sums()
+        sums = _sums_of(stage, taken, batch, across) if across is not None else _TensorSums()
         figures, passed = _figures_of(stage, taken, batch, loss=loss if at == count - 1 else None)
         if across is not None:
             across.counted()
@@ -324,7 +324,7 @@ def _figures_of_layers(
 
 def _sums_of(
     stage: RecordedStage, taken: tuple[Tensor, ...], batch: Any, across: _Counting
-) -> _Sums:
+) -> _TensorSums:
     def pack(tensor: Tensor) -> Tensor:
         across.saved += 1
         return tensor
@@ -417,7 +417,7 @@ def _divided(
 
 
 @dataclass(slots=True)
-class _Sums:
+class _TensorSums:
     """Bytes that a layer sums over the tensor axis."""
 
     again: list[int] = field(default_factory=list)
@@ -447,11 +447,15 @@ class _Counting:
         self.sums.append((x.numel() * x.element_size(), self.saved))
         return x.clone()
 
-    def counted(self) -> _Sums:
+    def counted(self) -> _TensorSums:
         """Return what was counted since the last time."""
         sizes = [size for size, _ in self.sums]
         stops = bool(self.sums) and self.saved == self.sums[-1][1]
-        made = _Sums(sizes[:-1], sizes[-1], self.copies) if stops else _Sums(sizes, 0, self.copies)
+        made = (
+            _TensorSums(sizes[:-1], sizes[-1], self.copies)
+            if stops
+            else _TensorSums(sizes, 0, self.copies)
+        )
         self.sums, self.copies, self.saved = [], [], 0
         return made
 

@@ -43,7 +43,7 @@ from runtime.transforms import Staged
 from runtime.whole_batch import gradients_by_output, of_all_slices, surrogate, whole_batch
 
 
-class Passes:
+class StepPasses:
     """This rank's part of the forwards and backwards of a batch."""
 
     def __init__(

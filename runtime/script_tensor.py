@@ -26,8 +26,8 @@ from runtime.divided import shards, take_parts
 from runtime.divided_trial import TRIED, DividedUnit
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
-from runtime.recording import Held
-from runtime.tensor_axis import Ranks
+from runtime.recording import ModuleTensor
+from runtime.tensor_axis import TensorRanks
 
 Styles = Mapping[str, ParallelStyle]
 EXAMPLE = {"blocks.*.up": "ColwiseParallel()", "blocks.*.down": "RowwiseParallel()"}
@@ -137,7 +137,7 @@ def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, P
             raise LaunchError(f"tensor: '{pattern}' names {twice}, which has a style already")
         found |= dict.fromkeys(matched, style)
     leaves = (leaf for node in recorder.first.nodes for leaf in node.leaves)
-    held = {leaf.name for leaf in leaves if isinstance(leaf, Held)}
+    held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
     firsts = list(recorder.aliases.values())
     for name in found:
         for own, _ in module.get_submodule(name).named_parameters():
@@ -182,7 +182,7 @@ def divide(
         ).items():
             if len(pieces) > 1:
                 sections[f"{prefix}{own}"] = pieces
-        divided.apply(unit, Ranks(group))
+        divided.apply(unit, TensorRanks(group))
         summed |= {f"{prefix}{own}" for own in divided.partial}
     return summed, sections
 

@@ -21,7 +21,7 @@ from runtime.torch_internals import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """A box of one tensor."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Snapshot:
     """What one rank held behind a step."""
 
     step: int
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SnapshotPart]
 
     @property
     def size_bytes(self) -> int:
@@ -51,7 +51,7 @@ def taken(state: Mapping[str, Tensor], *, step: int) -> Snapshot:
     for name, tensor in state.items():
         local, shape, offset = _box(tensor)
         values = local.detach().to("cpu", copy=True)
-        parts[name] = Part(shape, offset, values)
+        parts[name] = SnapshotPart(shape, offset, values)
     return Snapshot(step, parts)
 
 

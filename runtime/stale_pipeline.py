@@ -29,7 +29,7 @@ from runtime.recording import Recording
 from runtime.torch_optimizers import TorchOptimizers
 
 
-class Versions:
+class WeightVersions:
     """The weights of one stage at two ages; the newest are what the optimizer updates."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -101,7 +101,7 @@ class StalePipeline(RecordedPipeline):
         self._part, self._last_stage = part, part.stage == stages - 1
         self._gradient_group = groups[1]
         self._parameters = [p for p in part.module.parameters() if p.requires_grad]
-        self.versions = Versions(self._parameters)
+        self.versions = WeightVersions(self._parameters)
         self._steps = 0
         self._filled = False
         self._due: list[int] = []

@@ -62,7 +62,7 @@ class Exit:
         return signal.Signals(-self.code).name if self.code < 0 else None
 
 
-class Ranks:
+class RunningRanks:
     """The running ranks of one launch; leaving the `with` block ends whatever still runs."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Ranks:
             self.end(grace_s=0.0)
             raise
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RunningRanks:
         return self
 
     def __exit__(
@@ -208,7 +208,7 @@ def supervised(
             rendezvous.check()
 
         started = held.enter_context(
-            Ranks(
+            RunningRanks(
                 command,
                 environments,
                 logs=[run.log_file(folder, rank) for rank in ranks],

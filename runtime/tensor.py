@@ -55,7 +55,7 @@ a dim of their own, may put such a parameter together.
 """
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     """All-gather along the positions; backward is a reduce-scatter."""
 
     @staticmethod
@@ -87,7 +87,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tens
     With `pieces` it is written as torch's compiler looks for it, to run it piece by piece beside
     the products of what it brings.
     """
-    return _Gather.apply(x, group, pieces)
+    return _GatherPositions.apply(x, group, pieces)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, *, pieces: bool = False) -> Tensor:

@@ -27,7 +27,7 @@ class Across(Protocol):
         """Return the sum of x over all ranks; its gradient is that of x."""
 
 
-class Ranks:
+class TensorRanks:
     """The real tensor axis."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -70,7 +70,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-class Entry:
+class AxisEntry:
     """Where activations enter a region: what several columns read is copied once."""
 
     def __init__(self, across: Across) -> None:

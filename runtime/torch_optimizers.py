@@ -27,8 +27,8 @@ from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
 from runtime.gradients import (
     Gradients,
-    Measured,
     Slot,
+    StepMeasurement,
     share_values,
     take_sections,
     whole_part,
@@ -52,7 +52,7 @@ PROBE_ELEMENTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Parameters with the same settings, by name, in the model's order; equal on all ranks."""
 
     factory: Factory
@@ -64,7 +64,7 @@ class Group:
 
 def grouped(
     parameters: Iterable[tuple[str, nn.Parameter]], factory: Factory, group_of: GroupOf | None
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """Put the parameters that are trained into groups by their settings."""
     found: dict[Any, tuple[Factory, dict[str, Any], list[str]]] = {}
     for name, parameter in parameters:
@@ -74,7 +74,7 @@ def grouped(
         own = settings.pop("optimizer", factory)
         key = (id(own), tuple(sorted((k, repr(v)) for k, v in settings.items())))
         found.setdefault(key, (own, settings, []))[2].append(name)
-    return [Group(own, settings, tuple(names)) for own, settings, names in found.values()]
+    return [ParameterGroup(own, settings, tuple(names)) for own, settings, names in found.values()]
 
 
 def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -105,7 +105,7 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
     return optimizer
 
 
-def _of_group(group: Group, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _of_group(group: ParameterGroup, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return made(group.factory, [{"params": parameters, **group.settings}])
 
 
@@ -157,13 +157,13 @@ def _probed(
     return parameter.detach(), alike
 
 
-def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
+def state_bytes(group: ParameterGroup, shapes: Iterable[torch.Size]) -> float:
     """Return the bytes that an optimizer keeps beside fp32 parameters of these shapes: it is tried.
 
     Numbers, such as a count of steps, are left out.  An update that looks at whole matrices is
     tried on each shape once, others on as many elements, or PROBE_ELEMENTS to twice those.
 
-    >>> sgd = Group(torch.optim.SGD, {"momentum": 0.9}, ())
+    >>> sgd = ParameterGroup(torch.optim.SGD, {"momentum": 0.9}, ())
     >>> state_bytes(sgd, [torch.Size((3, 5))])
     60.0
     """
@@ -189,7 +189,7 @@ def state_bytes(group: Group, shapes: Iterable[torch.Size]) -> float:
     return total
 
 
-def gathered_names(groups: Iterable[Group]) -> frozenset[str]:
+def gathered_names(groups: Iterable[ParameterGroup]) -> frozenset[str]:
     """Return the parameters that one rank updates whole where a plan divides them."""
     return frozenset(
         name
@@ -200,7 +200,7 @@ def gathered_names(groups: Iterable[Group]) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ParameterPart:
     """One parameter as its optimizer has it."""
 
     slot: Slot
@@ -217,7 +217,7 @@ class TorchOptimizers(Gradients):
     def __init__(
         self,
         slots: Sequence[Slot],
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         place: Place,
         *,
         device: torch.device,
@@ -238,7 +238,7 @@ class TorchOptimizers(Gradients):
         super().__init__(slots, place, device=device, divisor=divisor, scale=scale, mean=mean)
         self._groups = list(groups)
         self._rate = learning_rate
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _ParameterPart] = {}
         self._load: dict[Any, int] = {}
         self._streamed = StreamedState(device) if streamed else None
         by_name = {slot.name: slot for slot in self.slots}
@@ -316,13 +316,13 @@ class TorchOptimizers(Gradients):
         self.show()
         super().dropped()
 
-    def _parts_of(self, held: Sequence[Slot], *, gathered: bool) -> list[_Part]:
+    def _parts_of(self, held: Sequence[Slot], *, gathered: bool) -> list[_ParameterPart]:
         parts = []
         # The largest first, each to the owner that has the least so far; the same on all ranks.
         order = sorted(held, key=lambda slot: -slot.parameter.numel()) if gathered else held
         for slot in order:
             if not (gathered and _is_divided(slot)):
-                parts.append(_Part(slot, nn.Parameter(slot.local)))
+                parts.append(_ParameterPart(slot, nn.Parameter(slot.local)))
                 continue
             group, _ = _division(slot)
             loads = [self._load.get((id(group), rank), 0) for rank in range(group.size())]
@@ -331,7 +331,7 @@ class TorchOptimizers(Gradients):
             owned = group.rank() == owner
             shape = slot.parameter.shape if owned else (0,)
             plain = nn.Parameter(torch.empty(shape, dtype=slot.local.dtype, device=self.device))
-            parts.append(_Part(slot, plain, owner, owned))
+            parts.append(_ParameterPart(slot, plain, owner, owned))
         at = {slot: index for index, slot in enumerate(held)}
         return sorted(parts, key=lambda part: at[part.slot])
 
@@ -347,7 +347,7 @@ class TorchOptimizers(Gradients):
             part.slot.local.data = part.plain.data = part.slot.parameter.data
 
     @torch.no_grad()
-    def update(self, grads: Mapping[Slot, Tensor], measured: Measured) -> None:
+    def update(self, grads: Mapping[Slot, Tensor], measured: StepMeasurement) -> None:
         """Step with gradients of the mean loss.
 
         No weight moves where nothing counted, nor, in fp16, where gradients overflowed.
@@ -362,7 +362,7 @@ class TorchOptimizers(Gradients):
         self._step(grads)
 
     @torch.no_grad()
-    def update_on_device(self, grads: Mapping[Slot, Tensor], measured: Measured) -> None:
+    def update_on_device(self, grads: Mapping[Slot, Tensor], measured: StepMeasurement) -> None:
         """Step with gradients of the mean loss; no host waits to learn whether weights move.
 
         That is up to the optimizers, which take `found_inf` as torch's fused ones do.
@@ -382,7 +382,9 @@ class TorchOptimizers(Gradients):
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def step(self, totals: Tensor, clip_norm: float, earlier: Tensor | None = None) -> Measured:
+    def step(
+        self, totals: Tensor, clip_norm: float, earlier: Tensor | None = None
+    ) -> StepMeasurement:
         """Make gradients whole and use them, and no host waits; see `measured` for the arguments.
 
         A norm that is not finite means, in fp16, that the step changed nothing but the scale; so
@@ -426,14 +428,14 @@ class TorchOptimizers(Gradients):
         share_values(self.slots)
         self.dropped()
 
-    def _gather(self, part: _Part, grad: Tensor) -> None:
+    def _gather(self, part: _ParameterPart, grad: Tensor) -> None:
         """Bring a whole matrix and its gradient to the owner."""
         whole = [_whole_of(part.slot, local) for local in (grad, part.slot.local)]
         if part.owned:
             part.plain.grad = whole[0]
             part.plain.data.copy_(whole[1])
 
-    def _scatter(self, part: _Part) -> None:
+    def _scatter(self, part: _ParameterPart) -> None:
         """Take this rank's part of what the owner made."""
         group, dim = _division(part.slot)
         slot = part.slot
@@ -546,7 +548,7 @@ class TorchOptimizers(Gradients):
                 take_sections(slot, slot.local, state[f"model.{slot.name}"])
         share_values(self.slots)
 
-    def _optimizer_of(self, part: _Part) -> torch.optim.Optimizer:
+    def _optimizer_of(self, part: _ParameterPart) -> torch.optim.Optimizer:
         return self._users[part.plain]
 
     def settings(self) -> list[list[dict[str, Any]]]:

@@ -30,7 +30,7 @@ from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.checkpoint import Progress
-from runtime.data import Corpus, Samples
+from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
 from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
@@ -39,7 +39,7 @@ from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
-from runtime.run import Device, Orders, RankRecord, StepRecord, Stopped
+from runtime.run import Device, RankOrders, RankRecord, StepRecord, Stopped
 from runtime.saving import Saver
 from runtime.supported import supported
 
@@ -75,7 +75,7 @@ def token_engine(
     return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
 
 
-def train(orders: Orders, *, rank: int, local_rank: int) -> RankRecord:
+def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     """Carry out a run's orders as one of its ranks; the process group is joined already."""
     output = orders.output
     plan = read(Plan, run.plan_file(output))
@@ -128,7 +128,7 @@ class Loop:
         plan: Plan,
         model: ModelGraph,
         corpus: Corpus,
-        orders: Orders,
+        orders: RankOrders,
         rank: int,
         now_s: Callable[[], float] = time.time,
     ) -> None:
@@ -262,7 +262,7 @@ class Loop:
             result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
         return result
 
-    def _own_batch(self, samples: Samples | PackedSamples, first: int) -> tuple[Tensor, ...]:
+    def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:
         """Return this data rank's part of the global batch that starts at sample `first`.
 
         Tokens, and of conversations what counts and where documents begin.

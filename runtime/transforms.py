@@ -24,13 +24,13 @@ from planner.documents.plan import PlacedLayer, Plan
 from planner.errors import LaunchError
 from planner.schedules import schedule_of
 from runtime import activations, experts, gathered_experts, lora, tensor
-from runtime.activations import Traffic
+from runtime.activations import HostTraffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
 from runtime.chunked_loss import in_chunks
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel, tree_of
 from runtime.eight_bits import products_of
-from runtime.experts import Load
+from runtime.experts import ExpertLoad
 from runtime.initialize import first_buffer, materialize
 from runtime.mesh import Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
@@ -56,7 +56,7 @@ from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class LanguageRules:
     """The rules of a language model, where a stage is of one."""
 
     adapter: Adapter
@@ -85,7 +85,7 @@ class Staged:
     place: Place
     device: torch.device
     module: RecordedStage
-    of: Family | Script
+    of: LanguageRules | Script
     compiler: Compiler | None
     """What compiles layers that repeat, if the plan lets any be compiled."""
     wrapped: bool = False
@@ -105,7 +105,7 @@ class Staged:
     averages over the ranks with the same experts, n t / e of the n ranks with tokens of their own
     (t the tensor, e the expert degree), where the mean over all tokens wants n.
     """
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, ExpertLoad] = field(default_factory=dict)
     """How many tokens the experts of each layer get."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """What a library's layers hold beside parameters, by published name; never divided."""
@@ -127,11 +127,11 @@ class Staged:
     @property
     def units(self) -> dict[str, nn.Module]:
         """The modules that techniques act on one by one."""
-        return self.layers if isinstance(self.of, Family) else self.module.units
+        return self.layers if isinstance(self.of, LanguageRules) else self.module.units
 
     def is_block(self, name: str) -> bool:
         """Tell whether products inside of a unit may be in 8 bits: it is neither end of a model."""
-        if isinstance(self.of, Family):
+        if isinstance(self.of, LanguageRules):
             return name not in (EMBEDDING, HEAD)
         return is_block(self.module.part(name))
 
@@ -148,7 +148,9 @@ class Staged:
         """Tell whether a layer of a language model is compiled."""
         of = self.of
         return (
-            self.compiler is not None and isinstance(of, Family) and repeats(of.adapter.model, name)
+            self.compiler is not None
+            and isinstance(of, LanguageRules)
+            and repeats(of.adapter.model, name)
         )
 
 
@@ -178,7 +180,7 @@ def language_stage(
             place=place,
             device=device,
             module=module,
-            of=Family(adapter=adapter, weights=weights),
+            of=LanguageRules(adapter=adapter, weights=weights),
             compiler=compiler,
             wrapped=place.mesh is not None and wraps,
             narrow=NarrowWeights(
@@ -221,7 +223,7 @@ def transformed(staged: Staged) -> Staged:
     _experts(staged)  # before tensor, which leaves alone what experts hold
     _tensor(staged)
     _loss(staged)  # over the divided vocabulary
-    placed, traffic = staged.placed, Traffic(staged.device)
+    placed, traffic = staged.placed, HostTraffic(staged.device)
     ends = activations.row_ends(item.activations for item in placed)
     done: dict[int, nn.Parameter] = {}
     for at, (item, end) in enumerate(zip(placed, ends, strict=True)):
@@ -284,7 +286,7 @@ def _experts(staged: Staged) -> None:
     mix = gathered_experts.mixed if plan.dispatch == "allgather" else experts.mixed
     for name, layer in staged.layers.items():
         for path, module in experts.modules_of(layer).items():
-            staged.loads[name] = Load(module, experts.count_of(module), staged.device)
+            staged.loads[name] = ExpertLoad(module, experts.count_of(module), staged.device)
             if plan.mesh.expert > 1:
                 experts.spread(module, place.expert_mesh["expert"], mix)
                 for parameter in experts.HIDDEN_DIM:
@@ -358,7 +360,7 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
 
 
 def _packing(
-    staged: Staged, item: PlacedLayer, traffic: Traffic, end: tuple[bool, bool]
+    staged: Staged, item: PlacedLayer, traffic: HostTraffic, end: tuple[bool, bool]
 ) -> activations.Packing | None:
     """Return what becomes of a layer's stored tensors, if they do not stay."""
     if staged.keeps_gradients(item):
@@ -385,7 +387,7 @@ def _compilation(staged: Staged, at: int) -> None:
     compiler, of, name = staged.compiler, staged.of, staged.placed[at].layer
     if compiler is None:
         return
-    if isinstance(of, Family):
+    if isinstance(of, LanguageRules):
         if staged.compiles(name):
             compiler.compile(name, staged.module.part(name))
         return
@@ -427,7 +429,7 @@ def _data(staged: Staged, at: int) -> None:
     plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
     if not staged.wrapped:
         return
-    if isinstance(of, Family):
+    if isinstance(of, LanguageRules):
         name = staged.placed[at].layer
         layer = staged.module.part(name)
         inner = experts.modules_of(layer).values() if _wraps_experts(plan, place) else ()
@@ -477,7 +479,7 @@ def _root(staged: Staged) -> None:
         staged.replicated = tuple(
             (parameter, group)
             for parameter, group in replicated(module, plan, place)
-            if isinstance(of, Family) or all(parameter is not one for one in of.unused)
+            if isinstance(of, LanguageRules) or all(parameter is not one for one in of.unused)
         )
     elif staged.wrapped and isinstance(of, Script) and place.data_group.size() > 1:
         unused = {id(one) for one in of.unused}

@@ -14,8 +14,8 @@ from torch import nn
 
 from planner.catalog import native
 from planner.costs.activations import treated
-from planner.costs.memory import Sharing, state_types, states
-from planner.layers.operator_table import Table
+from planner.costs.memory import StateSharding, state_types, states
+from planner.layers.operator_table import OperatorTable
 from planner.search.savings import Saving, least_s
 from runtime import activations, engine, recompute
 
@@ -23,8 +23,8 @@ NEW: Any = "new"
 UNUSED: Any = None
 FIGURES: Any = SimpleNamespace(stored_bytes=1.0)
 BF16 = state_types(native(), "bf16")
-SHARING = Sharing(types=BF16, zero=3, shard=8, data=8, pipelined=False, accumulated=True)
-TABLE = Table(kind="mlp", operators=(), input_bytes=1.0, output="x")
+SHARING = StateSharding(types=BF16, zero=3, shard=8, data=8, pipelined=False, accumulated=True)
+TABLE = OperatorTable(kind="mlp", operators=(), input_bytes=1.0, output="x")
 
 
 def reduction(wire: Any) -> object:

@@ -104,7 +104,7 @@ def our_losses(plan: Plan, weights: Path, folder: Path) -> list[float]:
     write(plan, folder / "plan.yaml")
     launching.launch(
         folder / "plan.yaml",
-        run.Run(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
+        run.LaunchRun(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
         device="cpu",
         quiet=True,
     )
@@ -216,7 +216,7 @@ def main() -> None:
     weights = published(work / "model")
     model = resolve_model(str(weights))
     corpus = data.prepare(data.files(TEXT), cache=work)
-    samples = data.Samples(corpus, seq_len=SEQ_LEN, seed=TRAINING.seed)
+    samples = data.CorpusSamples(corpus, seq_len=SEQ_LEN, seed=TRAINING.seed)
     fed = [torch.from_numpy(samples.batch(n * SAMPLES, SAMPLES).tokens) for n in range(STEPS)]
     torch.save(torch.stack(fed), work / "batches.pt")
     failed = False

@@ -25,7 +25,7 @@ from benchmarks.peers.comparison import Comparison, read_case, require_score, ti
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Option, StageLimits
 from planner.solver.solve import solve
 
 Devices = list[list[int]]
@@ -93,9 +93,9 @@ def instance(case: dict[str, Any], accelerators: int, cpu_at: int | None = None)
 
     Seconds stand for the peer's milliseconds.
     """
-    stages = [Stage(capacity_bytes=case["maxSizePerFPGA"])] * accelerators
+    stages = [StageLimits(capacity_bytes=case["maxSizePerFPGA"])] * accelerators
     if cpu_at is not None:
-        stages.insert(cpu_at, Stage(capacity_bytes=_UNLIMITED, time_scale=cpu_scale(case)))
+        stages.insert(cpu_at, StageLimits(capacity_bytes=_UNLIMITED, time_scale=cpu_scale(case)))
     graph = networkx.DiGraph()
     graph.add_nodes_from(str(node["id"]) for node in case["nodes"])
     graph.add_edges_from((str(edge["sourceId"]), str(edge["destId"])) for edge in case["edges"])

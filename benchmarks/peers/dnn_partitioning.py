@@ -28,7 +28,7 @@ from planner.documents.tolerances import ROUNDING
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, graph_instance
 from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Option, StageLimits
 from planner.solver.solve import solve
 
 Devices = list[list[int]]
@@ -106,7 +106,7 @@ class Folded:
             raise ValueError(f"a CPU is {min(slower)} to {max(slower)} times slower; give it one")
         return slower.pop() if slower else 1.0
 
-    def instance(self, stages: Sequence[Stage]) -> GraphInstance:
+    def instance(self, stages: Sequence[StageLimits]) -> GraphInstance:
         """Return the problem of cutting the graph into `stages`, the largest load to be least."""
         return graph_instance(
             self._graph,
@@ -132,10 +132,12 @@ class Folded:
         return [node["id"] for name in names for node in self._nodes[name]]
 
 
-def rows_of_stages(case: dict[str, Any], cpu_scale: float) -> Iterator[tuple[list[Stage], int]]:
+def rows_of_stages(
+    case: dict[str, Any], cpu_scale: float
+) -> Iterator[tuple[list[StageLimits], int]]:
     """Yield stages and where the CPU is among them (-1: nowhere), many accelerators first."""
-    accelerator = Stage(capacity_bytes=case["devices"]["accelerator_mem_bytes"])
-    cpu = Stage(capacity_bytes=_UNLIMITED, time_scale=cpu_scale)
+    accelerator = StageLimits(capacity_bytes=case["devices"]["accelerator_mem_bytes"])
+    cpu = StageLimits(capacity_bytes=_UNLIMITED, time_scale=cpu_scale)
     for count in range(case["devices"]["accelerators"], 0, -1):
         yield [accelerator] * count, -1
         for at in range(count + 1) if case["devices"]["cpus"] else ():
@@ -182,7 +184,7 @@ def least_load_ms(case: dict[str, Any]) -> float:
     two ideals alone: inside it is known who reads an output and who does not.
     """
     folded = Folded(case)
-    stated = folded.instance([Stage(capacity_bytes=_UNLIMITED)])
+    stated = folded.instance([StageLimits(capacity_bytes=_UNLIMITED)])
     every = ideals(stated.readers(), most=_MOST_IDEALS)
     if every is None:
         raise ValueError(f"the graph has more than {_MOST_IDEALS} ideals")

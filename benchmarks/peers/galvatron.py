@@ -30,7 +30,7 @@ import networkx
 from benchmarks.peers.comparison import Comparison, read_case, require_score, timed
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, StageLimits
 
 # More strategies in one answer than this are put in order by number.
 _MOST_ORDERED = 7
@@ -113,7 +113,7 @@ def _chain(
             ),
         ),
         stages=(
-            Stage(
+            StageLimits(
                 capacity_bytes=case["mem_cap_mb"] * _MEGABYTE,
                 fixed_bytes=case["other_mem_mb"][embed] * _MEGABYTE,
                 exposed_s=case["other_time_s"][embed],

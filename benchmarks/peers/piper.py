@@ -43,7 +43,7 @@ from benchmarks.peers.wide_stages import (
 from planner.solver.graph_instance import graph_instance
 from planner.solver.graphs.ideals import Ideals, ideals
 from planner.solver.graphs.nearby import along_orders, of_bits
-from planner.solver.instance import Option, Stage
+from planner.solver.instance import Option, StageLimits
 
 MOST_IDEALS = 2000
 """Of a graph with more, only the ideals along a few orders of its branches are looked at."""
@@ -193,7 +193,7 @@ class Graph:
             networkx.relabel_nodes(graph, number),
             options=dict.fromkeys(number.values(), (Option(name="", forward_s=0, backward_s=0),)),
             output_s={str(before): edge["bytes"] for before, _, edge in self._edges},
-            stages=(Stage(capacity_bytes=0.0),),
+            stages=(StageLimits(capacity_bytes=0.0),),
             steady=0.0,
         )
         own = [1 << int(name) for name in stated.names]

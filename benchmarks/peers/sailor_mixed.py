@@ -38,7 +38,7 @@ from planner.solver.graph_instance import (
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Infeasible, Instance, Option, Stage
+from planner.solver.instance import Infeasible, Instance, Option, StageLimits
 from planner.solver.solve import solve
 
 Member = tuple[str, int]
@@ -319,7 +319,7 @@ class MixedSearch:
         for at, make in enumerate(kinds):
             gpu, tensor = held[at]
             rooms = tuple(
-                Stage(
+                StageLimits(
                     capacity_bytes=case.memory["capacity_bytes"][gpu],
                     in_flight=shape.stages - s,
                     fixed_bytes=case.needed_bytes((), tensor, shape.micro_batch, 0),

@@ -27,7 +27,7 @@ from benchmarks.peers.comparison import Comparison, read_case, require_score, ti
 from benchmarks.peers.sailor import Case, all_reduce_s, score, send_s
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, StageLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -173,7 +173,7 @@ class Search:
             layers=tuple(layers),
             kinds=tuple((option,) for option in kinds),
             stages=tuple(
-                Stage(
+                StageLimits(
                     capacity_bytes=case.memory["capacity_bytes"][self._gpu],
                     in_flight=layout.stages - number,
                     exposed_s=exposed_s[number],

@@ -42,7 +42,7 @@ from meshwright.options import (
     PrecisionOption,
     Preferred,
     ProfileOption,
-    Proven,
+    ProofLevel,
     SeqLen,
     Solver,
     SolverOption,
@@ -103,11 +103,11 @@ def plan(
         Preferred, typer.Option("--prefer", help="Which of the plans within 1.5 % of the fastest")
     ] = Preferred.SIMPLEST,
     prove: Annotated[
-        Proven,
+        ProofLevel,
         typer.Option(
             "--prove", help="simulated: close the gap of the simulated step, up to 2 minutes"
         ),
-    ] = Proven.USUAL,
+    ] = ProofLevel.USUAL,
     fit_probability: Annotated[
         float,
         typer.Option(

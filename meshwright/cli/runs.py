@@ -26,7 +26,7 @@ from meshwright.options import (
     with_records,
 )
 from planner.errors import DocumentError
-from runtime.run import HERE, Run, Where
+from runtime.run import HERE, LaunchRun, Where
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @with_records
 def launch(
     plan: Annotated[str, typer.Argument(help="A plan.yaml")],
-    run: Run,
+    run: LaunchRun,
     where: Where,
     replan: Annotated[
         bool,

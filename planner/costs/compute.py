@@ -67,7 +67,7 @@ SAME_RATE: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceRates:
     """The rates of one device in one precision with one stack's kernels."""
 
     peak_flops: float
@@ -112,7 +112,7 @@ def device(
     seq_len: int = LONG_SEQUENCE,
     head_dim: int = 128,
     devices: int = ONE_NODE,
-) -> Device:
+) -> DeviceRates:
     """Return the rates of an accelerator in a precision, with a stack's kernels.
 
     What products in 8 bits and fewer do not make, 16 bits make.  Attention's rate depends on the
@@ -120,7 +120,7 @@ def device(
     other in every step.
     """
     eight, casts = precision in EIGHT_BITS, stack.eight_bit
-    return Device(
+    return DeviceRates(
         peak_flops=peak_flops(accelerator, "bf16" if eight else precision),
         eight_bit_flops=_narrow_flops(accelerator, precision, stack) if eight else None,
         memory_bytes_per_s=accelerator.memory_bytes_per_s,
@@ -144,7 +144,7 @@ def device(
     )
 
 
-def compiled(on: Device) -> Device:
+def compiled(on: DeviceRates) -> DeviceRates:
     """Return a device whose kernels a compiler made: it fuses casts with what lies around them."""
     return replace(on, cast_bytes=0.0, cast_kernels=0) if on.cast_kernels else on
 
@@ -154,7 +154,7 @@ def recipe_of(stack: Stack, precision: str, scales: str) -> Recipe | None:
     return stack.eight_bit.recipes.get(scales if precision == "fp8" else precision)
 
 
-def scaled(on: Device, recipe: Recipe) -> Device:
+def scaled(on: DeviceRates, recipe: Recipe) -> DeviceRates:
     """Return a device whose products in 8 bits have other scales than the stack's usual ones."""
     if on.eight_bit_flops is None:
         return on
@@ -169,7 +169,7 @@ def scaled(on: Device, recipe: Recipe) -> Device:
     )
 
 
-def with_narrow_weights(on: Device, stack: Stack) -> Device:
+def with_narrow_weights(on: DeviceRates, stack: Stack) -> DeviceRates:
     """Return a device whose weights come in 8 bits: they are brought into order, not rounded."""
     return replace(on, narrow_weights=True, weight_bytes=stack.eight_bit.arrived_bytes)
 
@@ -286,12 +286,12 @@ def peak_flops(accelerator: Accelerator, precision: str) -> float:
     )
 
 
-def forward_s(operator: Operator, on: Device) -> float:
+def forward_s(operator: Operator, on: DeviceRates) -> float:
     """Seconds of an operator's forward.
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
-    >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve)
+    >>> h100 = DeviceRates(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve)
     >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={},
     ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
     >>> f"{1e3 * forward_s(product, h100):.2f} ms"
@@ -307,7 +307,7 @@ def forward_s(operator: Operator, on: Device) -> float:
     )
 
 
-def backward_s(operator: Operator, on: Device) -> float:
+def backward_s(operator: Operator, on: DeviceRates) -> float:
     """Seconds of an operator's backward, recomputation not counted."""
     factor = ATTENTION_BACKWARD if operator.kind == "attention" else MATMUL_BACKWARD
     frozen = operator.frozen
@@ -326,7 +326,7 @@ def backward_s(operator: Operator, on: Device) -> float:
     )
 
 
-def narrow_forward_s(operator: Operator, on: Device) -> float:
+def narrow_forward_s(operator: Operator, on: DeviceRates) -> float:
     """Seconds of a product x W^T whose operands are in 8 bits.
 
         t = launches + F / (f P8) + (X + W) / 2 / (g M) + Y / (g M) + casts / (g M)
@@ -339,7 +339,7 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
 
     >>> curve = DeviceCurve(launch_s=4e-6, matmul=0.7, attention_forward=0.5,
     ...     attention_backward=0.4, memory=0.8, spread=0.1, provenance="quoted", source="example")
-    >>> h100 = Device(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve,
+    >>> h100 = DeviceRates(peak_flops=989e12, memory_bytes_per_s=3.35e12, curve=curve,
     ...     eight_bit_flops=1979e12, cast_bytes=33, cast_kernels=9)
     >>> product = Operator(name="8192^3", kind="matmul", inputs=(), outputs={"y": 2 * 8192**2},
     ...     flops=2 * 8192**3, moved_bytes=3 * 2 * 8192**2)
@@ -363,7 +363,7 @@ def narrow_forward_s(operator: Operator, on: Device) -> float:
     )
 
 
-def narrow_backward_s(operator: Operator, on: Device) -> float:
+def narrow_backward_s(operator: Operator, on: DeviceRates) -> float:
     """Seconds of both gradients of such a product: grad W, and grad^T x.
 
     Where casts are kernels of their own every operand is rounded anew; three of the four are
@@ -400,7 +400,7 @@ def narrow_backward_s(operator: Operator, on: Device) -> float:
     )
 
 
-def is_narrow(operator: Operator, on: Device, *, end: bool) -> bool:
+def is_narrow(operator: Operator, on: DeviceRates, *, end: bool) -> bool:
     """Whether a product is in 8 bits: those of blocks, of Linears or of experts too.
 
     Embedding and head, the `end` layers, never are, and neither are what weighs experts and
@@ -421,7 +421,7 @@ def _result_and_operands(operator: Operator) -> tuple[float, float]:
 
 
 def _in_eight_bits(
-    on: Device, *, flops: float, moved_bytes: float, kernels: float, share: float
+    on: DeviceRates, *, flops: float, moved_bytes: float, kernels: float, share: float
 ) -> float:
     assert on.eight_bit_flops is not None
     curve = on.curve
@@ -431,7 +431,7 @@ def _in_eight_bits(
 
 
 def seconds(
-    on: Device,
+    on: DeviceRates,
     *,
     kind: str,
     flops: float,

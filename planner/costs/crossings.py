@@ -135,14 +135,14 @@ def widest_bytes(model: ModelGraph, output_bytes: Mapping[str, float]) -> float:
     from planner.solver.graph_instance import graph_instance  # noqa: PLC0415
     from planner.solver.graphs.ideals import ideals  # noqa: PLC0415
     from planner.solver.graphs.orders import orders  # noqa: PLC0415
-    from planner.solver.instance import Option, Stage  # noqa: PLC0415
+    from planner.solver.instance import Option, StageLimits  # noqa: PLC0415
 
     kinds = {name: layer.kind for name, layer in model.chain}
     stated = graph_instance(
         model.graph,
         options=dict.fromkeys(kinds, (Option(name="", forward_s=0.0, backward_s=0.0),)),
         output_s={name: output_bytes[kind] for name, kind in kinds.items()},
-        stages=(Stage(capacity_bytes=0.0),),
+        stages=(StageLimits(capacity_bytes=0.0),),
         steady=0.0,
         colocated=list((model.colocated or {}).values()),
     )

@@ -35,10 +35,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.costs.memory import Sharing, States, roots_bytes
+from planner.costs.memory import States, StateSharding, roots_bytes
 
 
-def states(parameters: float, sharing: Sharing, *, unit: float | None = None) -> States:
+def states(parameters: float, sharing: StateSharding, *, unit: float | None = None) -> States:
     """Return what a layer with this many trained parameters on the rank holds; the table is above.
 
     `unit` are the parameters of its largest unit where it is several.
@@ -46,7 +46,9 @@ def states(parameters: float, sharing: Sharing, *, unit: float | None = None) ->
     >>> from planner.catalog import stacks
     >>> from planner.costs.memory import state_types
     >>> foundry = state_types(stacks()["llm-foundry-fsdp"], "bf16")
-    >>> eight = Sharing(types=foundry, zero=3, shard=8, data=8, pipelined=False, accumulated=True)
+    >>> eight = StateSharding(
+    ...     types=foundry, zero=3, shard=8, data=8, pipelined=False, accumulated=True
+    ... )
     >>> states(8e9, eight).resident_bytes / 8e9 * 8
     16.0
     """
@@ -71,7 +73,7 @@ def states(parameters: float, sharing: Sharing, *, unit: float | None = None) ->
     )
 
 
-def frozen_states(parameters: float, sharing: Sharing) -> States:
+def frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state."""
     n, e, d = parameters, sharing.types.frozen, sharing.shard if sharing.sharded else 1
     found = _working(n, e, sharing, trained=False)
@@ -86,7 +88,7 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
 def in_root(
     held: States,
     parameters: float,
-    sharing: Sharing,
+    sharing: StateSharding,
     *,
     root: float,
     before: float | None,
@@ -120,7 +122,7 @@ def in_root(
     )
 
 
-def _working(parameters: float, each: float, sharing: Sharing, *, trained: bool) -> States:
+def _working(parameters: float, each: float, sharing: StateSharding, *, trained: bool) -> States:
     """Return the working memory of a unit that computes with `each` bytes of a parameter."""
     types, d = sharing.types, sharing.shard if sharing.sharded else 1
     gathered = each * parameters if sharing.gathers_again else 0.0

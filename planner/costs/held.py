@@ -13,7 +13,7 @@ from planner.costs import flat_units, memory
 from planner.costs.crossings import sink_kind
 from planner.costs.layer_seconds import ENDS
 from planner.costs.lora import adapter_parameters, largest_adapter
-from planner.costs.memory import FP32, FirstLayer, LastLayer, Sharing, States
+from planner.costs.memory import FP32, FirstLayer, LastLayer, States, StateSharding
 from planner.costs.sharding import POWERSGD_RANK
 from planner.documents.cluster import EIGHT_BITS
 from planner.documents.model import Layer, ModelGraph
@@ -24,7 +24,7 @@ from planner.layers import arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ResidentParameters:
     """Parameters of a layer on a rank: computed with, updated by it, and their bytes."""
 
     parameters: float
@@ -47,7 +47,7 @@ class Apart:
     """Those of its parameters that are experts with ranks of their own, and how they are shared."""
 
     parameters: float
-    sharing: Sharing
+    sharing: StateSharding
 
 
 class HeldStates:
@@ -79,11 +79,11 @@ class HeldStates:
         self._gathers_narrow = (
             job.precision in EIGHT_BITS and "parameters" in stack.eight_bit.gathered
         )
-        self._known: dict[tuple[object, ...], Held] = {}
+        self._known: dict[tuple[object, ...], ResidentParameters] = {}
 
-    def sharing(self, layout: Layout) -> Sharing:
+    def sharing(self, layout: Layout) -> StateSharding:
         """Return among how many ranks a layout divides states."""
-        return Sharing(
+        return StateSharding(
             types=self._types[layout.zero],
             zero=layout.zero,
             shard=layout.data_shard * layout.context,
@@ -100,7 +100,7 @@ class HeldStates:
             syncs_each=self._stack.sharding.syncs_each,
         )
 
-    def held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
+    def held(self, layer: Layer, layout: Layout, sharing: StateSharding) -> ResidentParameters:
         """Return what a rank holds of a layer; routed experts divide over other ranks."""
         key = (
             layer.kind,
@@ -115,7 +115,9 @@ class HeldStates:
             found = self._known[key] = self._count_held(layer, layout, sharing)
         return found
 
-    def _count_held(self, layer: Layer, layout: Layout, sharing: Sharing) -> Held:
+    def _count_held(
+        self, layer: Layer, layout: Layout, sharing: StateSharding
+    ) -> ResidentParameters:
         if layer.kind in ENDS and sharing.narrow:
             sharing = replace(sharing, narrow=False)
         dense, routed = arithmetic.local_parameters(
@@ -172,7 +174,7 @@ class HeldStates:
                 else memory.states(routed, sharing, pieces=pieces)
             )
             optimized += routed / (sharing.shard if sharing.sharded else 1)
-        return Held(
+        return ResidentParameters(
             parameters=dense + routed,
             optimized=optimized,
             states=states,
@@ -217,12 +219,17 @@ class HeldStates:
         )
         return dense + (routed if layout.expert == 1 else 0.0)
 
-    def _flat(self, sharing: Sharing) -> bool:
+    def _flat(self, sharing: StateSharding) -> bool:
         """Whether units are those of FSDP1; it has no pipelines."""
         return sharing.types.unit == "flat" and sharing.wrapped and not sharing.pipelined
 
     def _in_root(
-        self, states: States, layer: Layer, parameters: float, layout: Layout, sharing: Sharing
+        self,
+        states: States,
+        layer: Layer,
+        parameters: float,
+        layout: Layout,
+        sharing: StateSharding,
     ) -> States:
         """Return what an end holds in FSDP1's root unit, which has all that no block is."""
         kinds, (_, last) = self._model.chain_kinds, self.end_kinds
@@ -241,8 +248,8 @@ class HeldStates:
         )
 
     def _frozen(
-        self, layer: Layer, layout: Layout, sharing: Sharing, dense: float, routed: float
-    ) -> Held:
+        self, layer: Layer, layout: Layout, sharing: StateSharding, dense: float, routed: float
+    ) -> ResidentParameters:
         """Return what a rank holds of a layer of which adapters alone are trained."""
         assert self._job.lora is not None
         end = layer.kind in self.end_kinds
@@ -260,7 +267,7 @@ class HeldStates:
         else:
             states = memory.frozen_states(dense, sharing) + memory.frozen_states(routed, apart)
             states += memory.states(trained, sharing, largest=trained)
-        return Held(
+        return ResidentParameters(
             parameters=dense + routed + trained,
             optimized=trained / (sharing.shard if sharing.sharded else 1),
             states=states,
@@ -298,7 +305,7 @@ class HeldStates:
         )
 
 
-def matrices_bytes(layer: Layer, sharing: Sharing, tensor: int) -> tuple[int, ...]:
+def matrices_bytes(layer: Layer, sharing: StateSharding, tensor: int) -> tuple[int, ...]:
     """Return the bytes of each matrix that one rank updates whole, while ranks divide it.
 
     ZeRO divides all of them, else the tensor axis some.
@@ -311,7 +318,9 @@ def matrices_bytes(layer: Layer, sharing: Sharing, tensor: int) -> tuple[int, ..
     return tuple(FP32 * size for size in found)
 
 
-def of_experts(sharing: Sharing, tensor: int, expert: int, expert_tensor: int = 1) -> Sharing:
+def of_experts(
+    sharing: StateSharding, tensor: int, expert: int, expert_tensor: int = 1
+) -> StateSharding:
     """Return how routed experts are shared, which may have ranks of their own."""
     if expert == 1:
         return sharing

@@ -18,7 +18,7 @@ from planner.documents.prediction import Assumption
 from planner.documents.stack import Stack
 from planner.documents.tolerances import ROUNDING
 from planner.documents.units import bytes_text
-from planner.solver.sides import Host
+from planner.solver.sides import HostMemory
 
 PINNED_BY_TORCH = 0.5
 """Of a host's memory, where parameters are there: FSDP has torch pin them, in powers of two."""
@@ -30,7 +30,7 @@ def usable_share(stack: Stack, offload: Offload) -> float:
     return min(share, PINNED_BY_TORCH) if offload == "parameters" else share
 
 
-def hosts(cluster: ClusterSpec, layout: Layout, share: float) -> tuple[Host, ...]:
+def hosts(cluster: ClusterSpec, layout: Layout, share: float) -> tuple[HostMemory, ...]:
     """Return one host for each kind of node, of whose memory a `share` may be filled.
 
     None if the cluster does not say its memory.
@@ -39,7 +39,7 @@ def hosts(cluster: ClusterSpec, layout: Layout, share: float) -> tuple[Host, ...
     if memory is None or len(cluster.groups) > 1:
         return ()
     return tuple(
-        Host(capacity_bytes=share * memory, ranks=ranks)
+        HostMemory(capacity_bytes=share * memory, ranks=ranks)
         for ranks in ranks_on_nodes(cluster, layout)
     )
 

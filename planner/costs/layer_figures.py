@@ -31,8 +31,8 @@ from planner.costs.figure_store import FigureBasis, FigureStore, KindFigures, Ro
 from planner.costs.layer_seconds import (
     ENDS,
     HostPasses,
+    KernelSeconds,
     LinkSeconds,
-    Passes,
     link_rule,
 )
 from planner.costs.rates import Rates
@@ -47,8 +47,8 @@ from planner.layers.operator_table import (
     GroupAxis,
     ManySettings,
     Operator,
+    OperatorTable,
     Setting,
-    Table,
     either,
     larger,
     share,
@@ -232,7 +232,7 @@ class LayerFigures:
         """Return the figures of one layer kind, one for each recompute choice."""
         measurements = self._measured_like(setting, groups)
         near = (self._levels(((setting.tensor, 1),), self.cluster.devices), *groups[1:])
-        tables: dict[Setting, Table] = {}
+        tables: dict[Setting, OperatorTable] = {}
 
         def computed_in(place: Groups) -> Computed:
             link_s = self._link_s(place)
@@ -280,7 +280,7 @@ class LayerFigures:
         self,
         layer: Layer,
         setting: Setting,
-        table: Table,
+        table: OperatorTable,
         recompute: Recompute,
         link_s: LinkSeconds,
     ) -> Figures:
@@ -400,7 +400,7 @@ class LayerFigures:
         return link_s
 
     def _host_passes(
-        self, table: Table, setting: Setting, found: Passes, *, recomputes: bool
+        self, table: OperatorTable, setting: Setting, found: KernelSeconds, *, recomputes: bool
     ) -> HostPasses:
         """A CPU's own kernels run in the thread that starts them, and its curve contains it."""
         if self._rates.on_cpu:

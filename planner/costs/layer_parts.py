@@ -15,20 +15,20 @@ from planner.costs.activations import Treated, treated
 from planner.costs.calibration import Figures
 from planner.costs.collectives import Level, group_steps, levels, same_experts_steps
 from planner.costs.held import (
-    Held,
     HeldStates,
+    ResidentParameters,
     loss_gradients,
     matrices_bytes,
     weight_versions,
 )
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_seconds import ENDS
-from planner.costs.memory import Sharing, States
+from planner.costs.memory import States, StateSharding
 from planner.costs.rates import Rates
 from planner.costs.sharding import (
+    ExposedSharding,
     Links,
-    Seen,
-    Traffic,
+    ShardingTraffic,
     seen_in_passes,
     seen_once,
     traffic,
@@ -70,7 +70,7 @@ class LayerParts:
         self._scripted = trains_as_module(model.source or "")
         gathered = rates.stack.eight_bit.gathered
         self._narrow = rates.device.eight_bit_flops is not None and "parameters" in gathered
-        self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._traffic: dict[tuple[object, ...], ShardingTraffic] = {}
         self._known_moved: dict[tuple[object, ...], Moved] = {}
         self._known_links: dict[tuple[object, ...], Links] = {}
         self._known_parts: dict[tuple[object, ...], tuple[StrategyParts, ...]] = {}
@@ -99,7 +99,7 @@ class LayerParts:
         The layouts differ in how widely one ZeRO level divides states and where the axes lie.
         """
         each = [self._moved(self._layers[kind], layout) for layout in layouts]
-        moving = Traffic(
+        moving = ShardingTraffic(
             **{
                 name: _column([getattr(one.traffic, name) for one in each])
                 for name in _TRAFFIC_NAMES
@@ -119,7 +119,7 @@ class LayerParts:
         held = self._holding.held(layer, layout, self._holding.sharing(layout))
         return self._put_together(layer, layout, figures, Moved(held, None, 0.0))
 
-    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+    def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
         """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
         held, moving, tied_s = self._moved(self._layers[kind], layout)
         assert moving is not None
@@ -167,7 +167,7 @@ class LayerParts:
                 optimizer_s = self._rates.host_optimizer_s(held.optimized, sharing.types)
             case _:
                 assert_never(layout.offload)
-        once = Seen(0.0, 0.0)
+        once = ExposedSharding(0.0, 0.0)
         if moving:
             plain = figures[0]
             once = seen_once(
@@ -207,7 +207,9 @@ class LayerParts:
             for activations in self._activations
         )
 
-    def _moving(self, held: Held, sharing: Sharing, links: Links, *, narrow: bool) -> Traffic:
+    def _moving(
+        self, held: ResidentParameters, sharing: StateSharding, links: Links, *, narrow: bool
+    ) -> ShardingTraffic:
         """Return the traffic of a layer's states, the same for every micro-batch size.
 
         Those of Linears may be gathered in 8 bits (`narrow`), experts' in 16.
@@ -229,12 +231,12 @@ class LayerParts:
         self,
         parameters: float,
         sides: float,
-        sharing: Sharing,
+        sharing: StateSharding,
         links: Links,
         frozen: float,
         narrow: bool,
         wide: float = 0.0,
-    ) -> Traffic:
+    ) -> ShardingTraffic:
         key = (parameters, sides, sharing, links.name, frozen, narrow, wide)
         found = self._traffic.get(key)
         if found is None:
@@ -255,8 +257,8 @@ class LayerParts:
         self,
         recompute: Recompute,
         figures: Figures,
-        moving: Traffic | None,
-        sharing: Sharing,
+        moving: ShardingTraffic | None,
+        sharing: StateSharding,
         *,
         activations: Activations,
         states: States,
@@ -314,7 +316,12 @@ class LayerParts:
         )
 
     def _left(
-        self, layer: Layer, recompute: Recompute, figures: Figures, held: Held, sharing: Sharing
+        self,
+        layer: Layer,
+        recompute: Recompute,
+        figures: Figures,
+        held: ResidentParameters,
+        sharing: StateSharding,
     ) -> float:
         """Return what a layer's backward leaves until that of the whole model ends.
 
@@ -337,7 +344,9 @@ class LayerParts:
         size = self._holding.sharing(layout).types.gradient * copy / divided
         return self._rates.link_s("all_reduce", size, ends)
 
-    def _matrices_s(self, layer: Layer, layout: Layout, sharing: Sharing, links: Links) -> float:
+    def _matrices_s(
+        self, layer: Layer, layout: Layout, sharing: StateSharding, links: Links
+    ) -> float:
         """Seconds of bringing matrices to the ranks that update them whole, and back.
 
         Of each matrix the gradient and the weight are gathered, and the new weight is broadcast
@@ -391,8 +400,8 @@ def _inner_steps(layout: Layout) -> tuple[tuple[int, int], ...]:
 class Moved(NamedTuple):
     """A layer's states, the traffic of sharing them, and a tied weight's seconds."""
 
-    held: Held
-    traffic: Traffic | None
+    held: ResidentParameters
+    traffic: ShardingTraffic | None
     tied_s: float
 
 
@@ -403,7 +412,7 @@ def _column(values: list[float]) -> float:
     return cast(float, np.array(values))
 
 
-_TRAFFIC_NAMES = tuple(field.name for field in fields(Traffic))
+_TRAFFIC_NAMES = tuple(field.name for field in fields(ShardingTraffic))
 
 
 def parts_key(layout: Layout) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
 from planner.costs import compute
-from planner.costs.compute import Device
+from planner.costs.compute import DeviceRates
 from planner.documents.cluster import Collective
 from planner.documents.profile import Recompute
 from planner.documents.stack import Stack
@@ -24,8 +24,8 @@ from planner.layers.operator_table import (
     BACKWARD_OF,
     GroupAxis,
     Operator,
+    OperatorTable,
     Setting,
-    Table,
     either,
     larger,
     share,
@@ -54,7 +54,7 @@ class LinkSeconds(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class KernelSeconds:
     """Seconds of kernels, and how many the host starts for a forward and a recomputation."""
 
     forward_s: float
@@ -80,7 +80,7 @@ class HostPasses:
 
 
 def with_host(
-    found: Passes,
+    found: KernelSeconds,
     host: HostPasses,
     links_s: float,
     window: Literal["kernels", "layer"],
@@ -131,7 +131,7 @@ def shown_s(communication_s: float, window_s: float, overlap: float) -> float:
     return larger((1 - overlap) * communication_s, communication_s - window_s)
 
 
-def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
+def passes(table: OperatorTable, recompute: Recompute, on: DeviceRates) -> KernelSeconds:
     """Return the seconds of a layer's kernels."""
     operators, again = table.operators, table.recomputed(recompute)
     end = table.kind in ENDS
@@ -142,7 +142,7 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
         there = sum(forward_s(op, on, end=end) for op in some)
         return there, sum(backward_s(op, on, end=end) for op in some)
 
-    return Passes(
+    return KernelSeconds(
         forward_s=sum(forward_s(op, on, end=end) for op in operators),
         backward_s=sum(backward_s(op, on, end=end) for op in operators),
         recompute_s=sum(forward_s(op, on, end=end) for op in again),
@@ -153,7 +153,7 @@ def passes(table: Table, recompute: Recompute, on: Device) -> Passes:
     )
 
 
-def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
+def forward_s(operator: Operator, on: DeviceRates, *, end: bool) -> float:
     """Seconds of an operator's forward; `end`: of embedding or head, which stay in 16 bits."""
     wide_s = compute.forward_s(operator, on)
     if not compute.is_narrow(operator, on, end=end):
@@ -161,7 +161,7 @@ def forward_s(operator: Operator, on: Device, *, end: bool) -> float:
     return either(operator.aligned, compute.narrow_forward_s(operator, on), wide_s)
 
 
-def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
+def backward_s(operator: Operator, on: DeviceRates, *, end: bool) -> float:
     """Seconds of an operator's backward, with those of the forward that it may begin with."""
     again_s = forward_s(operator, on, end=end) if operator.remade else 0.0
     wide_s = compute.backward_s(operator, on) + again_s
@@ -170,7 +170,7 @@ def backward_s(operator: Operator, on: Device, *, end: bool) -> float:
     return either(operator.aligned, compute.narrow_backward_s(operator, on) + again_s, wide_s)
 
 
-def _kernels(operator: Operator, on: Device, *, end: bool) -> float:
+def _kernels(operator: Operator, on: DeviceRates, *, end: bool) -> float:
     narrow = compute.is_narrow(operator, on, end=end)
     return operator.kernels + ((2 - on.narrow_weights) * on.cast_kernels if narrow else 0)
 
@@ -210,7 +210,11 @@ def link_rule(stack: Stack, *, sequence_parallel: bool, eight_bits: bool = False
 
 
 def collectives(
-    table: Table, again: Sequence[Operator], link_s: LinkSeconds, rule: LinkRule, on: Device
+    table: OperatorTable,
+    again: Sequence[Operator],
+    link_s: LinkSeconds,
+    rule: LinkRule,
+    on: DeviceRates,
 ) -> Iterator[tuple[Operator, float, float]]:
     """Yield each collective and its seconds, forward and backward, then those of recomputation.
 
@@ -253,7 +257,9 @@ def collectives(
             yield operator, 0.0, seen * back_s
 
 
-def in_pieces(table: Table, again: Sequence[Operator], ranks: float, found: Passes) -> Passes:
+def in_pieces(
+    table: OperatorTable, again: Sequence[Operator], ranks: float, found: KernelSeconds
+) -> KernelSeconds:
     """Return passes whose products beside collectives run in a piece for each rank.
 
     Each piece is a kernel of each product, and a copy from or to its rank.
@@ -291,7 +297,7 @@ def _beside(collective: Operator, operators: Iterable[Operator]) -> list[tuple[O
 
 
 def _beside_s(
-    collective: Operator, operators: Iterable[Operator], on: Device
+    collective: Operator, operators: Iterable[Operator], on: DeviceRates
 ) -> tuple[float | None, float | None]:
     """Return the seconds of the products that a collective can run beside, forward and backward.
 
@@ -318,7 +324,7 @@ def _left_s(communication_s: float, window_s: float | None, rule: LinkRule) -> f
 
 
 def seen_links(
-    each: Iterable[tuple[Operator, float, float]], found: Passes, rule: LinkRule
+    each: Iterable[tuple[Operator, float, float]], found: KernelSeconds, rule: LinkRule
 ) -> tuple[float, float]:
     """Return what is seen of a layer's collectives in its forward and in its backward.
 
@@ -358,9 +364,9 @@ def _seen(axis: GroupAxis, rule: LinkRule, *, end: bool) -> float:
 
 def host_passes(
     stack: Stack,
-    table: Table,
+    table: OperatorTable,
     setting: Setting,
-    found: Passes,
+    found: KernelSeconds,
     *,
     recomputes: bool,
     devices_per_node: int,

@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 
 from planner.costs.boundaries import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
-from planner.costs.held import Held, HeldStates, loss_gradients
+from planner.costs.held import HeldStates, ResidentParameters, loss_gradients
 from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, Moved, parts_key
-from planner.costs.memory import FP32, Sharing, States
+from planner.costs.memory import FP32, States, StateSharding
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.segments import Replayed, reserved_beside_bytes
-from planner.costs.sharding import Traffic
+from planner.costs.sharding import ShardingTraffic
 from planner.costs.strategy import (
     StrategyCost,
     StrategyParts,
@@ -170,7 +170,7 @@ class CostTables:
             recomputes=recomputes,
         )
         self._known_states: dict[tuple[object, ...], tuple[States, ...]] = {}
-        self._layouts: dict[tuple[object, ...], _Shared] = {}
+        self._layouts: dict[tuple[object, ...], _ScheduleFreeCosts] = {}
         self.slack = self.tight = 1.0
         if not self._rates.on_cpu:
             rule = self._rates.stack.memory
@@ -278,11 +278,11 @@ class CostTables:
         """Kinds of the first and last layer, each None if other layers have the same kind."""
         return self._holding.end_kinds
 
-    def sharing(self, layout: Layout) -> Sharing:
+    def sharing(self, layout: Layout) -> StateSharding:
         """Return among how many ranks a layout divides states."""
         return self._holding.sharing(layout)
 
-    def moved(self, kind: str, layout: Layout) -> tuple[Held, Traffic, float]:
+    def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
         """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
         return self._parts.moved(kind, layout)
 
@@ -365,7 +365,7 @@ class CostTables:
             kernels=self._kernels,
         )
 
-    def _build(self, layout: Layout, *, linked: bool) -> _Shared:
+    def _build(self, layout: Layout, *, linked: bool) -> _ScheduleFreeCosts:
         """Work out what layouts that differ only in schedule and step length have in common."""
         setting = self._setting(layout)
         links = self._parts.links(layout) if linked else None
@@ -379,7 +379,7 @@ class CostTables:
                 transfer_s = self._rates.link_s("send_recv", least_bytes, links.neighbours)
         action_s = self._action_s(layout)
         parts = {kind: self.parts(kind, layout, linked=linked) for kind in self._layers}
-        return _Shared(
+        return _ScheduleFreeCosts(
             parts=parts,
             kinds={
                 kind: tuple(
@@ -483,7 +483,7 @@ def least_credits_s(figures: KindFigures) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
+class _ScheduleFreeCosts:
     """LayoutCosts without what schedule and number of micro-batches change."""
 
     parts: dict[str, tuple[StrategyParts, ...]]

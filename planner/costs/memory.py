@@ -203,7 +203,7 @@ def updated_bytes(types: StateTypes, rule: OptimizerRule) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class StateSharding:
     """How the states of a layer are divided, and when its gradients are reduced."""
 
     types: StateTypes
@@ -374,7 +374,7 @@ def padded(parameters: float, pieces: int, shard: int) -> float:
 
 def states(
     parameters: float,
-    sharing: Sharing,
+    sharing: StateSharding,
     *,
     largest: float = 0.0,
     factors: float = 0.0,
@@ -389,7 +389,7 @@ def states(
     different of the first and the last layer.  In buffers `largest` alone counts.
 
     >>> from planner.catalog import native
-    >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
+    >>> eight = StateSharding(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
     ...     pipelined=False, accumulated=True)
     >>> states(8e9, eight).resident_bytes / 8e9 * 8
     16.0
@@ -476,7 +476,7 @@ def states(
     )
 
 
-def roots_bytes(types: StateTypes, sharing: Sharing, moments: float) -> float:
+def roots_bytes(types: StateTypes, sharing: StateSharding, moments: float) -> float:
     """Return bytes of the square roots of second moments, half of both, that the step has at once.
 
     torch.optim.adamw, _multi_tensor_adamw: exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), a
@@ -489,7 +489,7 @@ def roots_bytes(types: StateTypes, sharing: Sharing, moments: float) -> float:
 def _reductions(
     fresh: float,
     whole: float,
-    sharing: Sharing,
+    sharing: StateSharding,
     end: LastLayer | FirstLayer | None,
     *,
     summed: bool,
@@ -508,7 +508,7 @@ def _reductions(
     return wire * behind, fresh + wire * whole
 
 
-class _Gathered(NamedTuple):
+class _GatheredBytes(NamedTuple):
     """Bytes of gathered parameters: working ones of both passes, and what stays between them."""
 
     forward: float
@@ -520,7 +520,7 @@ def _made(end: LastLayer | FirstLayer | None) -> bool:
     return isinstance(end, LastLayer) and end.made
 
 
-def _gathered_ahead(gathered: float, sharing: Sharing) -> _Gathered:
+def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
     """Return what a unit of so many gathered bytes G holds of its own and of those asked for ahead.
 
     With depth p of prefetching (p = 0 acts like 1) and k ranks that divide it between its passes:
@@ -536,16 +536,16 @@ def _gathered_ahead(gathered: float, sharing: Sharing) -> _Gathered:
     ahead = max(1, sharing.prefetch) * gathered
     ranks = sharing.between
     if ranks is None:
-        return _Gathered(2 * gathered + ahead, gathered + ahead, 0.0)
+        return _GatheredBytes(2 * gathered + ahead, gathered + ahead, 0.0)
     between = gathered / ranks
     if ranks == 1:
-        return _Gathered(gathered + ahead, -between, between)
-    return _Gathered(2 * gathered + ahead, gathered + ahead - 2 * between, between)
+        return _GatheredBytes(gathered + ahead, -between, between)
+    return _GatheredBytes(2 * gathered + ahead, gathered + ahead - 2 * between, between)
 
 
 def _at_an_end(
-    gathered: float, each: float, sharing: Sharing, end: LastLayer | FirstLayer
-) -> _Gathered:
+    gathered: float, each: float, sharing: StateSharding, end: LastLayer | FirstLayer
+) -> _GatheredBytes:
     """Return the same of the first or the last unit; `each` are gathered bytes of a parameter.
 
     Nothing is ahead of the last one in forward, nor of the first one in backward.
@@ -560,14 +560,14 @@ def _at_an_end(
     backward = gathered + (0.0 if first else other)
     ranks = sharing.between
     if ranks is None:
-        return _Gathered(forward, backward, 0.0)
+        return _GatheredBytes(forward, backward, 0.0)
     between = gathered / ranks
     if ranks == 1:
-        return _Gathered(forward - gathered, 0.0, between)
-    return _Gathered(forward, backward * (1 - 1 / ranks), between)
+        return _GatheredBytes(forward - gathered, 0.0, between)
+    return _GatheredBytes(forward, backward * (1 - 1 / ranks), between)
 
 
-def _buffers(n: float, sharing: Sharing, largest: float) -> States:
+def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
     """Return what a layer holds in buffers; with the optimizer on the host masters are there too.
 
     From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).  Under
@@ -620,7 +620,7 @@ def _buffers(n: float, sharing: Sharing, largest: float) -> States:
     )
 
 
-def in_root(held: States, shared: float, sharing: Sharing) -> States:
+def in_root(held: States, shared: float, sharing: StateSharding) -> States:
     """Return what a layer holds under ZeRO-3 whose matrix of `shared` parameters another one uses.
 
     FSDP2 holds what layers share in its root, and the root is gathered from before the first layer
@@ -639,7 +639,7 @@ def in_root(held: States, shared: float, sharing: Sharing) -> States:
     )
 
 
-def frozen_states(parameters: float, sharing: Sharing) -> States:
+def frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state.
 
     They are kept in the type of the computation, or narrower, e bytes each (runtime/lora.py):
@@ -652,7 +652,7 @@ def frozen_states(parameters: float, sharing: Sharing) -> States:
     attributes of modules: no rank shares them, and none has them on the host.
 
     >>> from planner.catalog import native
-    >>> eight = Sharing(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
+    >>> eight = StateSharding(types=state_types(native(), "bf16"), zero=3, shard=8, data=8,
     ...     pipelined=False, accumulated=True)
     >>> frozen_states(8e9, eight).resident_bytes / 8e9 * 8
     2.0

@@ -64,7 +64,7 @@ HOST_MEMORY_SHARE = 0.6
 class Rates:
     """Seconds on one cluster, in one precision, beside the arithmetic of layers."""
 
-    device: compute.Device
+    device: compute.DeviceRates
     curves: Curves
     overheads: Overheads | None
     on_cpu: bool

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
 from planner.documents.profile import Recompute
-from planner.layers.operator_table import Table
+from planner.layers.operator_table import OperatorTable
 
 FP32 = 4
 
@@ -25,7 +25,7 @@ FP32 = 4
 class Replayed:
     """A block of a rank's step."""
 
-    table: Table
+    table: OperatorTable
     recompute: Recompute
     unit_bytes: float
     """Of its working copy, where each pass gathers that."""
@@ -95,7 +95,7 @@ def reserved_beside_bytes(
 
 
 def _forward(
-    device: _TwoStreams, table: Table, kept: Collection[str], there: dict[str, MemoryBlock]
+    device: _TwoStreams, table: OperatorTable, kept: Collection[str], there: dict[str, MemoryBlock]
 ) -> dict[str, MemoryBlock]:
     """Run a block's operators; return what is kept of those results that were not `there`."""
     last = {name: at for at, op in enumerate(table.operators) for name in (*op.inputs, *op.holds)}
@@ -130,7 +130,7 @@ def _loss(
 
 
 def _backward(
-    device: _TwoStreams, table: Table, live: dict[str, MemoryBlock], gradient: MemoryBlock
+    device: _TwoStreams, table: OperatorTable, live: dict[str, MemoryBlock], gradient: MemoryBlock
 ) -> MemoryBlock:
     """Run a block's backward, which lets go of what it kept; return the gradient of its input."""
     first: dict[str, int] = {}

@@ -36,7 +36,7 @@ from typing import NamedTuple, assert_never
 
 from planner.costs import compute
 from planner.costs.collectives import Levels, ranks_of
-from planner.costs.memory import FP32, NARROW, Sharing, StateTypes
+from planner.costs.memory import FP32, NARROW, StateSharding, StateTypes
 from planner.costs.rates import Hidden, Rates
 from planner.documents.stack import Accumulation
 from planner.layers.operator_table import either, larger
@@ -69,7 +69,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class ShardingTraffic:
     """Sharding seconds of one unit: in each micro-batch's passes, and once per step.
 
     Copies into and out of the collectives' buffers run between the layer's own kernels, and so does
@@ -90,9 +90,9 @@ class Traffic:
     implicit: float = 0.0
     """1 where a forward's gather starts no sooner than the host comes by its unit."""
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: ShardingTraffic) -> ShardingTraffic:
         """Both, one after the other."""
-        return Traffic(
+        return ShardingTraffic(
             forward_gather_s=self.forward_gather_s + other.forward_gather_s,
             forward_copies_s=self.forward_copies_s + other.forward_copies_s,
             backward_s=self.backward_s + other.backward_s,
@@ -108,7 +108,7 @@ class Traffic:
 
 def traffic(
     parameters: float,
-    sharing: Sharing,
+    sharing: StateSharding,
     links: Links,
     rates: Rates,
     *,
@@ -116,7 +116,7 @@ def traffic(
     frozen: float = 0.0,
     narrow: bool = False,
     wide: float = 0.0,
-) -> Traffic:
+) -> ShardingTraffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
     `sides` are rows and columns of all its matrices, added up; so many of its parameters are
@@ -130,7 +130,7 @@ def traffic(
     if types.unit == "buffer" or (sharing.accumulated and not sharing.reduces_each_micro_batch):
         added_s = rates.adding_s(accumulated_bytes(types, rule.accumulation) * trained)
     if not (sharing.wrapped or sharing.data > 1):
-        return Traffic(backward_copies_s=added_s)
+        return ShardingTraffic(backward_copies_s=added_s)
     working = types.working * trained
     if types.unit != "buffer" or sharing.zero == 3:  # else whole copies stay as they are
         working += types.frozen * frozen
@@ -168,7 +168,7 @@ def traffic(
     if again and not sharing.pipelined_units:
         inner_s = rates.link_s("all_gather", working, links.inner)
         back_s = gather_s if sharing.between is None else inner_s
-        return Traffic(
+        return ShardingTraffic(
             forward_gather_s=gather_s,
             forward_copies_s=unpack_s,
             backward_s=back_s + reduce_s,
@@ -177,7 +177,7 @@ def traffic(
             host_gather_s=host_gather_s,
             host_reduce_s=host_reduce_s,
         )
-    return Traffic(
+    return ShardingTraffic(
         backward_s=(gather_s if again else 0.0) + (reduce_s if each else 0.0),
         backward_copies_s=(unpack_s if again else 0.0) + (pack_s if each else 0.0) + added_s,
         gather_per_step_s=gather_s,
@@ -191,7 +191,7 @@ def traffic(
 def _collectives_s(
     trained: float,
     working_bytes: float,
-    sharing: Sharing,
+    sharing: StateSharding,
     links: Links,
     rates: Rates,
     *,
@@ -225,7 +225,7 @@ def _collectives_s(
     return 0.0, calls * rates.link_s("all_reduce", reduced / calls, both), 0.0
 
 
-class Seen(NamedTuple):
+class ExposedSharding(NamedTuple):
     """Exposed seconds of sharding in one pass, or once per step."""
 
     shard_s: float
@@ -235,15 +235,15 @@ class Seen(NamedTuple):
 
 
 def seen_in_passes(
-    moving: Traffic,
-    sharing: Sharing,
+    moving: ShardingTraffic,
+    sharing: StateSharding,
     rates: Rates,
     *,
     forward_s: float,
     backward_s: float,
     waits_s: float = 0.0,
     forward_waits_s: float = 0.0,
-) -> tuple[Seen, Seen]:
+) -> tuple[ExposedSharding, ExposedSharding]:
     """Return what is seen in each forward, and in each backward with what it recomputes.
 
     In `waits_s` the device waits for its host, and copies beside gradients take nothing more.  A
@@ -262,14 +262,21 @@ def seen_in_passes(
     )
     reduce = _seen(moving.backward_s, returned_s, backward_s, rates, "units")
     return (
-        Seen(gather.shard_s + moving.forward_copies_s, gather.host_s),
-        Seen(reduce.shard_s + larger(0.0, moving.backward_copies_s - waits_s), reduce.host_s),
+        ExposedSharding(gather.shard_s + moving.forward_copies_s, gather.host_s),
+        ExposedSharding(
+            reduce.shard_s + larger(0.0, moving.backward_copies_s - waits_s), reduce.host_s
+        ),
     )
 
 
 def seen_once(
-    moving: Traffic, sharing: Sharing, rates: Rates, *, forward_s: float, backward_s: float
-) -> Seen:
+    moving: ShardingTraffic,
+    sharing: StateSharding,
+    rates: Rates,
+    *,
+    forward_s: float,
+    backward_s: float,
+) -> ExposedSharding:
     """Return what is seen once per step.
 
     It hides behind the passes without recomputation, so that every choice has the same.
@@ -282,17 +289,23 @@ def seen_once(
     window_s = 0.0 if sharing.pipelined_units else backward_s
     reduce = _seen(moving.reduce_per_step_s, returned_s, window_s, rates, "reduce")
     copies_s = moving.copies_per_step_s
-    return Seen(copies_s + gather.shard_s + reduce.shard_s, gather.host_s + reduce.host_s)
+    return ExposedSharding(
+        copies_s + gather.shard_s + reduce.shard_s, gather.host_s + reduce.host_s
+    )
 
 
-def _seen(links_s: float, host_s: float, window_s: float, rates: Rates, hidden: Hidden) -> Seen:
+def _seen(
+    links_s: float, host_s: float, window_s: float, rates: Rates, hidden: Hidden
+) -> ExposedSharding:
     """Return what a window leaves of a collective, and what a copy of the host adds to it."""
     seen_s = rates.exposed_s(links_s, window_s, hidden)
     if isinstance(host_s, float) and not host_s:
-        return Seen(seen_s, 0.0)
+        return ExposedSharding(seen_s, 0.0)
     among: Hidden = "copies" if hidden == "units" else hidden
     links_alone_s = rates.exposed_s(links_s, window_s, among)
-    return Seen(seen_s, rates.exposed_s(links_s + host_s, window_s, among) - links_alone_s)
+    return ExposedSharding(
+        seen_s, rates.exposed_s(links_s + host_s, window_s, among) - links_alone_s
+    )
 
 
 def accumulated_bytes(types: StateTypes, accumulation: Accumulation) -> float:

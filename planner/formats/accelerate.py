@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     compile_text,
     degrees_above,
     of_fsdp,
@@ -16,7 +16,7 @@ from planner.formats.wanted import (
 )
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from degrees_above(wanted, pipeline=1, expert=1)
@@ -33,7 +33,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from of_one_kind(wanted)
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, mesh = wanted.plan, wanted.plan.mesh
     lines = [
@@ -63,7 +63,7 @@ def text(wanted: Wanted) -> str:
     return "\n".join(lines) + "\n"
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan, t = wanted.plan, wanted.plan.training
     if len(wanted.ranks_of_nodes) > 1:

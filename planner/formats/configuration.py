@@ -29,7 +29,7 @@ from planner.formats import (
     torchtitan_toml,
     transformers,
 )
-from planner.formats.wanted import Wanted, for_all, own_text
+from planner.formats.wanted import FrameworkPlan, for_all, own_text
 from planner.requests.request import Request
 from planner.stacks.executable import rules_of
 
@@ -37,10 +37,10 @@ from planner.stacks.executable import rules_of
 class Written(NamedTuple):
     """How plans are written for a framework."""
 
-    obstacles: Callable[[Wanted], Iterator[str]]
+    obstacles: Callable[[FrameworkPlan], Iterator[str]]
     """What stands against a plan."""
-    text: Callable[[Wanted], str]
-    outside: Callable[[Wanted], Iterator[str]]
+    text: Callable[[FrameworkPlan], str]
+    outside: Callable[[FrameworkPlan], Iterator[str]]
     """What is set elsewhere."""
     says: frozenset[str] = frozenset()
     """Fields of a plan that it says and most others do not."""
@@ -58,14 +58,14 @@ def configuration(
     found = obstacles(plan, model, to, cluster)
     if found:
         raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
-    return FRAMEWORKS[to].text(Wanted(plan=plan, model=model, cluster=cluster))
+    return FRAMEWORKS[to].text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
 
 
 def obstacles(
     plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
 ) -> list[str]:
     """Return what of a plan a framework does not do."""
-    wanted, how = Wanted(plan=plan, model=model, cluster=cluster), FRAMEWORKS[to]
+    wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), FRAMEWORKS[to]
     return [*for_all(wanted, how.says), *how.obstacles(wanted)]
 
 
@@ -99,7 +99,7 @@ def in_the_script(
     plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
 ) -> list[str]:
     """Return what of a plan is set elsewhere: in the training script, or where it is started."""
-    wanted = Wanted(plan=plan, model=model, cluster=cluster)
+    wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster)
     return [*FRAMEWORKS[to].outside(wanted), *own_text(wanted)]
 
 

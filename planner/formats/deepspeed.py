@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     compile_text,
     degrees_above,
     of_one_kind,
@@ -16,7 +16,7 @@ from planner.formats.wanted import (
 )
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
@@ -27,7 +27,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from of_one_kind(wanted)
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, t = wanted.plan, wanted.plan.training
     zero: dict[str, object] = {"stage": plan.zero, "overlap_comm": True}
@@ -59,7 +59,7 @@ def text(wanted: Wanted) -> str:
     return told + "\n"
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     if recompute_of(wanted) == "full":
         yield "every block is recomputed: model.gradient_checkpointing_enable()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     compile_text,
     degrees_above,
     of_fsdp,
@@ -15,7 +15,7 @@ from planner.formats.wanted import (
 _TYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, context=1, expert=1, pipeline=1)
@@ -28,7 +28,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
         yield "selective recompute: a checkpoint recomputes all of a block"
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the module."""
     plan, t = wanted.plan, wanted.plan.training
     kinds = {name: layer.kind for name, layer in wanted.model.chain}
@@ -95,7 +95,7 @@ def _spans(numbers: list[int]) -> str:
     return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers == whole else repr(tuple(numbers))
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
     yield (

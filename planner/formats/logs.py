@@ -34,21 +34,21 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LoggedWork:
     """What a step trains, which rates are turned into seconds by."""
 
     job: Job
     devices: int
 
 
-Reader = Callable[[Iterable[str], Work], Iterator[Said]]
+Reader = Callable[[Iterable[str], LoggedWork], Iterator[Said]]
 
 
-def megatron(lines: Iterable[str], work: Work) -> Iterator[Said]:
+def megatron(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read Megatron-LM's log; each line is the mean of the steps since the last one.
 
     >>> from planner.documents.plan import Job
-    >>> work = Work(job=Job(seq_len=4096, global_batch=16), devices=8)
+    >>> work = LoggedWork(job=Job(seq_len=4096, global_batch=16), devices=8)
     >>> next(megatron([" iteration  20/ 50 | elapsed time per iteration (ms): 512.5 |"], work))
     Said(step_s=0.5125, steps=1, peak_bytes=None)
     """
@@ -63,11 +63,11 @@ def megatron(lines: Iterable[str], work: Work) -> Iterator[Said]:
             yield Said(peak_bytes=_number(seen[1]) * MIB)
 
 
-def torchtitan(lines: Iterable[str], work: Work) -> Iterator[Said]:
+def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read torchtitan's log: `tps` are tokens per second and device.
 
     >>> from planner.documents.plan import Job
-    >>> work = Work(job=Job(seq_len=8192, global_batch=8), devices=8)
+    >>> work = LoggedWork(job=Job(seq_len=8192, global_batch=8), devices=8)
     >>> line = "[titan] - INFO - step: 10  loss:  7.1  memory: 40.00GiB(50.5%)  tps: 8,192"
     >>> [said] = torchtitan([line], work)
     >>> said.step_s, said.peak_bytes == 40 * 2**30
@@ -91,11 +91,11 @@ def torchtitan(lines: Iterable[str], work: Work) -> Iterator[Said]:
         before = now
 
 
-def deepspeed(lines: Iterable[str], work: Work) -> Iterator[Said]:
+def deepspeed(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read DeepSpeed's log: samples per second of the whole job, of the newest step.
 
     >>> from planner.documents.plan import Job
-    >>> work = Work(job=Job(seq_len=2048, global_batch=64), devices=8)
+    >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
     >>> line = ("epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=31.0, "
     ...         "CurrSamplesPerSec=32.0, MemAllocated=4.32GB, MaxMemAllocated=38.5GB")
     >>> next(deepspeed([line], work)).step_s
@@ -112,11 +112,11 @@ def deepspeed(lines: Iterable[str], work: Work) -> Iterator[Said]:
         )
 
 
-def accelerate(lines: Iterable[str], work: Work) -> Iterator[Said]:
+def accelerate(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read what transformers' Trainer prints: its bar of progress, and its metrics at the end.
 
     >>> from planner.documents.plan import Job
-    >>> work = Work(job=Job(seq_len=2048, global_batch=64), devices=8)
+    >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
     >>> [said.step_s for said in accelerate([" 40%|####  | 4/10 [00:08<00:12,  2.00s/it]"], work)]
     [2.0]
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from planner.documents.cluster import EIGHT_BITS
 from planner.documents.plan import Axis
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     degrees_above,
     mixed_recompute,
     other_schedule,
@@ -16,7 +16,7 @@ from planner.formats.wanted import (
 )
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from other_schedule(wanted, "megatron")
@@ -32,7 +32,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
         yield from mixed_recompute(wanted)
 
 
-def layout_of(wanted: Wanted) -> str | None:
+def layout_of(wanted: FrameworkPlan) -> str | None:
     """Return the blocks of every stage as `Et*6|t*7|t*6L`; None where counts of the ends say them.
 
     Source: Megatron Core, transformer/pipeline_parallel_layer_layout.py.
@@ -47,7 +47,7 @@ def layout_of(wanted: Wanted) -> str | None:
     return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
 
 
-def _full_each(wanted: Wanted) -> int | None:
+def _full_each(wanted: FrameworkPlan) -> int | None:
     """Return how many blocks of every stage are recomputed whole, None if stages differ."""
     counts = {
         sum(item.recompute == "full" for item in stage.layers) for stage in wanted.plan.stages
@@ -55,7 +55,7 @@ def _full_each(wanted: Wanted) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan = wanted.plan
     lines = [
@@ -79,7 +79,7 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 """Scales in fp8."""
 
 
-def other_scales(wanted: Wanted) -> Iterator[str]:
+def other_scales(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield scales in 8 bits that Transformer Engine has not, and products in 4."""
     plan = wanted.plan
     if plan.precision == "fp8" and plan.scales not in RECIPES:
@@ -88,7 +88,7 @@ def other_scales(wanted: Wanted) -> Iterator[str]:
         yield "precision nvfp4"
 
 
-def _eight_bits(wanted: Wanted) -> Iterator[str]:
+def _eight_bits(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield the recipe of products in 8 bits, and whether weights are kept and gathered so."""
     plan = wanted.plan
     blocks = plan.precision == "mxfp8"
@@ -104,7 +104,7 @@ def _eight_bits(wanted: Wanted) -> Iterator[str]:
             yield "--reuse-grad-buf-for-mxfp8-param-ag"
 
 
-def _megatron_mesh(wanted: Wanted) -> Iterator[str]:
+def _megatron_mesh(wanted: FrameworkPlan) -> Iterator[str]:
     plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
     yield f"--tensor-model-parallel-size {mesh.tensor}"
     yield f"--pipeline-model-parallel-size {mesh.pipeline}"
@@ -131,7 +131,7 @@ def _megatron_mesh(wanted: Wanted) -> Iterator[str]:
         yield "--sequence-parallel"
 
 
-def _megatron_sharding(wanted: Wanted) -> Iterator[str]:
+def _megatron_sharding(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield how states are divided; messages between copies overlap, as the plan assumes."""
     zero = wanted.plan.zero
     if wanted.data * wanted.plan.mesh.context > 1:
@@ -148,7 +148,7 @@ def _megatron_sharding(wanted: Wanted) -> Iterator[str]:
         yield "--ckpt-format fsdp_dtensor"
 
 
-def recompute_flags(wanted: Wanted) -> Iterator[str]:
+def recompute_flags(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield which blocks are recomputed."""
     if len(wanted.recomputes) > 1:
         yield "--recompute-granularity full"
@@ -181,14 +181,14 @@ _OPTIONS_OF: dict[str, Axis | None] = {
 """The axis that an option speaks of, by default the experts'."""
 
 
-def _megatron_options(wanted: Wanted) -> Iterator[str]:
+def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
     for option in wanted.plan.backend.split("+")[1:]:
         axis = _OPTIONS_OF.get(option, "expert")
         if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
 
 
-def _megatron_training(wanted: Wanted) -> Iterator[str]:
+def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield optimizer and learning rates; weight decay leaves out vectors there too."""
     t = wanted.plan.training
     yield "--optimizer adam"
@@ -212,7 +212,7 @@ def _megatron_training(wanted: Wanted) -> Iterator[str]:
         yield f"--lr-wsd-decay-iters {t.decay_steps}"
 
 
-def deepspeed_obstacles(wanted: Wanted) -> Iterator[str]:
+def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan Megatron-DeepSpeed has no words for beside that."""
     plan = wanted.plan
     yield from obstacles(wanted)
@@ -225,14 +225,14 @@ def deepspeed_obstacles(wanted: Wanted) -> Iterator[str]:
         yield f"stages of {', '.join(map(str, wanted.blocks))} blocks"
 
 
-def deepspeed_text(wanted: Wanted) -> str:
+def deepspeed_text(wanted: FrameworkPlan) -> str:
     """Return the flags of Megatron-DeepSpeed: its own scripts, with ZeRO by DeepSpeed."""
     dropped = ("--sequence-parallel", "--overlap-", "--use-distributed-optimizer")
     lines = [line for line in text(wanted).splitlines() if not line.startswith(dropped)]
     return "\n".join([*lines, "--deepspeed", f"--zero-stage {wanted.plan.zero}"]) + "\n"
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     mesh, steps = wanted.plan.mesh, wanted.plan.training.warmup_steps
     if mesh.tensor * mesh.context > 1 and wanted.plan.zero < 2:
@@ -242,7 +242,7 @@ def outside(wanted: Wanted) -> Iterator[str]:
     yield from fused_instead(wanted)
 
 
-def fused_instead(wanted: Wanted) -> Iterator[str]:
+def fused_instead(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield that blocks which are compiled in the plan have kernels of its own instead."""
     if wanted.plan.compile == "block":
         yield "blocks are not compiled there: its own fused kernels take the place"

@@ -9,17 +9,17 @@ import yaml
 
 from planner.documents.plan import Plan
 from planner.formats import megatron
-from planner.formats.wanted import Wanted, recompute_of
+from planner.formats.wanted import FrameworkPlan, recompute_of
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it does not support: what Megatron-LM does not, and FSDP."""
     yield from megatron.obstacles(wanted)
     if wanted.plan.zero in (2, 3):
         yield f"ZeRO-{wanted.plan.zero}"
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the overrides."""
     plan, t = wanted.plan, wanted.plan.training
     copies = wanted.data * plan.mesh.context > 1
@@ -69,7 +69,7 @@ def _recipe(plan: Plan) -> str:
     return plan.scales if plan.precision == "fp8" else plan.precision
 
 
-def _model(wanted: Wanted) -> dict[str, Any]:
+def _model(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return degrees, stages and recomputation."""
     plan, mesh, blocks = wanted.plan, wanted.plan.mesh, wanted.blocks
     told: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _model(wanted: Wanted) -> dict[str, Any]:
     return told
 
 
-def _rates(wanted: Wanted) -> dict[str, Any]:
+def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return the learning rates."""
     t = wanted.plan.training
     told: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _rates(wanted: Wanted) -> dict[str, Any]:
     return told
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
     yield "the recipe of the model, whose overrides these are (--config_file)"

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     degrees_above,
     of_one_kind,
     other_schedule,
@@ -18,7 +18,7 @@ from planner.schedules import PLAIN, schedule_of
 from planner.stacks.stage_rules import by_products
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan, a = wanted.plan, wanted.model.architecture
     yield from other_schedule(wanted, "nanotron")
@@ -41,7 +41,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from of_one_kind(wanted)
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, t = wanted.plan, wanted.plan.training
     pipelined = plan.mesh.pipeline > 1
@@ -83,7 +83,7 @@ def text(wanted: Wanted) -> str:
     return found
 
 
-def _rates(wanted: Wanted) -> dict[str, Any]:
+def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return the learning rates; a decay to the highest rate is none."""
     t = wanted.plan.training
     begin = t.rate_steps - t.decay_steps if t.rate_schedule == "wsd" else t.warmup_steps
@@ -99,7 +99,7 @@ def _rates(wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     steps = wanted.plan.training.warmup_steps
     yield "model.model_config, data_stages and tokens.train_steps"

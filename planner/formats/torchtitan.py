@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from planner.documents.cluster import EIGHT_BITS
 from planner.documents.stack import base_of
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     mixed_recompute,
     of_fsdp,
     other_schedule,
@@ -34,7 +34,7 @@ REGISTERED = {
 """Modules and functions of torchtitan.models that configure models of the catalogue."""
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
@@ -62,13 +62,13 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from mixed_recompute(wanted)
 
 
-def sharded_by_context(wanted: Wanted) -> Iterator[str]:
+def sharded_by_context(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield states that context ranks would divide, where the plan divides none."""
     if wanted.plan.zero == 0 and wanted.plan.mesh.context > 1:
         yield "ZeRO-0 with context parallelism: its context ranks shard"
 
 
-def other_narrow(wanted: Wanted) -> Iterator[str]:
+def other_narrow(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield products in 8 bits that neither release makes, or other stacks do."""
     plan = wanted.plan
     own = own_operators(wanted) and plan.precision in ("fp8", "mxfp8")
@@ -80,17 +80,17 @@ def other_narrow(wanted: Wanted) -> Iterator[str]:
         yield "auto_filter_small_kn with rowwise_with_gw_hp: torchao has no limits of it"
 
 
-def options_of(wanted: Wanted) -> list[str]:
+def options_of(wanted: FrameworkPlan) -> list[str]:
     """Return the options of a plan's stack."""
     return wanted.plan.backend.split("+")[1:]
 
 
-def own_operators(wanted: Wanted) -> bool:
+def own_operators(wanted: FrameworkPlan) -> bool:
     """Whether a plan speaks of torchtitan's own operators: its float8, its selective recompute."""
     return base_of(wanted.plan.backend) == "torchtitan"
 
 
-def other_selective(wanted: Wanted) -> Iterator[str]:
+def other_selective(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield selective recompute of another stack."""
     if "selective" in wanted.recomputes and not own_operators(wanted):
         yield "selective recompute, which are other operators there"
@@ -102,7 +102,7 @@ RECIPES = ("rowwise", "rowwise_with_gw_hp")
 _POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the module: what it changes of a model's configuration, and that of the model."""
     plan = wanted.plan
     module, name = REGISTERED.get(plan.model.name, (None, None))
@@ -138,7 +138,7 @@ def text(wanted: Wanted) -> str:
 _REGISTRY = "config_registry"
 
 
-def _settings(wanted: Wanted) -> Iterator[str]:
+def _settings(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what is assigned to fields of a Trainer.Config."""
     plan, mesh, t = wanted.plan, wanted.plan.mesh, wanted.plan.training
     # What a data-parallel rank takes at once: a forward's samples, or those of a whole pipeline
@@ -191,7 +191,7 @@ def _settings(wanted: Wanted) -> Iterator[str]:
     yield f"lr_scheduler.min_lr_factor = {t.floor!r}"
 
 
-def _converters(wanted: Wanted) -> list[tuple[str, str]]:
+def _converters(wanted: FrameworkPlan) -> list[tuple[str, str]]:
     """Return what brings products to 8 bits: those of blocks, not the head's, not the router's.
 
     Linears of float8 are named by those that stay; of MXFP8 by those that are converted.
@@ -218,7 +218,7 @@ def _converters(wanted: Wanted) -> list[tuple[str, str]]:
     return [(name, settings) for name, settings in found]
 
 
-def _groups(wanted: Wanted) -> Iterator[str]:
+def _groups(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield the optimizer, which leaves norms and biases without weight decay."""
     t = wanted.plan.training
     same = f'"lr": {t.learning_rate!r}, "betas": ({t.beta1!r}, {t.beta2!r}), "eps": {t.epsilon!r}'
@@ -235,7 +235,7 @@ def _groups(wanted: Wanted) -> Iterator[str]:
     yield "    )"
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
     _, name = REGISTERED.get(plan.model.name, (None, None))
@@ -247,7 +247,7 @@ def outside(wanted: Wanted) -> Iterator[str]:
         yield f"training ends at step {plan.training.rate_steps}, where its learning rate does"
 
 
-def parts_of(wanted: Wanted, head: str) -> list[list[str]]:
+def parts_of(wanted: FrameworkPlan, head: str) -> list[list[str]]:
     """Return the modules of each stage by the names of torchtitan's decoders."""
     kinds = {name: layer.kind for name, layer in wanted.model.chain}
     parts, block = [], 0

@@ -15,7 +15,7 @@ from planner.formats.torchtitan import (
     sharded_by_context,
 )
 from planner.formats.wanted import (
-    Wanted,
+    FrameworkPlan,
     mixed_recompute,
     of_fsdp,
     other_schedule,
@@ -25,7 +25,7 @@ from planner.formats.wanted import (
 from planner.schedules import schedule_of
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it has no words for."""
     plan = wanted.plan
     yield from whole_experts(wanted)
@@ -52,7 +52,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from mixed_recompute(wanted)
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the configuration."""
     plan, mesh = wanted.plan, wanted.plan.mesh
     replicas, shards = mesh.data_replicate, mesh.data_shard
@@ -97,7 +97,7 @@ def text(wanted: Wanted) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _converters(wanted: Wanted) -> Iterator[str]:
+def _converters(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what brings products to 8 bits: those of blocks, not the head's, not the router's."""
     plan, a, options = wanted.plan, wanted.model.architecture, options_of(wanted)
     if plan.precision not in EIGHT_BITS:
@@ -126,7 +126,7 @@ def _converters(wanted: Wanted) -> Iterator[str]:
         yield from (f"[quantize.grouped_mm.{kind}]", 'fqns = ["experts"]', "")
 
 
-def _titan_training(wanted: Wanted) -> Iterator[str]:
+def _titan_training(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield the end of `training`, optimizer and learning rates."""
     t = wanted.plan.training
     # A bound of 0 would make every gradient 0.
@@ -150,7 +150,7 @@ def _titan_training(wanted: Wanted) -> Iterator[str]:
     yield f"min_lr_factor = {t.floor!r}"
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan = wanted.plan
     if plan.training.weight_decay:

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from planner.formats.wanted import Wanted, degrees_above, of_fsdp, of_one_kind, recompute_of
+from planner.formats.wanted import FrameworkPlan, degrees_above, of_fsdp, of_one_kind, recompute_of
 
 
-def obstacles(wanted: Wanted) -> Iterator[str]:
+def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan it does not support."""
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     yield from of_fsdp(wanted)
@@ -19,7 +19,7 @@ def obstacles(wanted: Wanted) -> Iterator[str]:
     yield from of_one_kind(wanted)
 
 
-def text(wanted: Wanted) -> str:
+def text(wanted: FrameworkPlan) -> str:
     """Return the arguments."""
     plan, t = wanted.plan, wanted.plan.training
     told: dict[str, Any] = {
@@ -51,7 +51,7 @@ def text(wanted: Wanted) -> str:
     return found
 
 
-def _rates(wanted: Wanted) -> dict[str, Any]:
+def _rates(wanted: FrameworkPlan) -> dict[str, Any]:
     """Return the learning rates; without a fall they stay, however long the run is."""
     t = wanted.plan.training
     told: dict[str, Any] = {"warmup_steps": t.warmup_steps}
@@ -68,7 +68,7 @@ def _rates(wanted: Wanted) -> dict[str, Any]:
     return {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, **told}
 
 
-def outside(wanted: Wanted) -> Iterator[str]:
+def outside(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what of a plan is set elsewhere."""
     plan, steps = wanted.plan, wanted.plan.training.warmup_steps
     yield f"torchrun starts {plan.mesh.devices} ranks; samples have {plan.seq_len} tokens"

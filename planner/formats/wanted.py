@@ -14,7 +14,7 @@ from planner.schedules import schedule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FrameworkPlan:
     """A plan beside its model, in the words that frameworks share."""
 
     plan: Plan
@@ -68,7 +68,7 @@ class Wanted:
         return self.plan.training.rate_schedule != "constant"
 
 
-def rate_text(wanted: Wanted) -> str:
+def rate_text(wanted: FrameworkPlan) -> str:
     """Return the learning rates of a run in words."""
     t = wanted.plan.training
     parts = [f"the learning rate: {t.learning_rate:g}"]
@@ -83,13 +83,13 @@ def rate_text(wanted: Wanted) -> str:
     return ", ".join(parts)
 
 
-def script_text(wanted: Wanted) -> Iterator[str]:
+def script_text(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield which parameters weight decay leaves out."""
     if wanted.plan.training.weight_decay:
         yield "parameter groups: no weight decay on norms and biases"
 
 
-def own_text(wanted: Wanted) -> Iterator[str]:
+def own_text(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what memory and time were counted for that no configuration says."""
     loss, prefetch = wanted.plan.loss, wanted.plan.prefetch
     if loss is not None:
@@ -98,7 +98,7 @@ def own_text(wanted: Wanted) -> Iterator[str]:
         yield f"parameters of {prefetch} layers are gathered ahead, where that can be set"
 
 
-def compile_text(wanted: Wanted) -> Iterator[str]:
+def compile_text(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield that blocks are compiled, which the training script does."""
     if wanted.plan.compile == "block":
         yield "each block is compiled: block.compile()"
@@ -119,7 +119,7 @@ _UNSUPPORTED = {
 """How the others are refused, where a plan uses them."""
 
 
-def for_all(wanted: Wanted, says: Collection[str]) -> Iterator[str]:
+def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
     """Yield what no framework here has words for, but for fields that this one `says`."""
     plan = wanted.plan
     treated = {item.activations for stage in plan.stages for item in stage.layers}
@@ -140,7 +140,7 @@ def for_all(wanted: Wanted, says: Collection[str]) -> Iterator[str]:
         yield "adapters are trained, which is set in the training script"
 
 
-def degrees_above(wanted: Wanted, **most: int) -> Iterator[str]:
+def degrees_above(wanted: FrameworkPlan, **most: int) -> Iterator[str]:
     """Yield degrees above what a framework has."""
     mesh = wanted.plan.mesh
     for name, limit in most.items():
@@ -149,20 +149,20 @@ def degrees_above(wanted: Wanted, **most: int) -> Iterator[str]:
             yield f"{name} degree {degree}"
 
 
-def other_schedule(wanted: Wanted, framework: str) -> Iterator[str]:
+def other_schedule(wanted: FrameworkPlan, framework: str) -> Iterator[str]:
     """Yield a schedule that a framework does not have."""
     plan = wanted.plan
     if plan.mesh.pipeline > 1 and framework not in schedule_of(plan.schedule).names:
         yield f"schedule {plan.schedule}"
 
 
-def whole_experts(wanted: Wanted) -> Iterator[str]:
+def whole_experts(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield experts that ranks divide."""
     if wanted.plan.mesh.expert_tensor > 1:
         yield f"experts divided among {wanted.plan.mesh.expert_tensor} ranks"
 
 
-def mixed_recompute(wanted: Wanted) -> Iterator[str]:
+def mixed_recompute(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield if blocks are recomputed differently."""
     choices = wanted.recomputes
     if len(choices) > 1:
@@ -170,7 +170,7 @@ def mixed_recompute(wanted: Wanted) -> Iterator[str]:
         yield f"recompute differs between blocks ({told}); plan with --fix recompute=..."
 
 
-def of_one_kind(wanted: Wanted) -> Iterator[str]:
+def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what a configuration that treats all blocks alike, in whole, has no words for."""
     if wanted.plan.precision not in ("bf16", "fp16", "fp32"):
         yield f"precision {wanted.plan.precision}"
@@ -179,7 +179,7 @@ def of_one_kind(wanted: Wanted) -> Iterator[str]:
     yield from mixed_recompute(wanted)
 
 
-def of_fsdp(wanted: Wanted) -> Iterator[str]:
+def of_fsdp(wanted: FrameworkPlan) -> Iterator[str]:
     """Yield what FSDP does not do: it shards gradients with states, and offloads all or nothing."""
     if wanted.plan.offload == "optimizer":
         yield "the optimizer alone on the host"
@@ -187,6 +187,6 @@ def of_fsdp(wanted: Wanted) -> Iterator[str]:
         yield "ZeRO-1: it shards gradients too"
 
 
-def recompute_of(wanted: Wanted) -> str:
+def recompute_of(wanted: FrameworkPlan) -> str:
     """Return the choice of all blocks."""
     return next(iter(wanted.recomputes), "none")

@@ -24,7 +24,7 @@ from planner.layers.attention import attention, attention_width, window
 from planner.layers.ends import embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
 from planner.layers.kernels import MODULES, compiled
-from planner.layers.operator_table import FP32, Operator, Setting, Table, either
+from planner.layers.operator_table import FP32, Operator, OperatorTable, Setting, either
 from planner.layers.operators import norm
 from planner.layers.parameters import (
     OPT_POSITION_OFFSET,
@@ -34,7 +34,7 @@ from planner.layers.parameters import (
 )
 
 
-def table(model: ModelGraph, layer: Layer, setting: Setting) -> Table:
+def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
     """Return the operators of a layer; a traced layer becomes one operator."""
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
@@ -175,7 +175,7 @@ def _attention_matrices(a: Architecture) -> Iterator[tuple[int, int]]:
     yield a.hidden_size, a.heads * latent.value_head_dim
 
 
-def _kept_narrow(block: Table, element_bytes: int) -> tuple[Operator, ...]:
+def _kept_narrow(block: OperatorTable, element_bytes: int) -> tuple[Operator, ...]:
     """Return a compiled block's operators where its Linears multiply 8-bit copies of their inputs.
 
     A weight's gradient reads such a copy alone.  What a norm or an activation made is made again
@@ -212,7 +212,7 @@ NORMS_BEHIND = ("olmo2", "olmo3")
 """Families whose blocks norm what attention and MLP give, and not what they take."""
 
 
-def _block(a: Architecture, kind: str, setting: Setting) -> Table:
+def _block(a: Architecture, kind: str, setting: Setting) -> OperatorTable:
     """Attention, then MLP or experts, each beside the residual stream."""
     stream = setting.stream_tokens * a.hidden_size * setting.element_bytes
     operators: list[Operator] = []
@@ -260,10 +260,10 @@ def _block(a: Architecture, kind: str, setting: Setting) -> Table:
         if not a.pre_norm:
             operators.append(norm(a, setting, residual, f"{part}_norm", width=a.hidden_size))
             residual = f"{part}_norm"
-    return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output=residual)
+    return OperatorTable(kind=kind, operators=tuple(operators), input_bytes=stream, output=residual)
 
 
-def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -> Table:
+def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -> OperatorTable:
     """Attention and MLP of one residual, both added to it at the end."""
     operators = [norm(a, setting, "x", "attention_norm", width=a.hidden_size)]
     operators += attention(a, kind, setting, "attention_norm")
@@ -283,7 +283,7 @@ def _side_by_side(a: Architecture, kind: str, setting: Setting, stream: float) -
             kernels=2,
         )
     )
-    return Table(kind=kind, operators=tuple(operators), input_bytes=stream, output="sum")
+    return OperatorTable(kind=kind, operators=tuple(operators), input_bytes=stream, output="sum")
 
 
 def _traced_parameters(layer: Layer, tensor: int) -> float:
@@ -291,7 +291,7 @@ def _traced_parameters(layer: Layer, tensor: int) -> float:
     return float(divided.parameters if divided else layer.parameters)
 
 
-def traced(layer: Layer, setting: Setting) -> Table:
+def traced(layer: Layer, setting: Setting) -> OperatorTable:
     """One operator of a layer that was traced in fp32; times its samples, in the job's type.
 
     A tensor axis that divides the layer adds its sums: of activations in forward, of gradients in
@@ -322,7 +322,7 @@ def traced(layer: Layer, setting: Setting) -> Table:
             for name, size in _sums(layer, setting)
         ]
         operators, outside = (*sums[:-1], operator, sums[-1]), 1
-    return Table(
+    return OperatorTable(
         kind=layer.kind,
         operators=operators,
         input_bytes=output,

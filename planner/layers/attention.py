@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from planner.documents.model import Architecture, LatentAttention
 from planner.layers import written_scores
-from planner.layers.kernels import Kernels
+from planner.layers.kernels import KernelSettings
 from planner.layers.operator_table import FP32, Operator, Setting, larger, smaller
 from planner.layers.operators import (
     elementwise,
@@ -364,7 +364,7 @@ def _fused(
     return operators
 
 
-def _moved(kernels: Kernels, tensors: float) -> tuple[float, float]:
+def _moved(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
     """Return the traffic of fused attention whose tensors have so many bytes, in both passes.
 
     In 8 bits they are cast before it, and what it makes is cast back; backward their gradients.

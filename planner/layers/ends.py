@@ -7,14 +7,22 @@ from dataclasses import replace
 from planner.documents.model import Architecture
 from planner.documents.profile import ChunkedLoss
 from planner.layers.kernels import MODULES
-from planner.layers.operator_table import FP32, Operator, Pass, Setting, Table, larger, smaller
+from planner.layers.operator_table import (
+    FP32,
+    Operator,
+    OperatorTable,
+    Pass,
+    Setting,
+    larger,
+    smaller,
+)
 from planner.layers.operators import gathered, matmul, norm, summed
 
 INDEX = 8
 """Bytes of a token id."""
 
 
-def embedding(a: Architecture, setting: Setting) -> Table:
+def embedding(a: Architecture, setting: Setting) -> OperatorTable:
     """Token lookup, positions; patches for images.
 
     Row-wise division of the table: every rank looks up what it holds, the sums are scattered.
@@ -29,7 +37,9 @@ def embedding(a: Architecture, setting: Setting) -> Table:
         lookup = matmul(
             "patches", ("x",), {"embedding": full}, flops=flops, moved_bytes=image + full
         )
-        return Table(kind="embedding", operators=(lookup,), input_bytes=image, output="embedding")
+        return OperatorTable(
+            kind="embedding", operators=(lookup,), input_bytes=image, output="embedding"
+        )
     width = embedding_width(a)
     looked_up = setting.tokens * width * e
     rows = a.vocab_size * width * e / t
@@ -100,7 +110,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     if a.token_types or a.embedding_norm:
         operators.append(norm(a, setting, tensor, "embedding_norm", width=a.hidden_size))
         tensor = "embedding_norm"
-    return Table(
+    return OperatorTable(
         kind="embedding",
         operators=tuple(operators),
         input_bytes=ids,
@@ -108,7 +118,7 @@ def embedding(a: Architecture, setting: Setting) -> Table:
     )
 
 
-def head(a: Architecture, setting: Setting) -> Table:
+def head(a: Architecture, setting: Setting) -> OperatorTable:
     """Final norm, output projection and loss in fp32, vocabulary divided by the tensor degree."""
     e, t, tokens = setting.element_bytes, setting.tensor, setting.tokens
     operators: list[Operator] = []
@@ -176,14 +186,14 @@ def head(a: Architecture, setting: Setting) -> Table:
         sizes = (rows * width + width * outputs / t) * e
         product = replace(product, frozen=setting.kernels.frozen is not None)
         operators += _chunked(product, setting.loss, logits, chunk, sizes)
-        return Table("head", tuple(operators), input_bytes=share, output="loss")
+        return OperatorTable("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
     if kernels is not MODULES:
         product = _as_trained(setting, product, source)
     operators.append(product)
     if kernels.peak_logit_bytes:
         operators.append(_one_loss(setting, logits * e, rows * outputs))
-        return Table(
+        return OperatorTable(
             kind="head",
             operators=tuple(operators),
             input_bytes=share,
@@ -210,7 +220,7 @@ def head(a: Architecture, setting: Setting) -> Table:
     loss = _loss(tensor, logits * FP32, held=held, rows=rows, divided=divided)
     if e != FP32:
         loss.insert(0, operators.pop())
-    return Table(
+    return OperatorTable(
         kind="head",
         operators=(*operators, *loss),
         input_bytes=share,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.documents.model import Architecture, Experts
-from planner.layers.kernels import Kernels
+from planner.layers.kernels import KernelSettings
 from planner.layers.operator_table import FP32, Operator, Setting, smaller
 from planner.layers.operators import (
     elementwise,
@@ -138,7 +138,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     return operators
 
 
-def _routing(experts: Experts, kernels: Kernels, tokens: float) -> Operator:
+def _routing(experts: Experts, kernels: KernelSettings, tokens: float) -> Operator:
     """Choose the experts of each token by its scores."""
     scores = tokens * experts.count * FP32
     return Operator(
@@ -439,7 +439,7 @@ def _feed_forward(
     return [*operators, replace(last, holds=(whole,))]
 
 
-def _clamped_gate(kernels: Kernels, name: str, size: float) -> list[Operator]:
+def _clamped_gate(kernels: KernelSettings, name: str, size: float) -> list[Operator]:
     """GPT-OSS's (u + 1) g sigmoid(α g) of clamped halves g and u, each operator a kernel.
 
     Clamps keep the whole product that they were cut from.
@@ -459,7 +459,7 @@ def _clamped_gate(kernels: Kernels, name: str, size: float) -> list[Operator]:
     ]
 
 
-def _activation(a: Architecture, kernels: Kernels, name: str, size: float) -> list[Operator]:
+def _activation(a: Architecture, kernels: KernelSettings, name: str, size: float) -> list[Operator]:
     """The activation of an ungated MLP, one kernel that keeps its input.
 
     GPT-2's, GPT-J's and Phi's tanh approximation 0.5 u (1 + tanh(c (u + 0.044715 u³))) is written
@@ -496,7 +496,7 @@ def _activation(a: Architecture, kernels: Kernels, name: str, size: float) -> li
     ]
 
 
-def _fast_gelu(kernels: Kernels, name: str, size: float) -> list[Operator]:
+def _fast_gelu(kernels: KernelSettings, name: str, size: float) -> list[Operator]:
     """0.5 u (1 + tanh(c u (1 + 0.044715 u u))), written out: nine kernels, which keep both factors
     of each product and the tanh."""
     up = f"{name}_up"

@@ -21,7 +21,7 @@ Adapters = Literal["attention", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class KernelSettings:
     """What the operators of a layer depend on beside its figures and its division."""
 
     fused_norm: bool = False
@@ -94,12 +94,12 @@ class Kernels:
         return self.backward_traffic * moved_bytes if self.backward_traffic else own_bytes
 
 
-MODULES = Kernels()
+MODULES = KernelSettings()
 """Modules of `transformers` one by one: those that the runtime trains."""
 
 
 @cache
-def compiled(kernels: Kernels) -> Kernels:
+def compiled(kernels: KernelSettings) -> KernelSettings:
     """Return the kernels of a block that is compiled: what lies between products is fused."""
     return replace(kernels, fused_norm=True, fused_gate=True, fused_rotary=True, compiled=True)
 
@@ -111,12 +111,12 @@ def kernels_of(
     flash_attention: bool | None = None,
     frozen: bool = False,
     quantised: bool = False,
-) -> Kernels:
+) -> KernelSettings:
     """Return a stack's kernels in a job; what a job does not say is as the stack has it."""
     rule = stack.kernels
     flash = rule.flash_attention if flash_attention is None else flash_attention
     scores: Scores = "module" if rule.attention == "module" else "fused"
-    found = Kernels(
+    found = KernelSettings(
         fused_norm=rule.norm == "fused",
         fused_gate=rule.gate == "fused",
         fused_rotary=rule.rotary == "fused",

@@ -23,7 +23,7 @@ from planner.documents.cluster import Collective, Precision
 from planner.documents.plan import Dispatch, Scales
 from planner.documents.profile import ChunkedLoss, Recompute
 from planner.documents.stack import SelectiveRecompute
-from planner.layers.kernels import MODULES, Kernels
+from planner.layers.kernels import MODULES, KernelSettings
 from planner.layers.routing import Routing
 
 OperatorKind = Literal[
@@ -89,7 +89,7 @@ class Setting:
     """How tokens come to experts on other ranks."""
     narrow_weights: bool = False
     """Weights of Linears come in 8 bits."""
-    kernels: Kernels = field(default=MODULES, compare=False)
+    kernels: KernelSettings = field(default=MODULES, compare=False)
 
     @property
     def element_bytes(self) -> int:
@@ -285,7 +285,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Table:
+class OperatorTable:
     """The operators of one layer in forward order, and the tensors between them."""
 
     kind: str

@@ -9,7 +9,7 @@ from operator import and_
 import numpy as np
 
 from planner.documents.model import Architecture
-from planner.layers.kernels import MODULES, Kernels
+from planner.layers.kernels import MODULES, KernelSettings
 from planner.layers.operator_table import FP32, Operator, Setting, larger
 from planner.layers.routing import Routing
 
@@ -114,7 +114,7 @@ def _written_out(name: str, source: str, *, rows: float, width: float, e: int) -
 
 
 def elementwise(
-    kernels: Kernels,
+    kernels: KernelSettings,
     name: str,
     inputs: tuple[str, ...],
     size: float,

@@ -142,7 +142,7 @@ def resident_chart(timeline: Timeline, ranks: Sequence[tuple[str, StagePredictio
     return svg.steps(
         "Memory over a step",
         [
-            svg.Steps(name=ranks[rank][0], points=tuple(moments[:most]))
+            svg.StepCurve(name=ranks[rank][0], points=tuple(moments[:most]))
             for rank, moments in resident_gib(timeline, ranks).items()
         ],
         "ms",

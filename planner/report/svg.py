@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class StepCurve:
     """A figure that changes at once: where it changes, and to what."""
 
     name: str
@@ -189,7 +189,7 @@ def scatter(title: str, points: Sequence[Point], x_title: str, y_title: str) -> 
     return _svg(title, body)
 
 
-def steps(title: str, found: Sequence[Steps], x_title: str, y_title: str) -> str:
+def steps(title: str, found: Sequence[StepCurve], x_title: str, y_title: str) -> str:
     """Return lines that go across and then up or down, with a key, or none."""
     points = [point for one in found for point in one.points]
     if not points:

@@ -20,7 +20,7 @@ from planner.catalog import Quantity
 from planner.documents.units import bytes_text, seconds_text
 from planner.report.whatif_text import provenance_text
 from planner.whatif.answers import answers
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.page_data import page_data
 from planner.whatif.ranking import figure as compared
 from planner.whatif.ranking import measured_first, ordered_by
@@ -177,7 +177,7 @@ def _shade(size: float, least: float) -> str:
     return "best" if size <= 1.05 * least else ""
 
 
-def _cell(outcome: Outcome | None) -> str:
+def _cell(outcome: CandidateOutcome | None) -> str:
     if outcome is None:
         return ""
     if not outcome.fits:

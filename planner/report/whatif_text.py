@@ -13,7 +13,7 @@ from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.whatif.answers import answers, asked_texts, slack_days
 from planner.whatif.break_even import BreakEven
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import Rank, measured_first
 from planner.whatif.run import Changed, Result
 from planner.whatif.study import Order
@@ -153,7 +153,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
     return Summary(f"{rank.place}. {outcome.candidate}", told, whole=True)
 
 
-def limits(outcome: Outcome) -> list[str]:
+def limits(outcome: CandidateOutcome) -> list[str]:
     """Return what an outcome misses, or how surely it keeps each goal."""
     sold = ["not sold"] if outcome.hypothetical else []
     missed = {miss.partition(":")[0] for miss in outcome.misses}
@@ -165,7 +165,7 @@ def limits(outcome: Outcome) -> list[str]:
     return [*sold, *outcome.misses, *kept]
 
 
-def _speed(outcome: Outcome) -> Iterator[str]:
+def _speed(outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.step_s is not None and outcome.tokens_per_s is not None:
         step, rate, mfu = outcome.step_s, outcome.tokens_per_s, outcome.utilisation
         if not outcome.jobs:
@@ -177,7 +177,7 @@ def _speed(outcome: Outcome) -> Iterator[str]:
         yield f"our own runtime {seconds_text(outcome.native_step_s)}"
 
 
-def _time(result: Result, outcome: Outcome) -> Iterator[str]:
+def _time(result: Result, outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.hours is not None:
         yield days_text(outcome.hours)
     slack = slack_days(result, outcome)
@@ -185,7 +185,7 @@ def _time(result: Result, outcome: Outcome) -> Iterator[str]:
         yield f"{slack:.1f} days to spare"
 
 
-def _money(outcome: Outcome) -> Iterator[str]:
+def _money(outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.usd is not None:
         yield f"{range_text(outcome.usd)} USD"
     if outcome.capital_usd is not None:
@@ -198,14 +198,14 @@ def _tie(rank: Rank) -> Iterator[str]:
         yield f"ties with the first at {price:.2f} USD per device hour, now {own.value:.2f}"
 
 
-def _energy(outcome: Outcome) -> Iterator[str]:
+def _energy(outcome: CandidateOutcome) -> Iterator[str]:
     if outcome.energy_kwh is not None:
         yield f"{outcome.energy_kwh.value:,.0f} kWh"
     if outcome.carbon_kg is not None:
         yield f"{outcome.carbon_kg.value:,.0f} kg of CO2"
 
 
-def _room(outcome: Outcome) -> Iterator[str]:
+def _room(outcome: CandidateOutcome) -> Iterator[str]:
     yield f"{bytes_text(outcome.headroom_bytes)} free"
     if outcome.host_bytes:
         yield f"{bytes_text(outcome.host_bytes)} on the host"

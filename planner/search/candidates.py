@@ -52,7 +52,7 @@ from planner.search.joint.rooms import ChainFigures, Paces, Rooms, Unit
 from planner.search.savings import Saving, activations, least_s, savings_of
 from planner.search.space import (
     Degrees,
-    Family,
+    LayoutFamily,
     ShardingChoice,
     canonical,
     every_degrees,
@@ -128,7 +128,7 @@ class Candidates:
         """By the id of sharings, which are kept so that it stays theirs."""
         self._divided: dict[tuple[object, ...], int] = {}
         """The place of each `Family.divided` among divisions."""
-        self._by_degrees: dict[Degrees, list[Family]] = {}
+        self._by_degrees: dict[Degrees, list[LayoutFamily]] = {}
         for family in self.families:
             self._by_degrees.setdefault(family.degrees, []).append(family)
         self.frontiers = FrontierStore() if frontiers is None else frontiers
@@ -180,25 +180,25 @@ class Candidates:
 
     def _forget(self) -> None:
         """Begin without what depends on recomputation."""
-        self._known_shared: dict[int, _Shared] = {}
+        self._known_shared: dict[int, _PartBounds] = {}
         """By the id of their part."""
-        self._known_moved: dict[tuple[object, ...], _Moved] = {}
+        self._known_moved: dict[tuple[object, ...], _ShardingCosts] = {}
         """By the id of the sharings, which are those of one place and level, and more."""
         self._known_traffic: dict[tuple[object, ...], tuple[object, Moved]] = {}
         """The same of all micro-batches, with the sharings that have the id."""
-        self.looked_at: dict[int, tuple[Family, Levels]] = {}
+        self.looked_at: dict[int, tuple[LayoutFamily, Levels]] = {}
         """Families whose bounds within memory are known, by their id."""
-        self.opened: dict[int, tuple[Family, Bounded]] = {}
+        self.opened: dict[int, tuple[LayoutFamily, Bounded]] = {}
         """Parts whose layouts are bounded, by their id."""
         self._known_computation_s: dict[int, float] = {}
         """By the id of a family."""
-        self._known_parts: dict[int, tuple[Family, list[tuple[Family, float]]]] = {}
+        self._known_parts: dict[int, tuple[LayoutFamily, list[tuple[LayoutFamily, float]]]] = {}
         """By the id of the family that they are of."""
         self._known_communication_s: dict[Layout, float] = {}
         self._known_memory_s: dict[Layout, float] = {}
         self._known_instances: dict[Layout, Instance] = {}
 
-    def _families(self) -> Iterator[Family]:
+    def _families(self) -> Iterator[LayoutFamily]:
         """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
         model, pins, space = self.model, self.pins, self.request.space
         for degrees in every_degrees(self.request):
@@ -323,11 +323,11 @@ class Candidates:
             recompute=self.recompute,
         )
 
-    def timetables_s(self, family: Family) -> list[float]:
+    def timetables_s(self, family: LayoutFamily) -> list[float]:
         """[timetable] `computation_s` of each timetable of a family."""
         return [float(seconds) for seconds in self._timetables_s([family])]
 
-    def savings_s(self, family: Family) -> list[float]:
+    def savings_s(self, family: LayoutFamily) -> list[float]:
         """[saving] Least seconds by computation alone and what offloaded states add."""
         computing_s = min(self.timetables_s(family))
         return [computing_s + self._added_s(saving) for saving in family.savings]
@@ -336,7 +336,7 @@ class Candidates:
         added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates, self._types)
         return (1 - SLACK) * added_s
 
-    def _timetables_s(self, families: Sequence[Family]) -> bounds.Floats:
+    def _timetables_s(self, families: Sequence[LayoutFamily]) -> bounds.Floats:
         """[timetable of the families in turn] Least seconds by computation alone."""
         number, stages, paces = [], [], []
         for family in families:
@@ -357,7 +357,7 @@ class Candidates:
         longest_s: bounds.Floats = self.tables.step_s + each_s.max(axis=0)
         return longest_s
 
-    def _paces_of(self, family: Family) -> Paces:
+    def _paces_of(self, family: LayoutFamily) -> Paces:
         """Return the paces of a family's timetables: arrays [pace, timetable].
 
         Actions are counted by the seconds of one with one stage a rank.  Those at the ends of the
@@ -394,7 +394,7 @@ class Candidates:
         """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
         return (3 if layout.executed.splits_backward else 2) * layout.virtual_stages
 
-    def parts(self, family: Family, levels: Levels) -> list[tuple[Family, float]]:
+    def parts(self, family: LayoutFamily, levels: Levels) -> list[tuple[LayoutFamily, float]]:
         """Return a family's part of each ZeRO level and timetable, with its bound of `levels`.
 
         Timetables under which no layout of a level fits are one part.
@@ -415,7 +415,7 @@ class Candidates:
             self._known_parts[id(family)] = family, found
         return self._known_parts[id(family)][1]
 
-    def rooms_s(self, families: Sequence[Family]) -> list[Levels]:
+    def rooms_s(self, families: Sequence[LayoutFamily]) -> list[Levels]:
         """Least seconds within memory, of each family under every ZeRO level and timetable.
 
         Families have one saving each.  All layouts of a level are at least what the one that
@@ -432,7 +432,7 @@ class Candidates:
         each_s = iter(self._within_memory_s(units, paces, np.zeros(len(units))))
         return [[(level, next(each_s)) for level in own] for own in levels]
 
-    def _levels(self, family: Family) -> list[Sharings]:
+    def _levels(self, family: LayoutFamily) -> list[Sharings]:
         """Return a family's sharings by what ZeRO level states are divided by, the widest first.
 
         Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1
@@ -471,7 +471,7 @@ class Candidates:
         )
         return np.split(found, np.cumsum([len(family.timetables) for family, _ in units])[:-1])
 
-    def shared_s(self, part: Family) -> bounds.Floats:
+    def shared_s(self, part: LayoutFamily) -> bounds.Floats:
         """[sharing] Least seconds with what sharding the commonest layers adds, memory ignored.
 
         `part` has one ZeRO level, timetable and loss.  The other layers take their fewest seconds
@@ -479,7 +479,7 @@ class Candidates:
         """
         return self._shared(part).least_s
 
-    def _shared(self, part: Family) -> _Shared:
+    def _shared(self, part: LayoutFamily) -> _PartBounds:
         """Return what sharing takes of the commonest layers."""
         if id(part) in self._known_shared:
             return self._known_shared[id(part)]
@@ -508,10 +508,10 @@ class Candidates:
             )
         balanced_s = np.max(each_s, axis=0)
         least_s = np.asarray(balanced_s * (1 - ROUNDING) + self.tables.step_s)
-        found = self._known_shared[id(part)] = _Shared(part, least_s, moved)
+        found = self._known_shared[id(part)] = _PartBounds(part, least_s, moved)
         return found
 
-    def _moved(self, part: Family) -> _Moved:
+    def _moved(self, part: LayoutFamily) -> _ShardingCosts:
         """Return what sharing takes of one of the commonest layers: no matter of timetables.
 
         But for one: a pipeline that never drains holds parameters more than once.
@@ -532,7 +532,7 @@ class Candidates:
             together = self.tables.parts_together(kind, part.first, known[1])
             parts = [one for one in together if one.recompute in commonest]
             each_s = [_all(one.forward_s + one.backward_s, sharings) for one in parts]
-            found = self._known_moved[key] = _Moved(
+            found = self._known_moved[key] = _ShardingCosts(
                 sharings,
                 np.min(each_s, axis=0),
                 np.min([_all(one.once_s, sharings) for one in parts], axis=0),
@@ -540,7 +540,7 @@ class Candidates:
             )
         return found
 
-    def shared_rooms_s(self, parts: Sequence[Family]) -> list[Bounded]:
+    def shared_rooms_s(self, parts: Sequence[LayoutFamily]) -> list[Bounded]:
         """[part][layout] Least seconds with the sharding of the commonest layers, within memory.
 
         Parts are as in `shared_s`.  Of sharings that divide states among as many ranks, wherever
@@ -585,7 +585,7 @@ class Candidates:
         return (layout_pace(self.model, layout),)
 
     def _with_once(
-        self, part: Family, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
+        self, part: LayoutFamily, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
     ) -> tuple[bounds.Floats, bounds.Floats]:
         """Return a layer's seconds of each micro-batch and those once per step, as they count."""
         return passes_s, once_s
@@ -696,7 +696,7 @@ def candidates_of(
     return Candidates(request, rules, recompute, shared.tables, shared.frontiers)
 
 
-class _Moved(NamedTuple):
+class _ShardingCosts(NamedTuple):
     """What sharing takes of one of the commonest layers; arrays [sharing]."""
 
     sharings: tuple[ShardingChoice, ...]
@@ -707,13 +707,13 @@ class _Moved(NamedTuple):
     """[sharing, choice] Of both passes."""
 
 
-class _Shared(NamedTuple):
+class _PartBounds(NamedTuple):
     """The least seconds of a part's layouts, and what they come from."""
 
-    part: Family
+    part: LayoutFamily
     least_s: bounds.Floats
     """[sharing]"""
-    moved: _Moved
+    moved: _ShardingCosts
 
 
 def _all(seconds: float, sharings: Sequence[ShardingChoice]) -> bounds.Floats:
@@ -721,6 +721,6 @@ def _all(seconds: float, sharings: Sequence[ShardingChoice]) -> bounds.Floats:
     return np.broadcast_to(np.asarray(seconds, dtype=float), (len(sharings),)).copy()
 
 
-def _alike(family: Family) -> bool:
+def _alike(family: LayoutFamily) -> bool:
     """Whether ZeRO-2 does what ZeRO-1 does."""
     return family.degrees.pipeline > 1 or family.micro_batches == 1

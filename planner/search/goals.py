@@ -23,7 +23,7 @@ from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from planner.search.effort import GOAL, Effort, GapProgress
-from planner.search.queue import Entry, Lost, Solved
+from planner.search.queue import Lost, QueueEntry, SolvedLayout
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
@@ -58,7 +58,7 @@ class Found(Generic[S]):
         return self.objective_s, complexity(self.layout)
 
 
-class ClosedForm:
+class ClosedFormGoal:
     """The best split of each of so many kinds of layouts, below some seconds."""
 
     def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
@@ -87,7 +87,7 @@ class ClosedForm:
             return bound_s >= self._below_s or bound_s == math.inf
         return self.over(bound_s)
 
-    def wants(self, entry: Entry) -> bool:
+    def wants(self, entry: QueueEntry) -> bool:
         """Whether an entry can beat what it has to beat, or tie and be simpler."""
         layout = entry.layout
         rival = self._rival(entry.space, layout)
@@ -96,12 +96,12 @@ class ClosedForm:
         tied = entry.bound_s <= rival.objective_s * (1 + EQUAL)
         return tied and complexity(layout) < complexity(rival.layout)
 
-    def lowest(self, entry: Entry) -> None:
+    def lowest(self, entry: QueueEntry) -> None:
         """Take no notice: the lowest is looked at in any case."""
 
-    def complete(self, entry: Entry) -> Lost | None:
+    def complete(self, entry: QueueEntry) -> Lost | None:
         """Solve the problem of a layout whose bounds do not decide; it has to beat its rival."""
-        space: Solved = entry.space  # type: ignore[assignment]
+        space: SolvedLayout = entry.space  # type: ignore[assignment]
         layout, cutoff_s = entry.layout, self._below_s
         rival = self._rival(space, layout)
         if rival is not None:
@@ -160,7 +160,7 @@ class Near:
     the closed form is too low for some layouts of it, it is so for the others.
     """
 
-    def __init__(self, closed_form: ClosedForm, limit_s: float, most: int) -> None:
+    def __init__(self, closed_form: ClosedFormGoal, limit_s: float, most: int) -> None:
         self._limit_s, self._most = limit_s, most
         self.found = [one for one in closed_form.found if one[1].objective_s <= limit_s]
         self._alike = Counter((id(space), timetable(one.layout)) for space, one in self.found)
@@ -174,14 +174,14 @@ class Near:
         """Whether what has a bound need not be kept."""
         return self.over(bound_s)
 
-    def wants(self, entry: Entry) -> bool:
+    def wants(self, entry: QueueEntry) -> bool:
         """Whether another layout of a space may be solved."""
         return self._tried[id(entry.space)] < self._most
 
-    def lowest(self, entry: Entry) -> None:
+    def lowest(self, entry: QueueEntry) -> None:
         """Take no notice."""
 
-    def complete(self, entry: Entry) -> Lost | None:
+    def complete(self, entry: QueueEntry) -> Lost | None:
         """Solve the problem of a layout, unless there are enough like it."""
         space, layout = entry.space, entry.layout
         key = id(space), timetable(layout)
@@ -241,11 +241,11 @@ class Simulated:
         """Whether what has a bound need not be kept."""
         return bound_s >= self.limit_s
 
-    def wants(self, entry: Entry) -> bool:
+    def wants(self, entry: QueueEntry) -> bool:
         """Whether an entry may be faster than the best."""
         return entry.bound_s < self.limit_s
 
-    def lowest(self, entry: Entry) -> None:
+    def lowest(self, entry: QueueEntry) -> None:
         """Hear which entry has the lowest bound: it decides how much more may be done."""
         gap = max(0.0, 1 - entry.bound_s / self.step_s)
         self.blocked = False
@@ -257,7 +257,7 @@ class Simulated:
         if self._gap_progress is not None:
             self._gap_progress(gap)
 
-    def complete(self, _: Entry) -> Lost | None:
+    def complete(self, _: QueueEntry) -> Lost | None:
         """Never: spaces keep layouts whose bounds are all known."""
         return None
 

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.strategy import StrategyParts, least_resident
 from planner.documents.plan import Layout
-from planner.search.loads import Load, binding, loads_of
+from planner.search.loads import MemoryMoment, binding, loads_of
 from planner.search.ranks import Shares
-from planner.search.spread import Ranks, Spread, evenly, relieved
+from planner.search.spread import RankRoom, Spread, evenly, relieved
 from planner.solver.instance import Option
 
 Floats = NDArray[np.float64]
@@ -146,7 +146,7 @@ class LeastBytes:
             resident=parts[0].states.resident_bytes,
         )
 
-    def _binding(self, capacity_bytes: float) -> Load:
+    def _binding(self, capacity_bytes: float) -> MemoryMoment:
         """Return the moments that count, those at which a mean rank needs the most room."""
         layout, like = self._layout, self.like
         early, *others = loads_of(
@@ -218,7 +218,7 @@ class LeastBytes:
                 for part in self._choices[self._chain[at]]
             )
         ones = np.ones(shares.ranks)
-        ranks = Ranks(
+        ranks = RankRoom(
             alive=load.alive,
             kept_bytes=load.waiting * like.kept,
             free_bytes=free_bytes,

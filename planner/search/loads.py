@@ -26,7 +26,7 @@ from planner.search.ranks import shares_of
 Floats = NDArray[np.float64]
 
 
-class Load(NamedTuple):
+class MemoryMoment(NamedTuple):
     """One moment of every rank; counts of micro-batches are [stage of the rank, rank] or [rank]."""
 
     alive: Floats
@@ -42,25 +42,27 @@ class Load(NamedTuple):
     bare: Floats
     """1 where none of the like layers may act."""
 
-    def of(self, ranks: NDArray[np.intp]) -> Load:
+    def of(self, ranks: NDArray[np.intp]) -> MemoryMoment:
         """Return those of some ranks."""
-        return Load(*(column[..., ranks] for column in self))
+        return MemoryMoment(*(column[..., ranks] for column in self))
 
     @staticmethod
-    def together(each: Sequence[Load]) -> Load:
+    def together(each: Sequence[MemoryMoment]) -> MemoryMoment:
         """Return the ranks of several pipelines in a row, with as many stages as any has."""
         depth = max(len(load.alive) for load in each)
         some = [
             load._replace(alive=_padded(load.alive, depth), waiting=_padded(load.waiting, depth))
             for load in each
         ]
-        return Load(*(np.concatenate(columns, axis=-1) for columns in zip(*some, strict=True)))
+        return MemoryMoment(
+            *(np.concatenate(columns, axis=-1) for columns in zip(*some, strict=True))
+        )
 
 
 @lru_cache(maxsize=1 << 12)
 def loads_of(
     kinds: tuple[str, ...], schedule: str, ranks: int, micro_batches: int, virtual_stages: int
-) -> tuple[Load, ...]:
+) -> tuple[MemoryMoment, ...]:
     """Return the moments of ranks that share a chain of `kinds`, the one with most alive first."""
     layout = Layout(
         pipeline=ranks,
@@ -74,12 +76,12 @@ def loads_of(
     return tuple(_of_several(kinds, layout, deferred) for deferred in weights)
 
 
-def _of_one(layout: Layout) -> Load:
+def _of_one(layout: Layout) -> MemoryMoment:
     ranks, at = layout.pipeline, np.arange(layout.pipeline)
     alive = np.array([float(in_flight_at_most(layout, rank)) for rank in range(ranks)])
     # Where all forwards come first, whole gradients never lie beside all micro-batches.
     backward = alive - ((alive == layout.micro_batches) & (alive > 1))
-    return Load(
+    return MemoryMoment(
         alive=backward[None],
         waiting=np.zeros((1, ranks)),
         received=alive * (at > 0),
@@ -90,7 +92,7 @@ def _of_one(layout: Layout) -> Load:
     )
 
 
-def _of_several(kinds: tuple[str, ...], layout: Layout, deferred: float) -> Load:
+def _of_several(kinds: tuple[str, ...], layout: Layout, deferred: float) -> MemoryMoment:
     name, ranks, virtual = layout.schedule, layout.pipeline, layout.virtual_stages
     most = fullest(
         name,
@@ -108,7 +110,7 @@ def _of_several(kinds: tuple[str, ...], layout: Layout, deferred: float) -> Load
         bare = np.maximum(first_acts, last_acts if shares.folded else 0.0)
         bare = np.maximum(bare, last if shares.relieved(home[-1]) else 0.0)
     alive = most.holding.sum(axis=0)
-    return Load(
+    return MemoryMoment(
         alive=most.holding,
         waiting=most.waiting,
         received=alive - first * most.holding[0],
@@ -120,8 +122,8 @@ def _of_several(kinds: tuple[str, ...], layout: Layout, deferred: float) -> Load
 
 
 def binding(
-    early: Load,
-    late: Load,
+    early: MemoryMoment,
+    late: MemoryMoment,
     *,
     room_bytes: Floats,
     sent_bytes: Floats,
@@ -130,7 +132,7 @@ def binding(
     least_stored: Floats,
     most_stored: Floats,
     depths: NDArray[np.intp] | int,
-) -> Load:
+) -> MemoryMoment:
     """Return of every rank the moment at which like layers need more room; figures are [rank].
 
     `room_bytes` are those of one like layer, which holds the others, and `sent_bytes` its part of
@@ -143,7 +145,7 @@ def binding(
     )
     stored = np.clip((room_bytes - resident - beside) / alive, least_stored, most_stored)
     bind = alive_late * stored + beside_late > alive * stored + beside
-    return Load(*(np.where(bind, b, a) for a, b in zip(early, late, strict=True)))
+    return MemoryMoment(*(np.where(bind, b, a) for a, b in zip(early, late, strict=True)))
 
 
 def _padded(numbers: Floats, depth: int) -> Floats:

@@ -20,7 +20,7 @@ from planner.documents.plan import Layout
 from planner.documents.units import bytes_text
 from planner.requests.pins import SHORT_NAMES, Pins
 from planner.requests.request import Request
-from planner.search.queue import Lost, Solved
+from planner.search.queue import Lost, SolvedLayout
 from planner.search.ranked import Ranked
 from planner.search.ways_out import dividing, ways_out
 
@@ -33,7 +33,7 @@ MOST_MEMORY = 1024.0
 HAIR = 1e-3
 """The least memory is found to this share of it."""
 
-Build = Callable[[Request], Iterable[Solved]]
+Build = Callable[[Request], Iterable[SolvedLayout]]
 """The spaces of a request."""
 
 
@@ -77,7 +77,7 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     )
 
 
-def _all_refused(spaces: Iterable[Solved]) -> Counter[str]:
+def _all_refused(spaces: Iterable[SolvedLayout]) -> Counter[str]:
     """Count the refusals of all layouts, by reason."""
     refused: Counter[str] = Counter()
     for space in spaces:
@@ -151,7 +151,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     )
 
 
-Lean = list[tuple[int, Solved, Layout]]
+Lean = list[tuple[int, SolvedLayout, Layout]]
 """The number of a space among those of its request, the space, and one of its layouts."""
 
 
@@ -163,14 +163,14 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
         for layout in _lean_layouts(space)
     )
 
-    def least_bytes(one: tuple[int, Solved, Layout]) -> float:
+    def least_bytes(one: tuple[int, SolvedLayout, Layout]) -> float:
         _, space, layout = one
         return mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
 
     return heapq.nsmallest(count, every, key=least_bytes)
 
 
-def _lean_layouts(space: Solved) -> Iterator[Layout]:
+def _lean_layouts(space: SolvedLayout) -> Iterator[Layout]:
     """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees and
     ways to compute the loss that a group has.
 
@@ -218,7 +218,7 @@ def _least_memory(
     pinned = {name: getattr(layout, name) for name in names}
     pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
 
-    def within(factor: float) -> tuple[Solved, Any] | None:
+    def within(factor: float) -> tuple[SolvedLayout, Any] | None:
         groups = []
         for group in request.cluster.groups:
             size = int(factor * group.accelerator.memory_bytes)

@@ -62,7 +62,7 @@ Next = tuple[float, int, Item]
 """What takes the place of an entry: a bound, the level that is reached, a group or a layout."""
 
 
-class Entry(NamedTuple):
+class QueueEntry(NamedTuple):
     """What waits; a group comes before layouts of the same bound, then the simplest."""
 
     bound_s: float
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
     """Tells equals apart."""
     level: int
     item: Item
-    space: Space
+    space: SearchSpace
 
     @property
     def layout(self) -> Layout:
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
         return 1 if isinstance(self.item, Layout) else int(self.item.size)
 
 
-class Space(Protocol):
+class SearchSpace(Protocol):
     """Layouts and their bounds."""
 
     @property
@@ -106,7 +106,7 @@ class Space(Protocol):
         Why layouts cannot run is counted.  Some of a group may be refused still.
         """
 
-    def advance(self, level: int, some: Sequence[Entry]) -> Iterable[Next | Lost | None]:
+    def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Lost | None]:
         """Yield what takes the place of entries; None for a layout whose bounds are all known.
 
         No bound is below that of its entry.  None and what is lost are of a single entry.
@@ -116,7 +116,7 @@ class Space(Protocol):
         """Return why a layout is not looked at, which is asked when its turn comes."""
 
 
-class Solved(Space, Protocol):
+class SolvedLayout(SearchSpace, Protocol):
     """Layouts whose partition problems are solved in the closed form."""
 
     @property
@@ -187,7 +187,7 @@ class Layouts:
         """Whether an entry of a level may get another bound."""
         return True
 
-    def advance(self, level: int, some: Sequence[Entry]) -> Iterable[Next | Lost | None]:
+    def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Lost | None]:
         """Yield what takes the place of entries; None for a layout whose bounds are all known."""
         if level < self.groups:
             yield from self.opened(level, some)
@@ -202,7 +202,7 @@ class Layouts:
         else:
             yield max(entry.bound_s, better_s), level + 1, entry.item
 
-    def opened(self, level: int, some: Sequence[Entry]) -> Iterable[Next]:
+    def opened(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield bundles with their dearer bounds, or else their layouts."""
         for entry in some:
             bundle = entry.item
@@ -239,22 +239,22 @@ class Layouts:
         return not isinstance(self.solve(layout, math.inf), Lost)
 
 
-class Goal(Protocol):
+class SearchGoal(Protocol):
     """What a search looks for."""
 
     def over(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
 
-    def drops(self, bound_s: float, space: Space) -> bool:
+    def drops(self, bound_s: float, space: SearchSpace) -> bool:
         """Whether what has a bound need not be kept."""
 
-    def wants(self, entry: Entry) -> bool:
+    def wants(self, entry: QueueEntry) -> bool:
         """Whether an entry is of interest."""
 
-    def complete(self, entry: Entry) -> Lost | None:
+    def complete(self, entry: QueueEntry) -> Lost | None:
         """Take a layout whose bounds are all known; return why it is lost, if it is."""
 
-    def lowest(self, entry: Entry) -> None:
+    def lowest(self, entry: QueueEntry) -> None:
         """Hear which entry has the lowest bound that is left."""
 
 
@@ -262,7 +262,7 @@ class Queue:
     """What waits of some spaces, and what became of the rest."""
 
     def __init__(
-        self, goal: Goal, *, account: Account | None = None, progress: Progress | None = None
+        self, goal: SearchGoal, *, account: Account | None = None, progress: Progress | None = None
     ) -> None:
         self.goal = goal
         self.account = account or Account()
@@ -272,12 +272,12 @@ class Queue:
         """Why layouts were seen not to fit, where somebody said."""
         self._progress = progress
         self._numbers = itertools.count()
-        self._heaps: list[list[Entry]] = []
+        self._heaps: list[list[QueueEntry]] = []
         """[level] What waits."""
         self._wanted: set[int] = set()
         """Numbers of layouts that are known to be looked at."""
 
-    def run(self, *spaces: Space) -> None:
+    def run(self, *spaces: SearchSpace) -> None:
         """Look at all layouts of some spaces, as far as needed."""
         count = 0
         for space in spaces:
@@ -296,7 +296,7 @@ class Queue:
         for reason, count in refused.items():
             self.account.refused(reason, count)
 
-    def _push(self, bound_s: float, level: int, item: Item, space: Space) -> None:
+    def _push(self, bound_s: float, level: int, item: Item, space: SearchSpace) -> None:
         """Put an item in its place, or count it if it is of no interest."""
         alone = isinstance(item, Layout)
         if self.goal.drops(bound_s, space):
@@ -306,7 +306,7 @@ class Queue:
         while len(self._heaps) <= level:
             self._heaps.append([])
         simple = complexity(item) if alone else ()
-        entry = Entry(bound_s, simple, next(self._numbers), level, item, space)
+        entry = QueueEntry(bound_s, simple, next(self._numbers), level, item, space)
         heapq.heappush(self._heaps[level], entry)
 
     def _next_level(self) -> int | None:
@@ -320,7 +320,7 @@ class Queue:
                 return None if self.goal.over(entry.bound_s) else entry.level
         return None
 
-    def lowest(self) -> Entry | None:
+    def lowest(self) -> QueueEntry | None:
         """Return the entry with the lowest bound; layouts that are unwanted are left out."""
         while True:
             entry = min((heap[0] for heap in self._heaps if heap), default=None)
@@ -329,7 +329,7 @@ class Queue:
                 return entry
             self._lose(lost, heapq.heappop(self._heaps[entry.level]))
 
-    def _unwanted(self, entry: Entry) -> Lost | None:
+    def _unwanted(self, entry: QueueEntry) -> Lost | None:
         """Return why an entry is not looked at; nobody asks a second time."""
         if entry.number in self._wanted or not isinstance(entry.item, Layout):
             return None
@@ -342,7 +342,7 @@ class Queue:
         """Bring the lowest entries of a level a step further."""
         heap = self._heaps[level]
         space = heap[0].space
-        some: list[Entry] = []
+        some: list[QueueEntry] = []
         for _ in range(space.batch(level)):
             if not heap or heap[0].space is not space:
                 break
@@ -365,7 +365,7 @@ class Queue:
             else:
                 self._push(one[0], one[1], one[2], space)
 
-    def _lose(self, lost: Lost, entry: Entry) -> None:
+    def _lose(self, lost: Lost, entry: QueueEntry) -> None:
         if lost.outcome == REFUSED:
             self._count_refused(Counter([lost.reason]))
             return
@@ -373,6 +373,6 @@ class Queue:
         if lost.reason:
             self.misses.append(lost.reason)
 
-    def rest(self) -> Iterator[Entry]:
+    def rest(self) -> Iterator[QueueEntry]:
         """Yield what is left, the lowest first."""
         return heapq.merge(*map(sorted, self._heaps))

@@ -34,7 +34,7 @@ from planner.schedules.schedule import splits_backward
 from planner.search.layer_options import allowed, option_of
 from planner.search.least_bytes import LeastBytes
 from planner.search.ranks import Shares, shares_of
-from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
+from planner.solver.instance import Instance, Option, Solution, StageLimits, UsedBytes
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -108,7 +108,7 @@ class RankProblem:
             layers=tuple(layers),
             kinds=tuple(self._table(group, least.option) for group in groups),
             stages=tuple(
-                Stage(
+                StageLimits(
                     capacity_bytes=capacity_bytes,
                     in_flight=own.in_flight,
                     waiting=own.waiting,

@@ -41,7 +41,7 @@ MOST_COMBINED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LongestRun:
     """The longest run of like layers of a chain: how many, with what on either side."""
 
     before: int
@@ -52,43 +52,43 @@ class Run:
     def most_stages(self) -> int:
         """How many stages its layers fill: the first and the last may hold what lies there alone.
 
-        >>> Run(1, 126, 1).most_stages
+        >>> LongestRun(1, 126, 1).most_stages
         128
         """
         return self.alike + (self.before > 0) + (self.behind > 0)
 
 
 @lru_cache(maxsize=64)
-def longest_run(kinds: tuple[str, ...]) -> Run | None:
+def longest_run(kinds: tuple[str, ...]) -> LongestRun | None:
     """Return the longest run of like layers; None if too much lies beside it.
 
     >>> longest_run(("embedding", "block", "block", "block", "head"))
     Run(before=1, alike=3, behind=1)
     """
-    best = Run(0, 0, len(kinds))
+    best = LongestRun(0, 0, len(kinds))
     first = 0
     for _, same in itertools.groupby(kinds):
         count = len(list(same))
         if count > best.alike:
-            best = Run(first, count, len(kinds) - first - count)
+            best = LongestRun(first, count, len(kinds) - first - count)
         first += count
     return best if max(best.before, best.behind) <= MOST_AT_AN_END else None
 
 
-def run_of(model: ModelGraph) -> Run | None:
+def run_of(model: ModelGraph) -> LongestRun | None:
     """Return the longest run of like layers of a model's chain."""
     return longest_run(model.chain_kinds)
 
 
-def virtual_stages(run: Run | None, ranks: int, *, most: int) -> list[int]:
+def virtual_stages(run: LongestRun | None, ranks: int, *, most: int) -> list[int]:
     """Return the numbers of stages a rank that differ in the largest stage, from 2 to `most`.
 
     Of n like layers on an average rank the largest stage has ⌈n / V⌉; a V for which a smaller one
     does as well is left out.
 
-    >>> virtual_stages(Run(1, 32, 1), 4, most=8)
+    >>> virtual_stages(LongestRun(1, 32, 1), 4, most=8)
     [2, 3, 4, 8]
-    >>> virtual_stages(Run(1, 126, 1), 16, most=8)
+    >>> virtual_stages(LongestRun(1, 126, 1), 16, most=8)
     [2, 3, 4, 8]
     """
     result, smallest = [], 0
@@ -102,10 +102,10 @@ def virtual_stages(run: Run | None, ranks: int, *, most: int) -> list[int]:
     return result
 
 
-def largest_stage(run: Run, ranks: int, virtual: int) -> float:
+def largest_stage(run: LongestRun, ranks: int, virtual: int) -> float:
     """Return the share of an average rank's like layers that lie in its largest stage.
 
-    >>> largest_stage(Run(1, 32, 1), 4, 3)
+    >>> largest_stage(LongestRun(1, 32, 1), 4, 3)
     0.375
     """
     return min(1.0, -(-run.alike // (ranks * virtual)) * ranks / run.alike)
@@ -132,7 +132,7 @@ class Shares:
     layers any; with fewer entries than `least_entries` [rank] a rank has an empty stage.
     """
 
-    def __init__(self, run: Run, virtual_stages: int, home: tuple[int, ...]) -> None:
+    def __init__(self, run: LongestRun, virtual_stages: int, home: tuple[int, ...]) -> None:
         self.run = run
         self.virtual_stages = virtual_stages
         self.home = home

@@ -30,10 +30,10 @@ from planner.search.answer import Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
 from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
 from planner.search.effort import USUAL, Effort, GapProgress
-from planner.search.goals import ClosedForm, Near, Simulated
+from planner.search.goals import ClosedFormGoal, Near, Simulated
 from planner.search.layer_options import recomputes_of
 from planner.search.misses import why_nothing
-from planner.search.queue import Queue, Solved
+from planner.search.queue import Queue, SolvedLayout
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import complexity, kind
@@ -79,7 +79,7 @@ def search(
     """
     started = time.process_time()
     _check_asked(request, solver)
-    goal = ClosedForm(top=top, below_s=below_s)
+    goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal, progress=progress)
     spaces: list[Any] = []
     for space in spaces_of(request, solver, rules, known, store):
@@ -193,7 +193,7 @@ class _Proof:
 def _prove(
     request: Request,
     spaces: Sequence[Any],
-    closed_form: ClosedForm,
+    closed_form: ClosedFormGoal,
     start: Sequence[Ranked],
     effort: Effort,
     gap_progress: GapProgress | None,
@@ -224,7 +224,7 @@ def _prove(
     return proof
 
 
-def _near(queue: Queue, closed_form: ClosedForm, best: Ranked) -> list[Ranked]:
+def _near(queue: Queue, closed_form: ClosedFormGoal, best: Ranked) -> list[Ranked]:
     """Return the optimum of the closed form with the plans near it.
 
     Where that one simulates slower, whatever the closed form has faster than that is near.
@@ -294,7 +294,7 @@ def spaces_of(
     known: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
-) -> Iterator[Solved]:
+) -> Iterator[SolvedLayout]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do.

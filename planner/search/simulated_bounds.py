@@ -58,7 +58,7 @@ from planner.documents.tolerances import ROUNDING
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.formulation import boundaries_s
-from planner.search.space import Family
+from planner.search.space import LayoutFamily
 from planner.solver import bounds
 from planner.solver.instance import Instance
 
@@ -177,7 +177,7 @@ class SimulatedCandidates(Candidates):
         return 2 * layout.virtual_stages if fill else super()._actions(layout, fill)
 
     def _with_once(
-        self, part: Family, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
+        self, part: LayoutFamily, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
     ) -> tuple[bounds.Floats, bounds.Floats]:
         if fill:
             return passes_s, 0.0 * once_s

@@ -43,7 +43,7 @@ from planner.requests.request import Request
 from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
 from planner.schedules.schedule import obstacle, too_long
 from planner.search import axis_orders
-from planner.search.ranks import MOST_COMBINED, Run, run_of, virtual_stages
+from planner.search.ranks import MOST_COMBINED, LongestRun, run_of, virtual_stages
 from planner.search.savings import Saving
 
 LARGEST_MICRO_BATCH = 64
@@ -89,7 +89,7 @@ class ShardingChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class LayoutFamily:
     """Layouts of equal degrees and micro-batch whose tensor and context groups use equal links.
 
     `sharings` begin with the simplest, and at each ZeRO level with the most ranks.
@@ -136,23 +136,23 @@ class Family:
         each = len(self.timetables) * len(self.savings) * len(self.losses)
         return len(self.sharings) * each
 
-    def part(self, **changes: object) -> Family:
+    def part(self, **changes: object) -> LayoutFamily:
         """Return a part of the family, as `dataclasses.replace` does and ten times as fast."""
-        found = object.__new__(Family)
+        found = object.__new__(LayoutFamily)
         found.__dict__.update(self.__dict__, **changes)
         return found
 
-    def by_timetable(self) -> Iterator[Family]:
+    def by_timetable(self) -> Iterator[LayoutFamily]:
         """Yield the part of the family that each timetable makes up."""
         for timetable in self.timetables:
             yield self.part(timetables=(timetable,))
 
-    def by_saving(self) -> Iterator[Family]:
+    def by_saving(self) -> Iterator[LayoutFamily]:
         """Yield the part of the family that each saving makes up."""
         for saving in self.savings:
             yield self.part(savings=(saving,))
 
-    def by_loss(self) -> Iterator[Family]:
+    def by_loss(self) -> Iterator[LayoutFamily]:
         """Yield the part of the family that each way to compute the loss makes up."""
         if len(self.losses) == 1:
             yield self
@@ -325,7 +325,7 @@ def timetables(
 
 @lru_cache(maxsize=1 << 14)
 def _timetables(
-    run: Run | None, pipeline: int, count: int, pins: Pins, most: int
+    run: LongestRun | None, pipeline: int, count: int, pins: Pins, most: int
 ) -> tuple[Timetable, ...]:
     every: list[Timetable] = []
     for name in SCHEDULES if pipeline > 1 else (PLAIN,):
@@ -342,7 +342,7 @@ def _timetables(
 
 
 def _stages_per_rank(
-    schedule: Schedule, run: Run | None, pipeline: int, pinned: int | None, most: int
+    schedule: Schedule, run: LongestRun | None, pipeline: int, pinned: int | None, most: int
 ) -> list[int]:
     """Return the numbers of stages per rank, at most `most`, that a schedule takes."""
     if not schedule.several_stages:
@@ -382,7 +382,7 @@ def families(
     degrees: Degrees,
     saved: tuple[Saving, ...] = (Saving(),),
     overlaps: tuple[TensorOverlap, ...] = ("none",),
-) -> Iterator[Family]:
+) -> Iterator[LayoutFamily]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
     tiers = tiers_of(request.cluster)
@@ -417,7 +417,7 @@ def families(
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
-                yield Family(
+                yield LayoutFamily(
                     degrees=degrees,
                     micro_batch=size,
                     micro_batches=count,

@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ranks:
+class RankRoom:
     """What a rank has alive and waiting, room for, and the least and most of a like layer."""
 
     alive: Floats
@@ -45,9 +45,9 @@ class Ranks:
     most_stored: Floats
     resident: Floats
 
-    def of(self, places: NDArray[np.intp]) -> Ranks:
+    def of(self, places: NDArray[np.intp]) -> RankRoom:
         """Return some of them."""
-        return Ranks(
+        return RankRoom(
             alive=self.alive[:, places],
             kept_bytes=self.kept_bytes[:, places],
             free_bytes=self.free_bytes[places],
@@ -90,7 +90,7 @@ class Ranks:
         return mean + alpha * self.least_stored + self.resident
 
 
-def evenly(ranks: Ranks) -> Spread:
+def evenly(ranks: RankRoom) -> Spread:
     """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
     virtual, alpha = len(ranks.alive), ranks.alpha()
     each = ranks.each(alpha)
@@ -100,7 +100,7 @@ def evenly(ranks: Ranks) -> Spread:
     return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
 
 
-def relieved(ranks: Ranks, shares: Shares, places: NDArray[np.intp]) -> Spread:
+def relieved(ranks: RankRoom, shares: Shares, places: NDArray[np.intp]) -> Spread:
     """Return what the ranks at `places` count, whose last stage takes what the others leave.
 
     Their layers are those of `shares`: of n like ones each stage has some number, and what depends
@@ -130,7 +130,7 @@ def sizes_of(shares: Shares) -> Floats:
     return np.array([shares.sizes(shares.home[-1], number) for number in numbers], dtype=float)
 
 
-def alike(ranks: Ranks) -> Spread:
+def alike(ranks: RankRoom) -> Spread:
     """Return what ranks count that may have any layers on any stage."""
     lowest = ranks.alive.min(axis=0)
     return Spread(lowest, ranks.kept_bytes.min(axis=0), np.zeros(len(lowest)))

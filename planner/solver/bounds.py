@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from planner.documents.tolerances import ROUNDING, SETTLED
 from planner.layers.operator_table import larger
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 
 Floats = NDArray[np.float64]
 
@@ -170,7 +170,7 @@ class _Rooms:
     exposed_s: Floats
 
     @classmethod
-    def of(cls, stages: Sequence[Stage]) -> _Rooms:
+    def of(cls, stages: Sequence[StageLimits]) -> _Rooms:
         return cls(
             np.array([stage.in_flight for stage in stages]),
             np.array([stage.waiting for stage in stages]),

@@ -60,7 +60,7 @@ def fastest_checked(
     less than `least_s`.  Choices that hold too much by `used_by_many` are not asked of `used`.
     `least_used` tells how many bytes any options take at least.
     """
-    search = _Stage(knapsacks, stage, kinds, used, used_by_many, sync_limit_s)
+    search = _CheckedStage(knapsacks, stage, kinds, used, used_by_many, sync_limit_s)
     lowest = search.by_sums(0.0)
     if lowest is None:
         return None
@@ -97,7 +97,7 @@ class _EnoughError(Exception):
     """No more is to be looked at."""
 
 
-class _Stage:
+class _CheckedStage:
     """One stage with some layers."""
 
     def __init__(

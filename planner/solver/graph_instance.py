@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.process.on_use import OnUse
 from planner.solver.contraction import Block, blocks
-from planner.solver.instance import Instance, Option, Solution, Stage, UsedBytes
-from planner.solver.sides import Host, Tie
+from planner.solver.instance import Instance, Option, Solution, StageLimits, UsedBytes
+from planner.solver.sides import HostMemory, Tie
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -225,7 +225,7 @@ class GraphInstance:
             credits_s=tuple(credit for each in own for credit in each),
             cut_s=tuple(cut_s),
             hosts=tuple(
-                Host(capacity_bytes=host.capacity_bytes, ranks=ranks)
+                HostMemory(capacity_bytes=host.capacity_bytes, ranks=ranks)
                 for g, chain in enumerate(chains)
                 for host in chain.hosts
                 if any(ranks := tuple(n * (g == h) for n, h in zip(host.ranks, types, strict=True)))
@@ -360,7 +360,7 @@ def graph_instance(
     *,
     options: Mapping[str, Sequence[Option]],
     output_s: Mapping[str, float],
-    stages: Sequence[Stage],
+    stages: Sequence[StageLimits],
     steady: float,
     forward_apart: bool = False,
     fill: float = 1.0,

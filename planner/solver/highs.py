@@ -21,11 +21,11 @@ else:
     highspy = OnUse("highspy", "solving an integer program")
     pulp = OnUse("pulp", "solving an integer program")
 
-__all__ = ["Outcome", "highspy", "power_of_ten", "pulp", "run", "silent_highs"]
+__all__ = ["SolverOutcome", "highspy", "power_of_ten", "pulp", "run", "silent_highs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SolverOutcome:
     """How a run of the solver ended: with a solution, with a proof, and with which bound."""
 
     found: bool
@@ -42,7 +42,9 @@ def silent_highs() -> Any:
     return model
 
 
-def run(program: Any, unit_s: float, time_limit_s: float | None, gap: float = HIGHS_GAP) -> Outcome:
+def run(
+    program: Any, unit_s: float, time_limit_s: float | None, gap: float = HIGHS_GAP
+) -> SolverOutcome:
     """Run HiGHS on a program whose objective is in `unit_s`, and see how it ended."""
     feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     solver = pulp.HiGHS(
@@ -75,7 +77,7 @@ def run(program: Any, unit_s: float, time_limit_s: float | None, gap: float = HI
         objective = info.objective_function_value
         bound = max(bound, objective - gap * abs(objective))
     impossible = not found and program.status == pulp.LpStatusInfeasible
-    return Outcome(found, proven, bound * unit_s, impossible)
+    return SolverOutcome(found, proven, bound * unit_s, impossible)
 
 
 def power_of_ten(value: float) -> float:

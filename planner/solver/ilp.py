@@ -138,7 +138,7 @@ def solve_graph(
     more_than_sums = any(one.chain.used_bytes for one in problem.types)
     for attempt in range(_TIGHTENED if more_than_sums else len(margins)):
         margin = margins[min(attempt, len(margins) - 1)]
-        stated = _Program(problem, runs, ties, lacks, margin)
+        stated = _PipelineProgram(problem, runs, ties, lacks, margin)
         stated.bound(max(at_least_s, bound_s), cutoff_s)
         outcome = run(stated.program, stated.unit_s, time_limit_s, gap)
         if outcome.impossible and attempt == 0:
@@ -187,7 +187,7 @@ class _Count(NamedTuple):
     """Of the option."""
 
 
-class _Program:
+class _PipelineProgram:
     """The program of a problem whose layers are in `runs`.
 
     Stages have `lacks` bytes and a share `margin` of their capacity less than they have.

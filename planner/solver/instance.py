@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import EQUAL, ROUNDING
-from planner.solver.sides import Host, Tie, unkept
+from planner.solver.sides import HostMemory, Tie, unkept
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -129,7 +129,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageLimits:
     """The room and the pace of one pipeline stage.
 
     `in_flight` counts the micro-batches whose stored bytes are alive at once; interleaved
@@ -194,13 +194,13 @@ class Instance:
 
     layers: tuple[int, ...]
     kinds: tuple[tuple[Option, ...], ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageLimits, ...]
     steady: float
     forward_apart: bool = False
     fill: float = 1.0
     credits_s: tuple[float, ...] = ()
     cut_s: tuple[float, ...] = ()
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
     sides: tuple[Tie, ...] = ()
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
@@ -375,7 +375,7 @@ def fits(instance: Instance, solution: Solution) -> bool:
     )
 
 
-def host_bytes(instance: Instance, host: Host, solution: Solution) -> float:
+def host_bytes(instance: Instance, host: HostMemory, solution: Solution) -> float:
     """Bytes that the devices of one host hold in its memory."""
     total = 0.0
     for s, (stage, ranks) in enumerate(zip(instance.stages, host.ranks, strict=True)):
@@ -385,7 +385,7 @@ def host_bytes(instance: Instance, host: Host, solution: Solution) -> float:
     return total
 
 
-def broken(instance: Instance, solution: Solution) -> Host | Tie | None:
+def broken(instance: Instance, solution: Solution) -> HostMemory | Tie | None:
     """Return a host that is too full or a side that is not kept, None if all is well."""
     for host in instance.hosts:
         if host_bytes(instance, host, solution) > host.capacity_bytes * (1 + ROUNDING):
@@ -398,7 +398,7 @@ def broken(instance: Instance, solution: Solution) -> Host | Tie | None:
     return unkept(instance.sides, solution.cuts, names)
 
 
-def leanest_bytes(instance: Instance, stage: Stage, held: range) -> float:
+def leanest_bytes(instance: Instance, stage: StageLimits, held: range) -> float:
     """Fewest bytes in which `stage` can hold the layers `held`, whatever the seconds.
 
     For every level that the largest transient may have, the leanest option below that level.

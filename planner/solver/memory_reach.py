@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from planner.documents.tolerances import ROUNDING
 from planner.documents.units import bytes_text
 from planner.solver.graph_instance import GraphInstance
-from planner.solver.instance import Instance, Stage, leanest_bytes
+from planner.solver.instance import Instance, StageLimits, leanest_bytes
 
 
 def why_infeasible(instance: Instance) -> str:
@@ -68,7 +68,7 @@ def why_no_split(problem: GraphInstance) -> str:
     )
 
 
-def _longest_runs(instance: Instance, stage: Stage) -> NDArray[np.intp]:
+def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
     """[first] End of the longest run that the stage holds in leanest options; `first` if none."""
     layers = np.array(instance.layers)
     levels = sorted({o.transient_bytes for table in instance.kinds for o in table})

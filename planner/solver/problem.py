@@ -42,7 +42,7 @@ from planner.solver import instance as solver_side
 from planner.solver.graph_instance import GraphInstance, alike, chain_problem
 from planner.solver.instance import Instance
 from planner.solver.requirements import Requirement
-from planner.solver.sides import Host
+from planner.solver.sides import HostMemory
 
 MOST_LAYERS = 4096
 MOST_GRAPH_LAYERS = 1024
@@ -294,7 +294,7 @@ class Problem(Document):
             layers=tuple(names.index(name) for name in self._chain()),
             kinds=tuple(_options(kind) for kind in self.kinds.values()),
             stages=tuple(
-                solver_side.Stage(
+                solver_side.StageLimits(
                     capacity_bytes=room.capacity_bytes,
                     in_flight=room.in_flight
                     or most_in_flight(self.schedule, s, stages=len(rooms), micro_batches=m),
@@ -309,7 +309,8 @@ class Problem(Document):
             fill=self.fill,
             cut_s=(0.0, *self.cut_s, 0.0) if self.cut_s else (),
             hosts=tuple(
-                Host(capacity_bytes=host.capacity_bytes, ranks=host.ranks) for host in self.hosts
+                HostMemory(capacity_bytes=host.capacity_bytes, ranks=host.ranks)
+                for host in self.hosts
             ),
             sides=tuple(
                 tie

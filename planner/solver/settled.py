@@ -20,7 +20,7 @@ from planner.solver.descent import Costs, Way, Ways, cheapest, priced
 Floats = NDArray[np.float64]
 
 
-class Steps(Protocol):
+class SettledSteps(Protocol):
     """The steps that ways are made of."""
 
     @property
@@ -63,7 +63,7 @@ Answer = TypeVar("Answer", bound=Evaluated)
 
 
 def best_split(
-    steps: Steps, assemble: Callable[[Way], Answer], *, cutoff_s: float
+    steps: SettledSteps, assemble: Callable[[Way], Answer], *, cutoff_s: float
 ) -> Answer | None:
     """Best split along a way, None if there is none below `cutoff_s`.
 
@@ -90,7 +90,7 @@ def best_split(
     return best
 
 
-def loose_s(steps: Steps, *, cutoff_s: float) -> float:
+def loose_s(steps: SettledSteps, *, cutoff_s: float) -> float:
     """Return what ways below the cutoff take at least, whose steps are not all known exactly.
 
     inf if there is none.
@@ -102,7 +102,7 @@ def loose_s(steps: Steps, *, cutoff_s: float) -> float:
     return found.value_s + (steps.least_sync_s().min() if steps.sync_depends else 0.0)
 
 
-def settled_way(steps: Steps, *, cutoff_s: float) -> Way | None:
+def settled_way(steps: SettledSteps, *, cutoff_s: float) -> Way | None:
     """Cheapest way below the cutoff, with all of its steps exact."""
     known_s = cutoff_s
     while True:

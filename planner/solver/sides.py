@@ -14,7 +14,7 @@ from planner.documents.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostMemory:
     """The memory of one host; `ranks[s]` devices of stage s are on it."""
 
     capacity_bytes: float

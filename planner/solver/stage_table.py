@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from planner.documents.tolerances import ROUNDING
 from planner.solver.cuts import ChainWays
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, Table
+from planner.solver.table import Known, StageSecondsTable
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class StageTable(Table):
+class StageTable(StageSecondsTable):
     """Entry (stage · layers + first) · width + n - 1 is `stage` with the n layers from `first` on.
 
     Runs of layers that take more than `ceiling_s` on every stage are inf; so is what does not fit.

@@ -34,7 +34,7 @@ _FEW = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Range:
+class _IdealRange:
     """Sums over ideals for one range of transient levels and one family of stages.
 
     `levels` above the `lowest` rise, `reached` [level, member] counts layers that need as much.
@@ -166,7 +166,7 @@ class StepBounds:
         return multipliers, self._totals(charged.min(axis=1))
 
     @cached_property
-    def _ranges(self) -> list[list[_Range]]:
+    def _ranges(self) -> list[list[_IdealRange]]:
         """[family] Ranges that together hold every level the largest transient may have."""
         knapsacks = self.knapsacks
         levels = sorted({u for levels in knapsacks.options.levels for u in levels})
@@ -177,7 +177,9 @@ class StepBounds:
             for family, relaxed in zip(knapsacks.families, knapsacks.relaxed, strict=True)
         ]
 
-    def _range(self, family: StageClass, relaxed: Relaxed, lowest: float, highest: float) -> _Range:
+    def _range(
+        self, family: StageClass, relaxed: Relaxed, lowest: float, highest: float
+    ) -> _IdealRange:
         options = self.knapsacks.options
         smallest = np.array([levels[0] for levels in options.levels])
         levels = np.unique(smallest[(smallest > lowest) & (smallest <= highest)])
@@ -196,7 +198,7 @@ class StepBounds:
             np.where(none, 0.0, relaxed.lean[kinds, allowed]),
             np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
         ]
-        return _Range(
+        return _IdealRange(
             lowest, levels, reached, relaxed.multipliers, self._totals(np.column_stack(columns))
         )
 
@@ -206,7 +208,9 @@ class StepBounds:
         return np.ascontiguousarray(totals.T)
 
 
-def _bound(one: _Range, free: Floats, scale: Floats, smaller: Indices, larger: Indices) -> Floats:
+def _bound(
+    one: _IdealRange, free: Floats, scale: Floats, smaller: Indices, larger: Indices
+) -> Floats:
     """[stage, step] Bound on unscaled seconds if the largest transient lies in the range.
 
     `free` bytes and `scale` of the stages are columns.

@@ -47,7 +47,7 @@ Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 """What is known exactly, by stage and content (kind, number of layers), kinds rising."""
 
 
-class Table(ABC):
+class StageSecondsTable(ABC):
     """[entry] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
     `known` keeps what is exact for the tables of other ceilings.
@@ -319,7 +319,7 @@ class _Priced(Protocol):
         """[step] What the objective counts."""
 
 
-def least_costs(steps: _Priced, tables: Sequence[Table]) -> Costs | None:
+def least_costs(steps: _Priced, tables: Sequence[StageSecondsTable]) -> Costs | None:
     """Return the costs of steps with no more than exact seconds in the tables behind them.
 
     None if all seconds there are exact.

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tuning.options import CONSTANTS, Option
+from planner.tuning.options import CONSTANTS, TrialOption
 
 Array = NDArray[np.float64]
 
@@ -47,7 +47,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TrialObservation:
     """What is known of a constant: how its seconds stand to the predicted ones, as a logarithm."""
 
     name: str
@@ -64,7 +64,7 @@ class Posterior:
     covariance: Array
     """[option, option]; the scale is in it."""
     degrees: float
-    constants: tuple[Told, ...]
+    constants: tuple[TrialObservation, ...]
 
     def seconds(self, option: int) -> tuple[float, float, float]:
         """Return the step of an option, and the ends between which 80 of 100 should lie."""
@@ -79,7 +79,7 @@ class Posterior:
 class Belief:
     """The belief before trials; `after` says what it becomes."""
 
-    def __init__(self, options: Sequence[Option]) -> None:
+    def __init__(self, options: Sequence[TrialOption]) -> None:
         names = list(CONSTANTS)
         self._rows = np.array(
             [[one.sensitivities()[name] for name in names] for one in options], dtype=float
@@ -110,13 +110,15 @@ class Belief:
             covariance=prior - gains @ prior[at],
             degrees=degrees,
             constants=tuple(
-                Told(name=name, mean=float(mean), spread=math.sqrt(max(0.0, float(rest))))
+                TrialObservation(
+                    name=name, mean=float(mean), spread=math.sqrt(max(0.0, float(rest)))
+                )
                 for name, mean, rest in zip(CONSTANTS, of_constants @ residuals, left, strict=True)
             ),
         )
 
 
-def _alike(options: Sequence[Option], key: Callable[[Option], Hashable]) -> Array:
+def _alike(options: Sequence[TrialOption], key: Callable[[TrialOption], Hashable]) -> Array:
     """[option, option] 1 where two have the same key, else 0."""
     numbers: dict[Hashable, int] = {}
     of = np.array([numbers.setdefault(key(one), len(numbers)) for one in options])

@@ -21,7 +21,7 @@ from planner.requests.pins import Pins
 from planner.requests.request import AS_PREDICTED, Request
 from planner.search.answer import Answer, Progress
 from planner.search.search import search
-from planner.tuning.options import Option
+from planner.tuning.options import TrialOption
 from planner.tuning.tuner import Tuner
 
 CHANCE = 0.025
@@ -33,12 +33,12 @@ MOST = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class TrialCandidate:
     """A plan that may be tried, and what it should do."""
 
     plan: Plan
     prediction: Prediction
-    option: Option
+    option: TrialOption
 
     @property
     def peak_bytes(self) -> float:
@@ -48,9 +48,9 @@ class Candidate:
 
 def candidates(
     request: Request, answer: Answer, progress: Progress | None = None
-) -> tuple[Candidate, ...]:
+) -> tuple[TrialCandidate, ...]:
     """Return the plans worth a trial, the plan of the answer first."""
-    found: dict[str, Candidate] = {}
+    found: dict[str, TrialCandidate] = {}
     for plan, prediction in _plans(request, answer, progress):
         if prediction.step_time_s > 0:
             found.setdefault(plan.digest, _candidate(request, plan, prediction))
@@ -105,20 +105,20 @@ def _variants(pins: Pins, plan: Plan) -> Iterator[Pins]:
         yield replace(mesh, recompute="none" if "full" in used else "full")
 
 
-def _candidate(request: Request, plan: Plan, prediction: Prediction) -> Candidate:
+def _candidate(request: Request, plan: Plan, prediction: Prediction) -> TrialCandidate:
     spread = request.stack.memory.spread
     if request.profile is not None:
         spread = min(spread, MEASURED_MEMORY_SPREAD)
-    option = Option.of_plan(
+    option = TrialOption.of_plan(
         plan,
         prediction,
         devices_per_node=request.cluster.groups[0].devices_per_node,
         memory_spread=spread,
     )
-    return Candidate(plan=plan, prediction=prediction, option=option)
+    return TrialCandidate(plan=plan, prediction=prediction, option=option)
 
 
-def _chances(options: Sequence[Option]) -> list[float]:
+def _chances(options: Sequence[TrialOption]) -> list[float]:
     """[option] Return with which probability each fits and is faster than the first."""
     start = Tuner(options)
     mean, covariance = start.posterior.mean, start.posterior.covariance
@@ -130,7 +130,7 @@ def _chances(options: Sequence[Option]) -> list[float]:
     return result
 
 
-def _diverse(every: Sequence[Candidate], order: Sequence[int]) -> list[int]:
+def _diverse(every: Sequence[TrialCandidate], order: Sequence[int]) -> list[int]:
     """Return candidates with one of each family first, then the second of each, and so on."""
     seen: dict[object, int] = {}
     turns = []

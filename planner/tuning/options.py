@@ -19,7 +19,7 @@ from planner.documents.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
+class UncertainConstant:
     """Something of a cluster that no prediction knows exactly, the same for all of its plans."""
 
     what: str
@@ -27,20 +27,22 @@ class Constant:
     """Standard deviation of its logarithm before any trial."""
 
 
-CONSTANTS: Mapping[str, Constant] = {
-    "kernels": Constant(what="seconds of everything alike", spread=0.06),
-    "recompute": Constant(what="seconds of recomputation beside", spread=0.02),
-    "inner links": Constant(what="seconds of collectives inside layers, in a node", spread=0.75),
-    "outer links": Constant(what="the same across nodes", spread=0.75),
-    "data links": Constant(what="seconds of gradients and gathered weights", spread=0.25),
-    "waiting": Constant(what="idle seconds of pipelines", spread=0.27),
-    "optimizer": Constant(what="seconds of the update", spread=1.0),
-    "host": Constant(what="fixed seconds of steps and actions", spread=0.5),
-    "narrow products": Constant(what="for each doubling of the tensor axis", spread=0.05),
-    "stages": Constant(what="for each doubling of the pipeline", spread=0.035),
-    "pipelined": Constant(what="of any pipeline", spread=0.05),
-    "chunks": Constant(what="for each doubling of the stages of a rank", spread=0.03),
-    "gathered weights": Constant(what="of ZeRO-2 and ZeRO-3", spread=0.05),
+CONSTANTS: Mapping[str, UncertainConstant] = {
+    "kernels": UncertainConstant(what="seconds of everything alike", spread=0.06),
+    "recompute": UncertainConstant(what="seconds of recomputation beside", spread=0.02),
+    "inner links": UncertainConstant(
+        what="seconds of collectives inside layers, in a node", spread=0.75
+    ),
+    "outer links": UncertainConstant(what="the same across nodes", spread=0.75),
+    "data links": UncertainConstant(what="seconds of gradients and gathered weights", spread=0.25),
+    "waiting": UncertainConstant(what="idle seconds of pipelines", spread=0.27),
+    "optimizer": UncertainConstant(what="seconds of the update", spread=1.0),
+    "host": UncertainConstant(what="fixed seconds of steps and actions", spread=0.5),
+    "narrow products": UncertainConstant(what="for each doubling of the tensor axis", spread=0.05),
+    "stages": UncertainConstant(what="for each doubling of the pipeline", spread=0.035),
+    "pipelined": UncertainConstant(what="of any pipeline", spread=0.05),
+    "chunks": UncertainConstant(what="for each doubling of the stages of a rank", spread=0.03),
+    "gathered weights": UncertainConstant(what="of ZeRO-2 and ZeRO-3", spread=0.05),
 }
 """Spreads are those under which the residuals of published sweeps are most likely
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
@@ -50,7 +52,7 @@ SURE, NEVER = 1 - 1e-12, 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class TrialOption:
     """A plan as a belief sees it."""
 
     layout: Layout
@@ -69,7 +71,7 @@ class Option:
     @classmethod
     def of_plan(
         cls, plan: Plan, prediction: Prediction, *, devices_per_node: int, memory_spread: float
-    ) -> Option:
+    ) -> TrialOption:
         """Return a plan as an option."""
         choices = {(p.recompute, p.activations) for stage in plan.stages for p in stage.layers}
         return cls(
@@ -95,7 +97,7 @@ class Option:
     def margin(self) -> float:
         """Logarithm of the room of the fullest device over its predicted need, in memory spreads.
 
-        >>> one = Option(layout=Layout(), kept="", step_s=1.0, parts={}, devices_per_node=8,
+        >>> one = TrialOption(layout=Layout(), kept="", step_s=1.0, parts={}, devices_per_node=8,
         ...              fit_probability=0.5)
         >>> one.margin
         0.0
@@ -105,7 +107,7 @@ class Option:
     def sensitivities(self) -> dict[str, float]:
         """Return by how much each constant moves the logarithm of the step.
 
-        >>> one = Option(layout=Layout(data_shard=2, zero=1), kept="none", step_s=2.0,
+        >>> one = TrialOption(layout=Layout(data_shard=2, zero=1), kept="none", step_s=2.0,
         ...              parts={"forward": 1.5, "data communication": 0.5}, devices_per_node=8)
         >>> {name: size for name, size in one.sensitivities().items() if size}
         {'kernels': 1.0, 'data links': 0.25}

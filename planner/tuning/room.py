@@ -18,7 +18,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.tuning.options import Option
+from planner.tuning.options import TrialOption
 
 COMMON = OWN = math.sqrt(0.5)
 """Standard deviations: shared by the plans of a cluster, and of one of them."""
@@ -36,11 +36,13 @@ class Held:
     """Measured over predicted peak."""
 
 
-def fit_probabilities(options: Sequence[Option], trials: Sequence[Held]) -> NDArray[np.float64]:
+def fit_probabilities(
+    options: Sequence[TrialOption], trials: Sequence[Held]
+) -> NDArray[np.float64]:
     """[option] Return the probability that each fits; 1 and 0 for those that were tried.
 
     >>> from planner.documents.plan import Layout
-    >>> some = [Option(layout=Layout(), kept="", step_s=1.0, parts={"forward": 1.0},
+    >>> some = [TrialOption(layout=Layout(), kept="", step_s=1.0, parts={"forward": 1.0},
     ...                devices_per_node=8, fit_probability=p) for p in (0.5, 0.6)]
     >>> fit_probabilities(some, [Held(option=0, ran=False)]).round(2).tolist()
     [0.0, 0.47]

@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
-from planner.tuning.options import Option
+from planner.tuning.options import TrialOption
 from planner.tuning.room import Held, fit_probabilities
 
 TRIED_ABOVE = 0.9
@@ -54,7 +54,7 @@ class Tuner:
 
     def __init__(
         self,
-        options: Sequence[Option],
+        options: Sequence[TrialOption],
         outcomes: Sequence[Outcome] = (),
         *,
         start_s: float = START_S,

@@ -16,7 +16,7 @@ from planner.whatif.candidates import Candidate
 from planner.whatif.changes import WORDS
 from planner.whatif.economics import SECONDS_PER_DAY
 from planner.whatif.financing import AT_ONCE
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.queue import load, shortest_first_h, wait_h
 from planner.whatif.ranking import sure, tie
 from planner.whatif.run import Changed, Result
@@ -84,7 +84,7 @@ def year_texts(result: Result) -> Iterator[str]:
             yield _year_text(outcome)
 
 
-def _year_text(outcome: Outcome) -> str:
+def _year_text(outcome: CandidateOutcome) -> str:
     jobs, used = outcome.arrivals, load(outcome.arrivals)
     text = f"{outcome.candidate}: {100 * used:.0f} % of a year's hours are used"
     mean_h, shortest_h = wait_h(jobs), shortest_first_h(jobs)
@@ -131,13 +131,13 @@ def _changed_candidates(result: Result) -> Iterator[str]:
             yield _felt(before.name, words, felt)
 
 
-def _time_ratio(before: Outcome, after: Outcome) -> float:
+def _time_ratio(before: CandidateOutcome, after: CandidateOutcome) -> float:
     if not (before.fits and after.fits) or before.step_s is None or after.step_s is None:
         return 1.0
     return after.step_s.value / before.step_s.value
 
 
-def _felt(name: str, words: str, felt: Sequence[Outcome]) -> str:
+def _felt(name: str, words: str, felt: Sequence[CandidateOutcome]) -> str:
     if not felt:
         return f"For want of {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
     least = min(felt, key=lambda outcome: outcome.parameters)
@@ -157,7 +157,7 @@ def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candida
                 break
 
 
-def _difference(before: Outcome, after: Outcome) -> str:
+def _difference(before: CandidateOutcome, after: CandidateOutcome) -> str:
     if not before.fits or not after.fits:
         if before.fits == after.fits:
             return "does not fit either"
@@ -194,7 +194,7 @@ def _against_the_first(result: Result) -> Iterator[str]:
             yield _pair_text(first, rank.outcome, ties_at)
 
 
-def _pair_text(first: Outcome, other: Outcome, ties_at: float | None) -> str:
+def _pair_text(first: CandidateOutcome, other: CandidateOutcome, ties_at: float | None) -> str:
     assert first.tokens_per_s is not None and other.tokens_per_s is not None
     ratio = other.tokens_per_s.value / first.tokens_per_s.value
     said = [_time(ratio)]
@@ -273,7 +273,7 @@ def _gain(change: Changed) -> str:
     return text if premium is None else f"{text}, worth up to {premium:.2f} USD per device hour"
 
 
-def _price_of_a_day(base: Outcome, change: Changed) -> str:
+def _price_of_a_day(base: CandidateOutcome, change: Changed) -> str:
     assert base.usd is not None and base.hours is not None
     days = base.hours.value * (1 - change.time) / 24
     if days <= 0:
@@ -356,8 +356,8 @@ def _fewest(result: Result) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Mixed:
-    whole: Outcome
-    parts: tuple[Outcome, ...]
+    whole: CandidateOutcome
+    parts: tuple[CandidateOutcome, ...]
 
 
 def _mixtures(result: Result) -> Iterator[_Mixed]:
@@ -401,7 +401,7 @@ def _side_by_side(result: Result) -> Iterator[str]:
         )
 
 
-def _rate_under(stack: str, part: Outcome) -> float:
+def _rate_under(stack: str, part: CandidateOutcome) -> float:
     """Return tokens a second, of our own runtime where that trains the whole, if it is known."""
     assert part.tokens_per_s is not None and part.step_s is not None  # it fits
     if stack != "native" or part.native_step_s is None:
@@ -546,7 +546,7 @@ def _begin(how: str) -> str:
 
 def _sizes(result: Result) -> Iterator[str]:
     """Say which size of an offer is cheapest, and what the fastest one costs in addition."""
-    by_offer: dict[tuple[str, int], list[Outcome]] = {}
+    by_offer: dict[tuple[str, int], list[CandidateOutcome]] = {}
     for o in result.outcomes:
         candidate = result.candidates[o.candidate]
         if o.usd is not None and o.hours is not None and not candidate.provider:
@@ -630,7 +630,7 @@ def _carbon(result: Result) -> Iterator[str]:
     yield f"Tonnes of CO2 of {best.candidate} by grid: {', '.join(tonnes)}."
 
 
-def slack_days(result: Result, outcome: Outcome) -> float | None:
+def slack_days(result: Result, outcome: CandidateOutcome) -> float | None:
     """Return the days between a result and the deadline; None without one of them."""
     deadline = result.study.goal.deadline_days
     if deadline is None or outcome.result_hours is None:

@@ -73,7 +73,7 @@ Share = Literal["owned", "bought", "rented"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class DevicePrice:
     """A price of a device and hour, with what stands behind it; none if nothing is known."""
 
     hourly: Hourly | None = None
@@ -122,7 +122,7 @@ class Candidate:
 
     name: str
     cluster: ClusterSpec
-    priced: Priced
+    priced: DevicePrice
     spot: bool
     tuning: Tuning
     assumed: Assumptions = field(default_factory=Assumptions)
@@ -355,12 +355,12 @@ def _name(offer: Offer, text: str) -> str:
     return named.replace("{n}", text)
 
 
-def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> Priced:
+def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> DevicePrice:
     assumed = study.assumptions.but(offer.assumptions)
     if isinstance(offer.owned, tuple) or (offer.buy is not None and offer.buy.of):
         return _in_parts(assumed, offer, cluster, known)
     if offer.owned:
-        return Priced(
+        return DevicePrice(
             hourly=kept_hourly(assumed, cluster, offer.power_limit),
             owned=True,
             how="owned: hosting, staff, support and power are paid, the hardware is not",
@@ -369,7 +369,7 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
         return _bought(assumed, offer.buy, cluster, offer.power_limit)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
-        return Priced(
+        return DevicePrice(
             quote=exact(price.usd_per_device_hour),
             hourly=_used_alone(exact(price.usd_per_device_hour)),
             how=f"{price.commitment}, {price.date}, {price.source}",
@@ -404,7 +404,7 @@ def _quoted(
 
 def _in_parts(
     assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]
-) -> Priced:
+) -> DevicePrice:
     """Return the mean price of a device of which some are owned or bought, and others rented."""
     roles = _roles(offer, cluster)
     parts = {
@@ -417,7 +417,7 @@ def _in_parts(
     }
     share = {role: part.devices / cluster.devices for role, part in parts.items()}
     hourly: list[Hourly] = []
-    priced: dict[Share, Priced] = {}
+    priced: dict[Share, DevicePrice] = {}
     if "owned" in parts:
         kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
         hourly.append(kept.times(share["owned"]))
@@ -442,7 +442,7 @@ def _in_parts(
     lead: Share = "bought" if "bought" in priced else "rented"
     if lead == "bought" and "rented" in priced:
         after = f"; {words['rented']}{priced['rented'].how}{after}"
-    return Priced(
+    return DevicePrice(
         quote=priced[lead].quote,
         network=priced[lead].network,
         cause=priced["rented"].cause if lead == "rented" else "",
@@ -483,7 +483,7 @@ def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
 
 def _rented(
     assumed: Assumptions, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
-) -> Priced:
+) -> DevicePrice:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
     if rental.usd_per_device_hour is not None:
@@ -498,20 +498,20 @@ def _rented(
     else:
         found = rent_of(rental, cluster, known)
         if found.usd_per_device_hour is None:
-            return Priced(how=found.how)
+            return DevicePrice(how=found.how)
         price, how, cause = found.usd_per_device_hour, found.how, found.cause
         term = term or found.term_months
         prepaid = found.prepaid if rental.prepaid is None else prepaid
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
-        return Priced(
+        return DevicePrice(
             quote=price, hourly=hourly, minimum_hours=rental.minimum_hours, how=how, cause=cause
         )
     assert term is not None  # of every reservation
     years = term / MONTHS_PER_YEAR
     level = price.times(prepaid_factor(prepaid, years, assumed.interest))
     reservation = Reservation(years=years, prepaid=prepaid, usd_per_device_hour=price)
-    return Priced(
+    return DevicePrice(
         quote=price,
         hourly=Hourly(fixed=level, used=exact(0.0)),
         reservation=reservation,
@@ -547,7 +547,7 @@ def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Seque
 
 def _bought(
     assumed: Assumptions, buying: Buying, cluster: ClusterSpec, power_limit: float
-) -> Priced:
+) -> DevicePrice:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
     if buying.lease is not None:
@@ -559,7 +559,7 @@ def _bought(
     else:
         known = purchases().get(name)
         if known is None:
-            return Priced(how=f"no price known, purchase of {name}")
+            return DevicePrice(how=f"no price known, purchase of {name}")
         price = listed_price(known)
         node = "with its node" if known.with_node else "without its node"
         how = f"bought {node}, {known.date}, {known.source}"
@@ -571,7 +571,7 @@ def _bought(
     if buying.loan is not None:
         purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
         cause, how = how, f"{how}, {loan_words(buying.loan)}"
-    return Priced(
+    return DevicePrice(
         quote=price,
         network=network,
         hourly=purchase.hourly,
@@ -599,11 +599,13 @@ def loan_words(loan: Loan) -> str:
     )
 
 
-def _leased(assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float) -> Priced:
+def _leased(
+    assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float
+) -> DevicePrice:
     """Return what leased devices cost: the lease for its hardware, all else as if bought."""
     price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
     purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
-    return Priced(
+    return DevicePrice(
         quote=price,
         hourly=purchase.hourly,
         purchase=purchase,

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from planner.documents.tolerances import NOTHING
 from planner.whatif.chances import DRAWS, normals, outcomes_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order
 
 Draws = NDArray[np.float64]
 
 
-def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | None]:
+def chances_to_be_first(outcomes: Sequence[CandidateOutcome], by: Order) -> list[float | None]:
     """Return by outcome the probability that its figure is the least of those that are known."""
     figures = [drawn_figure(outcome, by) for outcome in outcomes]
     known = [figure for figure in figures if figure is not None]
@@ -35,7 +35,7 @@ def chances_to_be_first(outcomes: Sequence[Outcome], by: Order) -> list[float | 
     return [None if figure is None else float(next(shares)) for figure in figures]
 
 
-def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
+def drawn_figure(outcome: CandidateOutcome, by: Order) -> Draws | None:
     """Return the futures of an outcome's figure: of the goal, or of a token if it names none."""
     match by:
         case "time":
@@ -53,7 +53,7 @@ def drawn_figure(outcome: Outcome, by: Order) -> Draws | None:
             assert_never(by)
 
 
-def _duration(outcome: Outcome) -> Draws | None:
+def _duration(outcome: CandidateOutcome) -> Draws | None:
     """Return the run's hours, or the seconds of a token."""
     if outcome.tokens_per_s is None:
         return None
@@ -62,14 +62,14 @@ def _duration(outcome: Outcome) -> Draws | None:
     return outcome.hours.value * _step(outcome) / _goodput(outcome)
 
 
-def _time(outcome: Outcome) -> Draws | None:
+def _time(outcome: CandidateOutcome) -> Draws | None:
     duration = _duration(outcome)
     if duration is None or outcome.hours is None or outcome.lead_days is None:
         return duration
     return duration + 24 * _of(outcome.lead_days, "delivery")
 
 
-def _cost(outcome: Outcome) -> Draws | None:
+def _cost(outcome: CandidateOutcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
@@ -84,14 +84,14 @@ def _cost(outcome: Outcome) -> Draws | None:
     return cost
 
 
-def _energy(outcome: Outcome) -> Draws | None:
+def _energy(outcome: CandidateOutcome) -> Draws | None:
     duration = _duration(outcome)
     if duration is None or outcome.watts is None:
         return None
     return _of(outcome.watts, "power") * duration
 
 
-def _weighted(outcome: Outcome) -> Draws | None:
+def _weighted(outcome: CandidateOutcome) -> Draws | None:
     cost, time = _cost(outcome), _time(outcome)
     if outcome.weighted_usd is None or cost is None or time is None:
         return None
@@ -99,7 +99,7 @@ def _weighted(outcome: Outcome) -> Draws | None:
     return cost + outcome.day_usd / 24 * time
 
 
-def _step(outcome: Outcome) -> Draws:
+def _step(outcome: CandidateOutcome) -> Draws:
     """Return the step's seconds over its value, from the doubts in kernels and in links."""
     if outcome.step_s is None:
         return np.ones(DRAWS)
@@ -109,7 +109,7 @@ def _step(outcome: Outcome) -> Draws:
     return outcomes_of(outcome.step_s, together) / outcome.step_s.value
 
 
-def _goodput(outcome: Outcome) -> Draws | float:
+def _goodput(outcome: CandidateOutcome) -> Draws | float:
     if outcome.goodput is None:
         return 1.0
     return _of(outcome.goodput, "goodput") / outcome.goodput.value

@@ -16,7 +16,7 @@ from planner.whatif import economics
 from planner.whatif.candidates import Candidate, watts_of
 from planner.whatif.goals import chances_of, misses
 from planner.whatif.goodput import goodput_of
-from planner.whatif.outcome import Outcome, YearlyRun
+from planner.whatif.outcome import CandidateOutcome, YearlyRun
 from planner.whatif.planning import Planned, planned
 from planner.whatif.queue import load
 from planner.whatif.span import Span, exact, product, span_of, total
@@ -35,10 +35,10 @@ def evaluate(
     candidate: Candidate,
     found: Planned | None = None,
     store: FigureStore | None = None,
-) -> Outcome:
+) -> CandidateOutcome:
     """Return the outcome of one model on one candidate, planned already or not."""
     found = found or planned(study, model_name, candidate, store=store)
-    blank = Outcome(
+    blank = CandidateOutcome(
         candidate=candidate.name,
         model=model_name,
         devices=candidate.devices,
@@ -92,7 +92,7 @@ def evaluate(
     return _with_goal(study, candidate, outcome)
 
 
-def _yearly(found: Planned, outcome: Outcome) -> Iterator[YearlyRun]:
+def _yearly(found: Planned, outcome: CandidateOutcome) -> Iterator[YearlyRun]:
     """Yield what a run of each job of a year takes on the wall clock."""
     assert outcome.goodput is not None  # it fits
     for job, plan in found.runs:
@@ -101,7 +101,7 @@ def _yearly(found: Planned, outcome: Outcome) -> Iterator[YearlyRun]:
         yield YearlyRun(name=job.name, runs_a_year=job.runs_a_year, hours=hours)
 
 
-def loaded(candidate: Candidate, outcome: Outcome) -> Candidate:
+def loaded(candidate: Candidate, outcome: CandidateOutcome) -> Candidate:
     """Return a candidate of whose hours a year of jobs uses what it takes."""
     if not outcome.jobs:
         return candidate
@@ -134,7 +134,7 @@ def binding_of(prediction: Prediction) -> str:
     return "; ".join(said)
 
 
-def _with_goal(study: Study, candidate: Candidate, outcome: Outcome) -> Outcome:
+def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> CandidateOutcome:
     """Add hours, cost, energy and carbon, and what of the goal is missed."""
     assumed, goal = candidate.assumed, study.goal
     watts = watts_of(candidate.cluster, assumed, candidate.power_limit)
@@ -218,7 +218,7 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
     )
 
 
-def _outlay_usd(candidate: Candidate, outcome: Outcome, rent: Span) -> Span:
+def _outlay_usd(candidate: Candidate, outcome: CandidateOutcome, rent: Span) -> Span:
     """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
     beside, run_hours = candidate.priced.beside, outcome.hours
     if outcome.outlay_usd is None:
@@ -230,7 +230,7 @@ def _outlay_usd(candidate: Candidate, outcome: Outcome, rent: Span) -> Span:
     return total([outcome.outlay_usd, others])
 
 
-def _data(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+def _data(candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
     """Return what storage costs an hour, beside rented devices, and what transfers cost."""
     data, priced = candidate.assumed.data, candidate.priced
     stored = None if priced.owned or priced.purchase else stored_usd_per_hour(data)
@@ -257,7 +257,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: Outcome) -> float | None:
+def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome) -> float | None:
     """Return the tokens for which budget and deadline both suffice; None without a budget.
 
     What is bought or reserved is paid whole first.  The rest of the budget pays for the hours that

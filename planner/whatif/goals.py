@@ -12,11 +12,13 @@ from planner.documents.tolerances import ROUNDING
 from planner.whatif.chances import within
 from planner.whatif.draws import drawn_figure
 from planner.whatif.economics import HOURS_PER_YEAR
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.study import Goal, Order
 
 
-def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, float | None, float | None, str]]:
+def _limits(
+    goal: Goal, outcome: CandidateOutcome
+) -> list[tuple[str, float | None, float | None, str]]:
     """Return each goal by name with the outcome's figure, the limit and their unit.
 
     The figure is None where it is not known.
@@ -34,7 +36,7 @@ def _limits(goal: Goal, outcome: Outcome) -> list[tuple[str, float | None, float
     ]
 
 
-def misses(goal: Goal, outcome: Outcome) -> list[str]:
+def misses(goal: Goal, outcome: CandidateOutcome) -> list[str]:
     """Return the goals that an outcome misses at its midpoint, with its figure and the limit."""
     missed = []
     for name, figure, limit, unit in _limits(goal, outcome):
@@ -51,7 +53,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
+def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
     """Return the probability that each goal is kept; none of a figure that is not known."""
     return {
         name: _chance(name, outcome, limit * (1 + ROUNDING))
@@ -60,7 +62,7 @@ def chances_of(goal: Goal, outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _chance(name: str, outcome: Outcome, limit: float) -> float:
+def _chance(name: str, outcome: CandidateOutcome, limit: float) -> float:
     if name == "hours of a year":
         return _share(outcome, "time", limit)
     if name == "deadline":
@@ -75,7 +77,7 @@ def _chance(name: str, outcome: Outcome, limit: float) -> float:
     return within(figure, limit)
 
 
-def _share(outcome: Outcome, by: Order, limit: float) -> float:
+def _share(outcome: CandidateOutcome, by: Order, limit: float) -> float:
     """Return the share of futures in which a figure is no greater than a limit."""
     drawn = drawn_figure(outcome, by)
     assert drawn is not None  # its midpoint is known

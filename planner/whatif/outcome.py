@@ -21,7 +21,7 @@ class YearlyRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CandidateOutcome:
     """What became of one model on one candidate; fields of time and cost are None if none fits."""
 
     candidate: str

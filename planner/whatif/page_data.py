@@ -13,7 +13,7 @@ from typing import Any
 from planner.catalog import Facility, Quantity, network_purchase, purchases
 from planner.whatif.candidates import Candidate, listed_price, loan_words, term_words
 from planner.whatif.evaluate import carbon_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.run import Result
 from planner.whatif.span import Span, span_of
 from planner.whatif.study import (
@@ -101,7 +101,7 @@ def _span(span: Span) -> dict[str, float]:
     return span.as_dict()
 
 
-def _candidate(study: Study, candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
     offer = study.offers[candidate.place]
     prices = purchases()
     groups = []
@@ -194,7 +194,7 @@ def _kind(candidate: Candidate) -> str:
     return "rented" if priced.purchase is None else "bought"
 
 
-def _plan(outcome: Outcome) -> dict[str, Any]:
+def _plan(outcome: CandidateOutcome) -> dict[str, Any]:
     assert outcome.step_s is not None and outcome.tokens_per_s is not None  # it fits
     return {
         "step_s": _triple(outcome.step_s),

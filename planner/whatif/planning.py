@@ -29,7 +29,7 @@ from planner.whatif.candidates import Candidate
 from planner.whatif.changes import changed
 from planner.whatif.fine_tuning import tuned
 from planner.whatif.study import PUBLIC, YEAR, Study
-from planner.whatif.study import Job as StudyJob
+from planner.whatif.study import JobOfYear as StudyJob
 
 NATIVE = "native"
 EIGHT_BITS: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import assert_never, get_args
 
 from planner.whatif.draws import chances_to_be_first
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.span import Span
 from planner.whatif.study import Order, Study
 
@@ -24,7 +24,7 @@ PROFILE_HOURS = 0.25
 class Rank:
     """An outcome's place."""
 
-    outcome: Outcome
+    outcome: CandidateOutcome
     place: int
     """From 1; tied outcomes keep their order by value and share the first one's place."""
     tied: bool
@@ -38,7 +38,7 @@ class Rank:
     sold, misses no goal at its midpoint, and has that figure."""
 
 
-def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
+def _tie_price(first: CandidateOutcome, outcome: CandidateOutcome) -> float | None:
     ours, best = _figure(outcome, "cost"), _figure(first, "cost")
     price = outcome.usd_per_device_hour
     if outcome is first or ours is None or best is None or price is None:
@@ -47,7 +47,7 @@ def _tie_price(first: Outcome, outcome: Outcome) -> float | None:
     return price.value * (best - beside) / (ours - beside) if best > beside else None
 
 
-def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
+def ordered_by(study: Study, outcomes: Sequence[CandidateOutcome]) -> Order:
     """Return what outcomes are ranked by: the goal's figure, or time where none has it."""
     fitting = [outcome for outcome in outcomes if outcome.fits]
     wanted = study.goal.by
@@ -56,7 +56,7 @@ def ordered_by(study: Study, outcomes: Sequence[Outcome]) -> Order:
     return wanted
 
 
-def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
+def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
     """Return the outcomes that fit, best first.
 
     Behind those that keep the goal as surely as it wants come those that keep it at the midpoint of
@@ -100,7 +100,7 @@ def ranked(study: Study, outcomes: Sequence[Outcome]) -> list[Rank]:
     return result
 
 
-def _first(outcomes: Sequence[Outcome]) -> dict[int, dict[Order, float]]:
+def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]]:
     """Return by the identity of each outcome that can be chosen how likely it is the least."""
     chosen = [o for o in outcomes if not (o.misses or o.hypothetical)]
     found: dict[int, dict[Order, float]] = {id(outcome): {} for outcome in chosen}
@@ -111,7 +111,7 @@ def _first(outcomes: Sequence[Outcome]) -> dict[int, dict[Order, float]]:
     return found
 
 
-def sure(study: Study, outcome: Outcome) -> bool:
+def sure(study: Study, outcome: CandidateOutcome) -> bool:
     """Whether an outcome keeps each goal as likely as the study wants."""
     return outcome.chance >= study.goal.confidence
 
@@ -125,13 +125,13 @@ def tie(one: float, other: float, margin: float) -> bool:
     return max(one, other) < math.inf and abs(one - other) <= margin * max(one, other)
 
 
-def figure(outcome: Outcome, by: Order) -> float:
+def figure(outcome: CandidateOutcome, by: Order) -> float:
     """Return what an outcome is ranked by: less is better; infinite where it is not known."""
     value = _figure(outcome, by)
     return math.inf if value is None else value
 
 
-def _figure(outcome: Outcome, by: Order) -> float | None:
+def _figure(outcome: CandidateOutcome, by: Order) -> float | None:
     """Return cost, time, energy or CO2 of the goal, or of a token if the goal names none."""
     match by:
         case "time":
@@ -154,18 +154,18 @@ def _figure(outcome: Outcome, by: Order) -> float | None:
             assert_never(by)
 
 
-def _value(span: Span | None, outcome: Outcome, rate: Span | None) -> float | None:
+def _value(span: Span | None, outcome: CandidateOutcome, rate: Span | None) -> float | None:
     """Return a figure of the goal, or of a token at a rate."""
     return _per_token(outcome, rate) if span is None else span.value
 
 
-def _per_token(outcome: Outcome, rate: Span | None) -> float | None:
+def _per_token(outcome: CandidateOutcome, rate: Span | None) -> float | None:
     if rate is None or outcome.tokens_per_s is None:
         return None
     return rate.value / outcome.tokens_per_s.value
 
 
-def pareto(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def pareto(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
     """Return the outcomes that no other beats in time, cost and energy together."""
     rows = [(outcome, _coordinates(outcome)) for outcome in outcomes]
     return [
@@ -175,7 +175,7 @@ def pareto(outcomes: Sequence[Outcome]) -> list[Outcome]:
     ]
 
 
-def _coordinates(outcome: Outcome) -> tuple[float, float, float]:
+def _coordinates(outcome: CandidateOutcome) -> tuple[float, float, float]:
     """Return time, cost and energy; one that is not known is worse than any figure."""
     values = (_figure(outcome, "time"), _figure(outcome, "cost"), _figure(outcome, "energy"))
     return tuple(float("inf") if value is None else value for value in values)  # type: ignore[return-value]
@@ -195,7 +195,7 @@ class Doubt:
     """Of the variance of the logarithm of the figure."""
 
 
-def doubts(study: Study, best: Outcome) -> list[Doubt]:
+def doubts(study: Study, best: CandidateOutcome) -> list[Doubt]:
     """Return the causes of the best outcome's range, the largest first; shares add up to 1."""
     widths: list[tuple[str, float]] = []
     if best.step_s is not None:
@@ -236,7 +236,7 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
     ]
 
 
-def measured_first(study: Study, best: Outcome) -> list[str]:
+def measured_first(study: Study, best: CandidateOutcome) -> list[str]:
     """Say which measurements would narrow the first one's range most, and what they take."""
     said = []
     node = min(best.devices, 8)

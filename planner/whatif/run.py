@@ -15,7 +15,7 @@ from planner.whatif.break_even import BreakEven, break_evens
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.changes import WORDS, changed
 from planner.whatif.evaluate import evaluate, loaded
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.planning import NATIVE, Planned, planned, same_plan
 from planner.whatif.ranking import Doubt, Rank, doubts, flips, ordered_by, ranked
 from planner.whatif.sizing import size_of, unsolved, with_sizes
@@ -36,7 +36,7 @@ class Changed:
 
     change: ChangeName
     factor: float
-    outcome: Outcome
+    outcome: CandidateOutcome
     time: float
     """Seconds per token over those before."""
     cost: float | None
@@ -56,7 +56,7 @@ class Result:
     """Everything a study found."""
 
     study: Study
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CandidateOutcome, ...]
     """In the order of candidates and models; fewer than asked for if it was interrupted."""
     ranks: dict[str, list[Rank]]
     """By model."""
@@ -65,7 +65,7 @@ class Result:
     doubts: tuple[Doubt, ...] = ()
     flips: tuple[str, ...] = ()
     interrupted: bool = False
-    base: Outcome | None = None
+    base: CandidateOutcome | None = None
     """What marginal values and curves are against."""
     candidates: dict[str, Candidate] = field(default_factory=dict)
     break_even: tuple[BreakEven, ...] = ()
@@ -87,11 +87,11 @@ class Result:
         return html_table(self.study.name, head, rows)
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> CandidateOutcome | None:
         """The first of the first model that has one which is sold, fits and meets the goal."""
         return next((best for best in map(self.best_of, self.ranks) if best is not None), None)
 
-    def best_of(self, model: str) -> Outcome | None:
+    def best_of(self, model: str) -> CandidateOutcome | None:
         """The first of a model, if it is sold, fits and meets the goal."""
         ranks = self.ranks[model]
         if not ranks or ranks[0].outcome.misses or ranks[0].outcome.hypothetical:
@@ -136,7 +136,7 @@ def _carried_out(
     tasks = [
         _Task(study, model, candidate) for model in study.rows for candidate in candidates.values()
     ]
-    done: dict[int, Outcome] = {}
+    done: dict[int, CandidateOutcome] = {}
     interrupted = False
     told = _Told(progress, len(tasks) + _changes_asked(study))
     try:
@@ -163,7 +163,7 @@ def _size(asked: tuple[Study, int, str, Sequence[Rent] | None], store: FigureSto
     return size_of(*asked, store)
 
 
-def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
+def _ranks(study: Study, outcomes: Sequence[CandidateOutcome]) -> dict[str, list[Rank]]:
     return {
         model: ranked(study, [outcome for outcome in outcomes if outcome.model == model])
         for model in study.rows
@@ -171,8 +171,8 @@ def _ranks(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Rank]]:
 
 
 def _natives(
-    tasks: Sequence[_Task], done: Mapping[int, Outcome], workers: Workers
-) -> Iterator[tuple[int, Outcome]]:
+    tasks: Sequence[_Task], done: Mapping[int, CandidateOutcome], workers: Workers
+) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield the first outcomes of each model with what our own runtime would take there.
 
     None where the study names the stack that it asks of.
@@ -199,7 +199,7 @@ def _natives(
                 yield at, _with_native(done[at], step)
 
 
-def _with_native(outcome: Outcome, step: Span | None) -> Outcome:
+def _with_native(outcome: CandidateOutcome, step: Span | None) -> CandidateOutcome:
     return outcome if step is None else replace(outcome, native_step_s=step.value)
 
 
@@ -252,7 +252,7 @@ def _followed(result: Result, workers: Workers, told: _Told) -> Result:
     )
 
 
-def _base(result: Result, offer: str | None, best: Outcome) -> Outcome:
+def _base(result: Result, offer: str | None, best: CandidateOutcome) -> CandidateOutcome:
     if offer is None:
         return best
     for outcome in result.outcomes:
@@ -265,7 +265,7 @@ def _base(result: Result, offer: str | None, best: Outcome) -> Outcome:
 
 def _changes(
     result: Result,
-    base: Outcome,
+    base: CandidateOutcome,
     wanted: Sequence[tuple[ChangeName, float]],
     workers: Workers,
     told: _Told,
@@ -292,7 +292,7 @@ def _changes(
         yield _compared(base, change, factor, outcomes[index])
 
 
-def _resized_work(study: Study, base: Outcome, change: ChangeName, devices: int) -> Study:
+def _resized_work(study: Study, base: CandidateOutcome, change: ChangeName, devices: int) -> Study:
     """Return the study with a global batch that grows with the devices, if they change."""
     if change != "devices" or base.tokens_per_s is None or base.plan is None:
         return study
@@ -302,7 +302,9 @@ def _resized_work(study: Study, base: Outcome, change: ChangeName, devices: int)
     return study.model_copy(update={"work": work})
 
 
-def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome) -> Changed:
+def _compared(
+    base: CandidateOutcome, change: ChangeName, factor: float, outcome: CandidateOutcome
+) -> Changed:
     time = float("inf")
     cost = premium = None
     if outcome.fits and outcome.tokens_per_s is not None and base.tokens_per_s is not None:
@@ -324,7 +326,7 @@ def _compared(base: Outcome, change: ChangeName, factor: float, outcome: Outcome
 
 def _evaluated(
     tasks: Sequence[_Task], workers: Workers, told: _Told
-) -> Iterator[tuple[int, Outcome]]:
+) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield outcomes with the index of their task, as they come.
 
     Candidates that differ in their terms alone are planned once.

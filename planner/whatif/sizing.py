@@ -18,7 +18,7 @@ from planner.errors import DocumentError
 from planner.whatif.candidates import Candidate, candidates_of, powered
 from planner.whatif.chances import quantile, within
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.study import Offer, Study
 from planner.whatif.words import range_text, usd_text
 
@@ -189,7 +189,7 @@ def border(passes: Callable[[int], bool], fails_at: int, passes_at: int) -> int:
     return passes_at
 
 
-def _sure(study: Study, outcome: Outcome, goal: str) -> bool:
+def _sure(study: Study, outcome: CandidateOutcome, goal: str) -> bool:
     return outcome.chances.get(goal, 0.0) >= study.goal.confidence
 
 

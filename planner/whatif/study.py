@@ -147,7 +147,7 @@ class Goal(Part):
         return self.tokens
 
 
-class Job(Part):
+class JobOfYear(Part):
     """A kind of training that comes again through a year, at random times.
 
     One job at a time has the whole cluster.
@@ -580,7 +580,7 @@ class Study(Document):
     question: Text | None = None
     models: tuple[Line, ...] = ()
     """As on the command line: catalogue names, configurations."""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[JobOfYear, ...] = ()
     """Instead of models: all that is trained in a year."""
     work: Work = Work()
     goal: Goal = Goal()

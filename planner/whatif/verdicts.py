@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from planner.documents.units import seconds_text
 from planner.whatif.candidates import Candidate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.queue import load
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
@@ -85,7 +85,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
         )
 
 
-def _native_figure(outcome: Outcome, by: Order) -> float:
+def _native_figure(outcome: CandidateOutcome, by: Order) -> float:
     """Return what an outcome is ranked by under our own runtime; delivery takes as long."""
     assert outcome.native_step_s is not None and outcome.step_s is not None
     ratio = outcome.native_step_s / outcome.step_s.value
@@ -140,7 +140,7 @@ def _none(result: Result, model: str, ranks: Sequence[Rank]) -> str:
     )
 
 
-def _costs(outcome: Outcome) -> str:
+def _costs(outcome: CandidateOutcome) -> str:
     parts = []
     if outcome.jobs:
         parts.append(f"{100 * load(outcome.arrivals):.0f} % of a year's hours used")
@@ -157,18 +157,18 @@ def _costs(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def _kept(outcome: Outcome) -> str:
+def _kept(outcome: CandidateOutcome) -> str:
     """Say how surely the goals are kept."""
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
-def _kept_texts(outcome: Outcome) -> list[str]:
+def _kept_texts(outcome: CandidateOutcome) -> list[str]:
     return [
         f"{goal} kept with probability {chance:.2f}" for goal, chance in outcome.chances.items()
     ]
 
 
-def _confidence(result: Result, best: Outcome, ranks: Sequence[Rank]) -> str:
+def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first keeps the goals, and how surely it is the best of all."""
     said = _kept_texts(best)
     if not sure(result.study, best):
@@ -303,9 +303,9 @@ def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]
     return ways
 
 
-def _outcomes_of_ways(result: Result, model: str) -> dict[str, Outcome]:
+def _outcomes_of_ways(result: Result, model: str) -> dict[str, CandidateOutcome]:
     """Return the first outcome of each way to train, and of what is rented to add."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, CandidateOutcome] = {}
     for o in result.outcomes:
         if o.model != model or not o.fits or o.hypothetical:
             continue
@@ -321,13 +321,13 @@ def _outcomes_of_ways(result: Result, model: str) -> dict[str, Outcome]:
     return found
 
 
-def _days_usd(outcome: Outcome) -> tuple[float, float] | None:
+def _days_usd(outcome: CandidateOutcome) -> tuple[float, float] | None:
     if outcome.result_hours is None or outcome.usd is None:
         return None
     return outcome.result_hours.value / 24, outcome.usd.value
 
 
-def _split(one: Outcome, other: Outcome) -> tuple[float, float] | None:
+def _split(one: CandidateOutcome, other: CandidateOutcome) -> tuple[float, float] | None:
     pair = _days_usd(one), _days_usd(other)
     if pair[0] is None or pair[1] is None:
         return None

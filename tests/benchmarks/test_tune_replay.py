@@ -11,14 +11,14 @@ import pytest
 from benchmarks import tune_replay
 from benchmarks.tune_replay import AFTER, Score, Sweep, by_source, counted, replay, result
 from planner.documents.plan import Layout
-from planner.tuning.options import Option
+from planner.tuning.options import TrialOption
 from planner.tuning.tuner import Tuner
 
 
 def sweep(*factors: float, source: str = "a", lost: tuple[int, ...] = ()) -> Sweep:
     """Layouts predicted to take 1.00, 1.01, ... s whose steps take a factor longer."""
     options = tuple(
-        Option(
+        TrialOption(
             layout=Layout(pipeline=1 + at, micro_batches=8),
             kept="none",
             step_s=1 + at / 100,

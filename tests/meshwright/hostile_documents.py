@@ -220,7 +220,7 @@ READERS: dict[str, Callable[[], object]] = {
     "corpus.json": lambda: Corpus.open(Path(), verify=True).starts,
     f"{PENDING}.parts/part-00000.json": _pending,
     f"{PENDING}.parts/meta.json": _pending,
-    "orders.yaml": lambda: document.read(run.Orders, "orders.yaml"),
+    "orders.yaml": lambda: document.read(run.RankOrders, "orders.yaml"),
     "ranks/rank-00000.json": lambda: document.read(run.RankRecord, "ranks/rank-00000.json"),
     "defaults.yaml": lambda: document.read(Defaults, "defaults.yaml"),
     "metrics.jsonl": _metrics,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launches import with_interval
-from runtime.run import Run
+from runtime.run import LaunchRun
 
 LARGE = {"parameters": 405_000_000_000, "devices": 16_384}
 
@@ -15,7 +15,7 @@ LARGE = {"parameters": 405_000_000_000, "devices": 16_384}
 def test_a_run_of_over_an_hour_has_an_interval_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = Run(checkpoint=Path("saved"), steps=1000)
+    run = LaunchRun(checkpoint=Path("saved"), steps=1000)
 
     found = with_interval(run, step_s=10.0, **LARGE)
 
@@ -26,7 +26,7 @@ def test_a_run_of_over_an_hour_has_an_interval_and_says_so(
 
 
 def test_a_short_run_is_saved_at_its_end_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(checkpoint=Path("saved"), steps=360)
+    run = LaunchRun(checkpoint=Path("saved"), steps=360)
 
     assert with_interval(run, step_s=10.0, **LARGE) is run
     assert capsys.readouterr().err == ""
@@ -35,7 +35,7 @@ def test_a_short_run_is_saved_at_its_end_alone(capsys: pytest.CaptureFixture[str
 def test_few_devices_fail_so_rarely_that_the_end_is_enough(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = Run(checkpoint=Path("saved"), steps=500)
+    run = LaunchRun(checkpoint=Path("saved"), steps=500)
 
     with_interval(run, step_s=10.0, parameters=7_000_000_000, devices=8)
 

@@ -13,7 +13,7 @@ import pytest
 from meshwright import cli, commands, launches
 from planner.documents import document
 from planner.documents.plan import Plan
-from runtime.run import Run, Where
+from runtime.run import LaunchRun, Where
 from tests.limits import PATIENCE_S
 
 DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
@@ -258,7 +258,7 @@ def test_every_option_of_a_command_is_an_argument_of_its_function(command: str) 
     options = set(inspect.signature(cli.COMMANDS[command]).parameters) - shown
     function = launches.launch if command == "launch" else getattr(commands, command)
 
-    records = {*Run.model_fields, *Where.model_fields} if command == "launch" else set()
+    records = {*LaunchRun.model_fields, *Where.model_fields} if command == "launch" else set()
     assert options <= {*inspect.signature(function).parameters, *records}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands import plan
-from meshwright.launches import Fit, launch
+from meshwright.launches import LaunchablePlan, launch
 from meshwright.replan import for_fewer, leave_out
 from planner.catalog import model_config as resolve_config
 from planner.catalog.expressions import resolve_cluster, resolve_model
@@ -22,7 +22,7 @@ from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
 from planner.search.search import search
-from runtime.run import Run, metrics_file, read_records
+from runtime.run import LaunchRun, metrics_file, read_records
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
@@ -124,7 +124,9 @@ def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
     plan("tiny.json", "8xa10g", seq_len=512, global_batch=16, output="plan.yaml")
     monkeypatch.chdir(tmp_path)
 
-    fit = Fit.of("sub/plan.yaml", None).again(4, Run(checkpoint=tmp_path / "saved"), quiet=True)
+    fit = LaunchablePlan.of("sub/plan.yaml", None).again(
+        4, LaunchRun(checkpoint=tmp_path / "saved"), quiet=True
+    )
 
     fit.plan.check_model(fit.graph)
     assert Path(fit.plan.model.source) == tmp_path / "sub" / "tiny.json"
@@ -150,4 +152,4 @@ def test_a_lost_device_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replanning_needs_checkpoints(room: Room) -> None:
     path = room.plan(two_ranks(room))
     with pytest.raises(DocumentError, match="add --checkpoint FOLDER"):
-        launch(str(path), Run(), replan=True)
+        launch(str(path), LaunchRun(), replan=True)

@@ -10,7 +10,7 @@ import pytest
 from meshwright.trials import Trialled, timed, trial, words_of
 from planner.documents.plan import Job
 from planner.errors import DocumentError
-from planner.formats.logs import Said, Work, megatron
+from planner.formats.logs import LoggedWork, Said, megatron
 from runtime.run import (
     Failure,
     StepRecord,
@@ -30,7 +30,7 @@ def run(
         words=(sys.executable, "-S", "-c", f"import os, sys, time\n{script}"),
         folder=tmp_path / "01",
         ranks=1,
-        work=Work(job=Job(seq_len=8, global_batch=8), devices=1),
+        work=LoggedWork(job=Job(seq_len=8, global_batch=8), devices=1),
         reader=megatron,
     )
     found = trial(one, best_s=best_s, most_s=most_s)
@@ -105,7 +105,7 @@ def test_what_a_killed_attempt_left_behind_tells_nothing(tmp_path: Path) -> None
         words=(sys.executable, "-S", "-c", "raise SystemExit('no data')"),
         folder=folder,
         ranks=1,
-        work=Work(job=Job(seq_len=8, global_batch=8), devices=1),
+        work=LoggedWork(job=Job(seq_len=8, global_batch=8), devices=1),
     )
 
     found = trial(one, best_s=None, most_s=20.0)

@@ -23,7 +23,7 @@ from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.search import search
 from planner.tuning import candidates as candidates_module
-from planner.tuning.candidates import Candidate
+from planner.tuning.candidates import TrialCandidate
 from planner.tuning.record import FILE, read_trials
 
 ASKED = ("demo-4m", "2xh100-sxm-80gb")
@@ -53,7 +53,7 @@ class Machine:
 
 
 @functools.cache
-def searched(global_batch: int) -> tuple[Answer, tuple[Candidate, ...]]:
+def searched(global_batch: int) -> tuple[Answer, tuple[TrialCandidate, ...]]:
     """Return what is planned, once for all tests."""
     request = Request.of(
         model_of(ASKED[0], seq_len=JOB["seq_len"]),

@@ -14,7 +14,7 @@ from profiler.agenda import RECOMPUTES
 from profiler.chain import WHOLE, Case, Chain, short_chain
 from profiler.clock import Clock
 from profiler.heads import HeadCase, heads
-from profiler.layer_bytes import Bytes
+from profiler.layer_bytes import MeasuredLayerBytes
 from runtime import compiled
 from runtime.torch_internals import compiled_graphs
 from tests.runtime import cases
@@ -30,7 +30,7 @@ def chain(**changes: Any) -> Chain:
     )
 
 
-def bytes_of(layer: nn.Module) -> Bytes:
+def bytes_of(layer: nn.Module) -> MeasuredLayerBytes:
     held, _ = layer_bytes.bytes_of(layer, [torch.ones(256)], None)  # 1 KiB, as are all results
     return held
 
@@ -48,14 +48,14 @@ def test_a_layer_that_keeps_nothing_stores_nothing() -> None:
     held = bytes_of(Apply(lambda x: (x + 1) * 2))
 
     # Forward needs x + 1 beside input and output; backward the gradients of both ends.
-    assert held == Bytes(stored=0, forward_transient=1024, backward_transient=2 * 1024)
+    assert held == MeasuredLayerBytes(stored=0, forward_transient=1024, backward_transient=2 * 1024)
 
 
 def test_an_input_that_is_kept_counts_as_stored() -> None:
     held = bytes_of(Apply(lambda x: x.sin()))
 
     # Backward: the gradient that arrives, cos(x), and their product.
-    assert held == Bytes(stored=1024, forward_transient=0, backward_transient=3 * 1024)
+    assert held == MeasuredLayerBytes(stored=1024, forward_transient=0, backward_transient=3 * 1024)
 
 
 def test_a_kept_output_counts_as_stored_once() -> None:

@@ -17,7 +17,7 @@ SIZES = {"gathered_bytes": 2.0, "reduced_bytes": 4.0}
 def test_collectives_that_hide_whole_are_overlap_of_one() -> None:
     found = overheads.sharing_of(gather=(0.0, 2.0), reduces=((-0.1, 2.0),), **SIZES)
 
-    assert found == overheads.Sharing(
+    assert found == overheads.ShardingOverhead(
         overlap=1.0, gather_copy_s_per_byte=0.0, reduce_copy_s_per_byte=0.0
     )
 
@@ -25,7 +25,7 @@ def test_collectives_that_hide_whole_are_overlap_of_one() -> None:
 def test_what_is_seen_beyond_the_collectives_is_copies() -> None:
     found = overheads.sharing_of(gather=(6.0, 2.0), reduces=((4.0, 2.0), (9.0, 1.0)), **SIZES)
 
-    assert found == overheads.Sharing(
+    assert found == overheads.ShardingOverhead(
         overlap=0.0, gather_copy_s_per_byte=2.0, reduce_copy_s_per_byte=1.25
     )
 

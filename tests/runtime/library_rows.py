@@ -19,7 +19,7 @@ from planner.documents.plan import Plan, Training
 from planner.errors import LaunchError
 from runtime import data, run, train
 from runtime import launch as launching
-from runtime.run import Orders, StepRecord
+from runtime.run import RankOrders, StepRecord
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, combinations, library_runs
 from tests.runtime.combinations import Bound
@@ -136,7 +136,7 @@ def row(name: str, stored: str, **choices: Any) -> Row:
 def batches(global_batch: int) -> tuple[torch.Tensor, ...]:
     """Return what each step is fed: all that the oracle is told by this project."""
     corpus = data.prepare(data.files(TEXT), cache=home())
-    samples = data.Samples(corpus, seq_len=cases.SEQ_LEN, seed=TRAINING.seed)
+    samples = data.CorpusSamples(corpus, seq_len=cases.SEQ_LEN, seed=TRAINING.seed)
     every = (samples.batch(step * global_batch, global_batch) for step in range(STEPS))
     return tuple(torch.from_numpy(batch.tokens) for batch in every)
 
@@ -187,7 +187,7 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     write(row.document(), plan)
     launching.launch(
         plan,
-        run.Run(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
+        run.LaunchRun(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
         device="cpu",
         quiet=True,
     )
@@ -211,7 +211,7 @@ class OnCrew:
 
 def carry_out(file: str) -> None:
     """Do what `python -m runtime.rank` does in a process of its own."""
-    orders = read(Orders, file)
+    orders = read(RankOrders, file)
     rank = dist.get_rank()
     record = train.train(orders, rank=rank, local_rank=rank)
     run.write_json(record, run.record_file(orders.output, rank))

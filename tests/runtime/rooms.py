@@ -16,7 +16,7 @@ from planner.documents.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.report import RunReport
-from runtime.run import Orders, Run
+from runtime.run import LaunchRun, RankOrders
 from runtime.supervise import last_lines
 from tests.limits import PATIENCE_S
 
@@ -109,10 +109,10 @@ class Room:
         assert report is not None
         return report
 
-    def asked(self, options: dict[str, Any]) -> Run:
+    def asked(self, options: dict[str, Any]) -> LaunchRun:
         """Take what a run is asked for out of options, beside the text and the output here."""
-        fields = {name: options.pop(name) for name in [*options] if name in Run.model_fields}
-        return Run(**{"data": self.text, "output": self.folder / "out", **fields})
+        fields = {name: options.pop(name) for name in [*options] if name in LaunchRun.model_fields}
+        return LaunchRun(**{"data": self.text, "output": self.folder / "out", **fields})
 
     def start(self, plan: Plan, *, step: int = 3, **options: object) -> subprocess.Popen[str]:
         """Launch from a process of its own and wait for a step; 0 waits for nothing."""
@@ -166,7 +166,7 @@ class Room:
 
     def ranks(self) -> dict[int, int]:
         """Return the process of each living rank of the newest run here."""
-        token = f"MESHWRIGHT_RUN={read(Orders, self.folder / 'out' / 'orders.yaml').token}"
+        token = f"MESHWRIGHT_RUN={read(RankOrders, self.folder / 'out' / 'orders.yaml').token}"
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from runtime import activations, host
-from runtime.activations import GROUP, LEAST_ELEMENTS, Compressed, Packing, Traffic, packing
+from runtime.activations import GROUP, LEAST_ELEMENTS, Compressed, HostTraffic, Packing, packing
 from runtime.live_memory import LiveMemory
 from runtime.train import token_engine
 from tests.runtime import cases
@@ -23,9 +23,9 @@ from tests.runtime.runs import Run, errors, train
 CPU = torch.device("cpu")
 
 
-def wrapped(layer: nn.Module, how: str, traffic: Traffic | None = None) -> nn.Module:
+def wrapped(layer: nn.Module, how: str, traffic: HostTraffic | None = None) -> nn.Module:
     alone = traffic is None
-    made = packing(layer, how, traffic or Traffic(CPU), first=alone, last=alone)  # type: ignore[arg-type]
+    made = packing(layer, how, traffic or HostTraffic(CPU), first=alone, last=alone)  # type: ignore[arg-type]
     assert made is not None
     made.around(layer)
     return layer
@@ -153,15 +153,15 @@ def test_in_place_work_after_saving_does_no_harm() -> None:
 
 def test_backward_fetches_one_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    original = activations._Moved.fetch
+    original = activations._OnHost.fetch
 
     def fetch(parcel: Any) -> None:
         if parcel._back is None:
             events.append("fetch")
         original(parcel)
 
-    monkeypatch.setattr(activations._Moved, "fetch", fetch)
-    traffic = Traffic(CPU)
+    monkeypatch.setattr(activations._OnHost, "fetch", fetch)
+    traffic = HostTraffic(CPU)
 
     class Square(nn.Module):
         def __init__(self, name: str) -> None:
@@ -187,8 +187,8 @@ def test_backward_fetches_one_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_all_have_left_when_a_row_of_layers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    traffic = Traffic(CPU)
-    monkeypatch.setattr(activations._Moved, "leave", lambda _: events.append("leave"))
+    traffic = HostTraffic(CPU)
+    monkeypatch.setattr(activations._OnHost, "leave", lambda _: events.append("leave"))
 
     class Square(nn.Module):
         def __init__(self, name: str) -> None:

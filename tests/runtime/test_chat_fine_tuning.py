@@ -69,7 +69,7 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     with pytest.raises(LaunchError, match="holds text, and training is on conversations"):
         launching.launch(
             tmp_path / "example" / "0" / "plan.yaml",
-            run.Run(
+            run.LaunchRun(
                 data=tmp_path / "example" / "model" / "chat.jsonl",
                 evaluate=tmp_path / "text.txt",
                 output=tmp_path / "refused",
@@ -84,7 +84,7 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     for plan, steps in (("0", 2), ("2", 3)):
         launching.launch(
             home / plan / "plan.yaml",
-            run.Run(
+            run.LaunchRun(
                 data=model / "chat.jsonl",
                 weights=model,
                 steps=steps,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.compute import Device
+from planner.costs.compute import DeviceRates
 from planner.costs.layer_seconds import passes
 from planner.costs.predict import predict
 from planner.documents.cluster import DeviceCurve
@@ -348,6 +348,6 @@ def test_a_head_is_priced_for_the_products_that_its_loss_runs(gradients: LossGra
         provenance="quoted",
         source="none",
     )
-    only_products = Device(peak_flops=1, memory_bytes_per_s=1e30, curve=curve)
+    only_products = DeviceRates(peak_flops=1, memory_bytes_per_s=1e30, curve=curve)
     found = passes(head, "none", only_products)
     assert found.forward_s + found.backward_s == pytest.approx(counted.get_total_flops(), rel=1e-3)

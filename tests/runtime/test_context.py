@@ -113,7 +113,7 @@ def test_each_kernel_merges_its_blocks(rank: int, dtype: torch.dtype, device: st
     gradients = [q.grad[:, :, mine], k.grad, v.grad]
 
     q, k, v = whole[0][:, :, mine].requires_grad_(), *(t.detach().requires_grad_() for t in (k, v))
-    found = context_module._Attention.apply(q, k, v, context, None)
+    found = context_module._ChunkAttention.apply(q, k, v, context, None)
     found.backward(grad[:, :, mine])
 
     tolerance = (

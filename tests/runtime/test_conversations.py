@@ -17,7 +17,7 @@ from runtime.conversations import Conversations
 from runtime.data import Corpus, files, prepare
 from runtime.launch import launch
 from runtime.packing import OPEN_ROWS, PackedSamples, packed
-from runtime.run import Run
+from runtime.run import LaunchRun
 from tests.runtime import chats
 from tests.runtime.chats import said
 from tests.runtime.rooms import MODEL, Room, plan_of
@@ -229,7 +229,7 @@ def test_conversations_with_a_model_of_our_own_are_refused_before_ranks_start(
     with pytest.raises(LaunchError, match="is no model of transformers, and attention of others"):
         launch(
             room.plan(plan_of()),
-            Run(data=talks, tokenizer=tokenizer, output=room.folder / "out"),
+            LaunchRun(data=talks, tokenizer=tokenizer, output=room.folder / "out"),
             model=MODEL,
             quiet=True,
         )

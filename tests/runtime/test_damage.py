@@ -19,7 +19,7 @@ from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import MeshwrightError  # noqa: E402
 from runtime import checkpoint, export  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402
-from runtime.run import Run  # noqa: E402
+from runtime.run import LaunchRun  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
 from runtime.train import token_engine  # noqa: E402
 from tests.runtime import cases  # noqa: E402
@@ -119,7 +119,9 @@ def refusals(folder: Path, empty: State) -> tuple[str, str]:
         export.found(folder)
     with pytest.raises(MeshwrightError) as resumed, warnings.catch_warnings():
         warnings.simplefilter("error")
-        going_on = checkpoint_to_resume(Run(checkpoint=folder, resume=True, or_start=True, steps=9))
+        going_on = checkpoint_to_resume(
+            LaunchRun(checkpoint=folder, resume=True, or_start=True, steps=9)
+        )
         assert going_on is not None, "starts anew"
         checkpoint.load(going_on, empty)
     return str(exported.value), str(resumed.value)
@@ -214,9 +216,11 @@ def test_a_run_does_not_start_anew_beside_a_damaged_checkpoint(saved: Path, tmp_
             MeshwrightError,
             match=r"no other complete checkpoint; move step-000002 out of it",
         ):
-            checkpoint_to_resume(Run(checkpoint=folder, resume=resume, or_start=resume, steps=9))
+            checkpoint_to_resume(
+                LaunchRun(checkpoint=folder, resume=resume, or_start=resume, steps=9)
+            )
     (folder / "step-000002").rename(tmp_path / "step-000002")
-    again = Run(checkpoint=folder, resume=True, or_start=True, steps=9)
+    again = LaunchRun(checkpoint=folder, resume=True, or_start=True, steps=9)
     assert checkpoint_to_resume(again) is None
 
 

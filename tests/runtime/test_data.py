@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LaunchError
 from runtime import checksums, data
-from runtime.data import Corpus, Samples, files, prepare
+from runtime.data import Corpus, CorpusSamples, files, prepare
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def poems(tmp_path: Path) -> Path:
 
 def stream(corpus: Corpus, seed: int, epochs: int) -> list[int]:
     """Return the epochs' tokens, one document after the other."""
-    samples = Samples(corpus, seq_len=1, seed=seed)
+    samples = CorpusSamples(corpus, seq_len=1, seed=seed)
     result: list[int] = []
     for epoch in range(epochs):
         for document in samples._order(epoch)[0]:
@@ -83,7 +83,7 @@ def test_a_sample_is_its_place_in_the_stream(
         (folder / f"{number}.txt").write_text(text)
     corpus = prepare(files(folder), cache=tmp_path_factory.mktemp("cache"))
 
-    batch = Samples(corpus, seq_len=seq_len, seed=seed).batch(first, 3).tokens
+    batch = CorpusSamples(corpus, seq_len=seq_len, seed=seed).batch(first, 3).tokens
 
     length = (first + 3) * seq_len + 1
     tokens = stream(corpus, seed, length // corpus.tokens + 1)
@@ -101,11 +101,13 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own(
         (folder / f"{number:02}.txt").write_text(f"text {number}")
     corpus = prepare(files(folder), cache=cache)
 
-    orders = [Samples(corpus, seq_len=8, seed=1)._order(epoch)[0].tolist() for epoch in range(3)]
+    orders = [
+        CorpusSamples(corpus, seq_len=8, seed=1)._order(epoch)[0].tolist() for epoch in range(3)
+    ]
 
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
-    assert Samples(corpus, seq_len=8, seed=2)._order(0)[0].tolist() != orders[0]
+    assert CorpusSamples(corpus, seq_len=8, seed=2)._order(0)[0].tolist() != orders[0]
 
 
 def test_the_order_of_an_epoch_never_changes_between_versions(tmp_path: Path, cache: Path) -> None:
@@ -114,7 +116,7 @@ def test_the_order_of_an_epoch_never_changes_between_versions(tmp_path: Path, ca
         (tmp_path / f"{number}.txt").write_text("x")
     corpus = prepare(files(tmp_path), cache=cache)
 
-    assert Samples(corpus, seq_len=4, seed=7)._order(0)[0].tolist() == GOLDEN_ORDER
+    assert CorpusSamples(corpus, seq_len=4, seed=7)._order(0)[0].tolist() == GOLDEN_ORDER
 
 
 GOLDEN_ORDER = [4, 3, 6, 2, 1, 0, 5, 7]
@@ -130,7 +132,7 @@ def test_every_layout_sees_the_same_batches(
     seed: int, step: int, layouts: list[tuple[int, int]]
 ) -> None:
     corpus = library()
-    samples = Samples(corpus, seq_len=16, seed=seed)
+    samples = CorpusSamples(corpus, seq_len=16, seed=seed)
     whole = samples.batch(step * 24, 24).tokens
 
     for degree, micro_batch in layouts:
@@ -378,7 +380,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(poems: Path, cach
     tokens = np.memmap(corpus.folder / "tokens.bin", dtype=corpus.dtype, mode="r+")
     tokens[7] = 60_000
     tokens.flush()
-    samples = Samples(Corpus.open(corpus.folder), seq_len=4, seed=0)
+    samples = CorpusSamples(Corpus.open(corpus.folder), seq_len=4, seed=0)
 
     with pytest.raises(LaunchError, match=r"tokens.bin: token 7 is 60000, .* end at 256"):
         samples.batch(0, corpus.tokens // 4)

@@ -181,7 +181,7 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     write(plan_of(family, layout), output / "plan.yaml")
     launching.launch(
         output / "plan.yaml",
-        run.Run(
+        run.LaunchRun(
             data=TEXT, weights=published(family), steps=STEPS, output=output / "run", **options
         ),
         device="cpu",

@@ -12,7 +12,7 @@ import pytest
 
 from planner.errors import LaunchError
 from runtime import faults, launch
-from runtime.run import Failure, Run, log_file
+from runtime.run import Failure, LaunchRun, log_file
 from runtime.supervise import BadEnd, Exit
 
 WATCHDOG = (
@@ -61,7 +61,7 @@ def ended(tmp_path: Path, *, code: int, log: str, said: Failure | None = None) -
     file.parent.mkdir(parents=True)
     file.write_text(log)
     ready: Any = SimpleNamespace(
-        output=tmp_path, run=Run(), ranks=SimpleNamespace(devices={3: 1}), resumed=None
+        output=tmp_path, run=LaunchRun(), ranks=SimpleNamespace(devices={3: 1}), resumed=None
     )
     cause = Exit(rank=3, code=code)
     return launch._bad_end(ready, BadEnd(seen=(cause,), cause=cause, failure=said), after_step=5)

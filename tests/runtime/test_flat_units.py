@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from planner.catalog import stacks
 from planner.costs import flat_units
-from planner.costs.memory import Sharing, state_types
+from planner.costs.memory import StateSharding, state_types
 from runtime.torch_internals import fake_store
 
 WIDTH, RANKS, BLOCKS = 256, 8, 3
 BLOCK = 8 * WIDTH**2
 """Parameters of a block; the root has three eighths as many."""
-MIXED = Sharing(
+MIXED = StateSharding(
     types=state_types(stacks()["llm-foundry-fsdp"], "bf16"),
     zero=3,
     shard=RANKS,

@@ -18,7 +18,7 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.search import search
 from runtime.launch import launch
-from runtime.run import Run
+from runtime.run import LaunchRun
 from runtime.train import token_engine
 from tests.planner.documents.test_cluster import DEVICE
 from tests.runtime import cases
@@ -146,7 +146,9 @@ def test_each_rank_is_told_the_device_of_its_stages_group(
     plan = planned(1, 2, Pins(pipeline=3))
     document.write(plan, tmp_path / "plan.yaml")
 
-    launch(tmp_path / "plan.yaml", Run(output=tmp_path), model=MODEL, dry_run=True, device="cpu")
+    launch(
+        tmp_path / "plan.yaml", LaunchRun(output=tmp_path), model=MODEL, dry_run=True, device="cpu"
+    )
 
     lines = capsys.readouterr().out.splitlines()
     devices = [int(re.findall(r"LOCAL_RANK=(\d+)", line)[0]) for line in lines]

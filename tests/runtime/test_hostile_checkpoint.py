@@ -28,7 +28,7 @@ from planner.errors import DocumentError, MeshwrightError  # noqa: E402
 from runtime import checksums, export, tensor_index  # noqa: E402
 from runtime.checkpoint import load, problem, unchecked  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402
-from runtime.run import Run  # noqa: E402
+from runtime.run import LaunchRun  # noqa: E402
 
 NUMBERS = {
     "model.a": torch.arange(12.0).reshape(3, 4).T,  # its elements do not lie in their order
@@ -123,7 +123,7 @@ def refusals(folder: Path) -> Iterator[str]:
     """Yield what resuming and exporting say."""
     with pytest.raises(MeshwrightError) as resumed:
         found = checkpoint_to_resume(
-            Run(checkpoint=folder.parent, resume=True, or_start=True, steps=9)
+            LaunchRun(checkpoint=folder.parent, resume=True, or_start=True, steps=9)
         )
         assert found is not None
         load(found, {"model.a": torch.zeros(2, 3)})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.engine import Engine
-from runtime.torch_optimizers import Group, is_elementwise, state_bytes
+from runtime.torch_optimizers import ParameterGroup, is_elementwise, state_bytes
 from tests.runtime.ranks import on_ranks
 
 pytest.importorskip("torchao", reason="AdamW8bit is torchao's")
@@ -85,7 +85,7 @@ def test_state_in_eight_bits_is_divided_and_goes_on_under_another_plan(tmp_path:
 
 
 def test_eight_bits_are_priced_where_they_are_kept() -> None:
-    group = functools.partial(Group, eight_bits, {}, ())
+    group = functools.partial(ParameterGroup, eight_bits, {}, ())
     scales = 2 * 4 / 256
 
     assert is_elementwise(eight_bits, {})

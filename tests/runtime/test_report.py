@@ -9,7 +9,7 @@ import pytest
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.prediction import Prediction, StagePrediction
 from runtime.report import RunReport, comparison, summarise
-from runtime.run import Orders, RankRecord, StepRecord
+from runtime.run import RankOrders, RankRecord, StepRecord
 
 PLAN = Plan(
     model=PlannedModel(name="toy", source="toy", digest="sha256:0"),
@@ -24,7 +24,7 @@ PLAN = Plan(
     micro_batches=2,
     stages=(Stage(layers=(PlacedLayer(layer="a"),)), Stage(layers=(PlacedLayer(layer="b"),))),
 )
-ORDERS = Orders(
+ORDERS = RankOrders(
     token="r", output=Path("out"), corpus=Path("corpus"), device="cpu", steps=16, started_unix_s=0.0
 )
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import LaunchError
 from runtime.engine import Engine
-from runtime.snapshot import Part, Snapshot
+from runtime.snapshot import Snapshot, SnapshotPart
 from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime import test_script_techniques as nets
@@ -103,8 +103,8 @@ def test_a_snapshot_is_no_view_and_one_that_lacks_something_changes_nothing() ->
 
     name = "optim.head.weight.exp_avg"
     part = snapshot.parts[name]
-    half = Part(part.shape, part.offset, part.values[:16])
-    over = Part(part.shape, (8, 0), part.values[8:])
+    half = SnapshotPart(part.shape, part.offset, part.values[:16])
+    over = SnapshotPart(part.shape, (8, 0), part.values[8:])
     lacking = [
         ([replace(snapshot, parts={**snapshot.parts, name: half})], "have 512 of the 1024 numbers"),
         ([replace(snapshot, parts={name: part})], "have 0 of the"),

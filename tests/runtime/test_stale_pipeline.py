@@ -13,7 +13,7 @@ from torch import nn
 from planner.documents.model import ModelGraph
 from planner.schedules import schedule
 from runtime.engine import Engine
-from runtime.stale_pipeline import Versions
+from runtime.stale_pipeline import WeightVersions
 from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks
@@ -173,7 +173,7 @@ def test_calls_together_are_the_schedule() -> None:
 
 def test_a_version_is_kept_while_another_is_updated() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    versions = Versions([parameter])
+    versions = WeightVersions([parameter])
 
     for number in (1, 2, 3):
         versions.next()

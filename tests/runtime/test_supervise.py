@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.run import Failure
-from runtime.supervise import Exit, Ranks, first_cause, free_socket, is_timeout, last_lines
+from runtime.supervise import Exit, RunningRanks, first_cause, free_socket, is_timeout, last_lines
 from tests.limits import PATIENCE_S
 
 
@@ -62,11 +62,11 @@ def test_the_cause_comes_before_its_echoes(
     assert ended.rank == cause
 
 
-def start(tmp_path: Path, scripts: list[str]) -> Ranks:
+def start(tmp_path: Path, scripts: list[str]) -> RunningRanks:
     """Start one shell per script, as ranks."""
     environments = [{**os.environ, "SCRIPT": script} for script in scripts]
     logs = [tmp_path / f"{rank}.log" for rank in range(len(scripts))]
-    return Ranks(["/bin/sh", "-c", 'eval "$SCRIPT"'], environments, logs=logs)
+    return RunningRanks(["/bin/sh", "-c", 'eval "$SCRIPT"'], environments, logs=logs)
 
 
 def nothing() -> None:

@@ -20,9 +20,9 @@ from planner.documents.model import Layer, ModelGraph  # noqa: E402
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training  # noqa: E402
 from planner.errors import LaunchError  # noqa: E402
 from runtime import checkpoint, run  # noqa: E402
-from runtime.data import Corpus, Samples, files, prepare  # noqa: E402
+from runtime.data import Corpus, CorpusSamples, files, prepare  # noqa: E402
 from runtime.engine import StepResult  # noqa: E402
-from runtime.run import Orders  # noqa: E402
+from runtime.run import RankOrders  # noqa: E402
 from runtime.torch_habits import LossValue  # noqa: E402
 from runtime.train import Loop, step_seed  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
@@ -113,7 +113,7 @@ def plan(data: int = 1) -> Plan:
 
 def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: object) -> Loop:
     output.mkdir(exist_ok=True)
-    told = Orders.of(
+    told = RankOrders.of(
         {
             "token": "r",
             "output": str(output),
@@ -162,9 +162,9 @@ def test_the_next_batch_is_read_beside_the_step(
 ) -> None:
     read: list[int] = []
     second = threading.Event()
-    whole = Samples.batch
+    whole = CorpusSamples.batch
 
-    def batch(samples: Samples, first: int, count: int) -> Any:
+    def batch(samples: CorpusSamples, first: int, count: int) -> Any:
         read.append(first)
         if first == 8:
             second.set()
@@ -176,7 +176,7 @@ def test_the_next_batch_is_read_beside_the_step(
             assert not gc.isenabled()  # all ranks look for cycles between the same steps
             return super().step(batch)
 
-    monkeypatch.setattr(Samples, "batch", batch)
+    monkeypatch.setattr(CorpusSamples, "batch", batch)
     loop(Waiting(), corpus, tmp_path / "out", 3).run()
 
     assert read[:3] == [0, 8, 16]
@@ -316,7 +316,7 @@ def test_held_out_text_is_evaluated_every_so_often_and_at_the_end(
 
     records = list(run.read_records(run.metrics_file(tmp_path / "out")))
     assert [record.eval_loss is not None for record in records] == [False, True, False, True, True]
-    batches = Samples(held_out, seq_len=10, seed=5).batch(0, 16).tokens.astype(float)
+    batches = CorpusSamples(held_out, seq_len=10, seed=5).batch(0, 16).tokens.astype(float)
     expected = records[-1].loss + (batches[:8].mean() + batches[8:].mean()) / 2
     assert records[-1].eval_loss == pytest.approx(expected)
     assert losses(tmp_path / "out") == losses(tmp_path / "without")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.accuracy.calibrate.constants import Constant, calibration_of
-from planner.accuracy.calibrate.fit import Fit, Refused, fit
+from planner.accuracy.calibrate.fit import FittedConstants, UnfittedConstant, fit
 from planner.accuracy.calibrate.runs import Observed, common_constants
 from planner.accuracy.scores.statistics import quantile
 from planner.documents.profile import Calibration
@@ -22,9 +22,9 @@ class Fitted:
     quantity: str
     constants: tuple[Constant, ...]
     runs: tuple[str, ...]
-    fit: Fit
+    fit: FittedConstants
 
-    def pulled_text(self, refused: Refused) -> str:
+    def pulled_text(self, refused: UnfittedConstant) -> str:
         """Return which runs pull a constant out of its bounds, in brackets; else nothing."""
         names = ", ".join(self.runs[i] for i in refused.pulled_by)
         return f" (pulled by {names})" if names else ""
@@ -83,7 +83,7 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
 
 
 def _fitted(
-    quantity: str, constants: Sequence[Constant], runs: Sequence[Observed], found: Fit
+    quantity: str, constants: Sequence[Constant], runs: Sequence[Observed], found: FittedConstants
 ) -> Fitted:
     return Fitted(
         quantity=quantity,

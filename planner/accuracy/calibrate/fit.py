@@ -45,7 +45,7 @@ _CLOSE = 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class UnfittedConstant:
     """A constant that was not fitted, and why."""
 
     name: str
@@ -55,11 +55,11 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class FittedConstants:
     """Constants that were fitted, and what they are worth."""
 
     values: dict[str, float]
-    refused: tuple[Refused, ...]
+    refused: tuple[UnfittedConstant, ...]
     before: tuple[float, ...]
     """Relative errors of the predictions with usual constants  [run]."""
     after: tuple[float, ...]
@@ -68,13 +68,15 @@ class Fit:
     """Of each run, with constants fitted to the others  [run]."""
 
 
-def fit(constants: Sequence[Constant], measured: Sequence[float], predict: Predict) -> Fit:
+def fit(
+    constants: Sequence[Constant], measured: Sequence[float], predict: Predict
+) -> FittedConstants:
     """Fit constants to runs."""
     usual = {c.name: c.usual for c in constants}
     predict = _extended(predict)
     runs = range(len(measured))
     now = [predict(i, usual) for i in runs]
-    refused: list[Refused] = []
+    refused: list[UnfittedConstant] = []
     chosen: list[_Scaled] = []
     for constant in constants:
         scaled = _scaled(constant, usual, now, predict)
@@ -83,7 +85,7 @@ def fit(constants: Sequence[Constant], measured: Sequence[float], predict: Predi
             chosen.append(scaled)
             continue
         reason = f"{feeling} runs feel it, and it takes {LEAST_RUNS}"
-        refused.append(Refused(name=constant.name, reason=reason))
+        refused.append(UnfittedConstant(name=constant.name, reason=reason))
     residuals = np.log(np.array(now) / np.array(measured))
     kept = _telling(_slopes(chosen, usual, runs, predict), residuals)
     for column, scaled in enumerate(chosen):
@@ -94,7 +96,7 @@ def fit(constants: Sequence[Constant], measured: Sequence[float], predict: Predi
                     f"{len(measured)} runs tell {len(kept)} constants at most, {LEAST_RUNS} for "
                     "each, and others explain them better"
                 )
-            refused.append(Refused(name=scaled.of.name, reason=reason))
+            refused.append(UnfittedConstant(name=scaled.of.name, reason=reason))
     chosen = [chosen[column] for column in kept]
     values = dict(usual)
     while chosen:
@@ -106,7 +108,7 @@ def fit(constants: Sequence[Constant], measured: Sequence[float], predict: Predi
         refused.append(_out_of_bounds(worst.of, values, measured, predict))
         chosen.remove(worst)
         values = dict(usual)
-    return Fit(
+    return FittedConstants(
         values={c.of.name: values[c.of.name] for c in chosen},
         refused=tuple(refused),
         before=tuple(each / seen - 1 for each, seen in zip(now, measured, strict=True)),
@@ -204,7 +206,7 @@ def _out_of_bounds(
     values: Mapping[str, float],
     measured: Sequence[float],
     predict: Predict,
-) -> Refused:
+) -> UnfittedConstant:
     """Say which runs pull a constant out of its bounds: those that its bound fits worst."""
     above = values[constant.name] > constant.most
     bound = constant.most if above else constant.least
@@ -214,7 +216,7 @@ def _out_of_bounds(
         for i, seen in enumerate(measured)
     ]
     order = sorted(range(len(measured)), key=lambda i: -pulls[i])
-    return Refused(
+    return UnfittedConstant(
         name=constant.name,
         reason=f"the runs want {values[constant.name]:.4g}, {'above' if above else 'below'} "
         f"{bound:.4g}, which is not possible for {constant.what}",

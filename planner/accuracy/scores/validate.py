@@ -24,7 +24,7 @@ from planner.accuracy.scores.statistics import (
     rank_score,
 )
 from planner.accuracy.tables.predictions import Tables, predicted
-from planner.accuracy.tables.rows import Measured, Skipped, each, read_rows
+from planner.accuracy.tables.rows import MeasuredRun, Skipped, each, read_rows
 from planner.documents.prediction import Prediction
 from planner.documents.stack_space import EVERYTHING, Facts, conflicts
 from planner.documents.units import GIB
@@ -54,7 +54,7 @@ ROW_COLUMNS = (
 class ScoredRow:
     """One row: what was seen, and what was predicted or why nothing was."""
 
-    measured: Measured
+    measured: MeasuredRun
     setup: Setup | None
     prediction: Prediction | None
     reason: str = ""

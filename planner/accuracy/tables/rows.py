@@ -39,7 +39,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """What was seen of a run, and on which of it a prediction may be judged."""
 
     id: str
@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Row]:
     return list(rows)
 
 
-def measured_of(row: Row) -> Measured:
+def measured_of(row: Row) -> MeasuredRun:
     """Return what a row says was seen."""
     out_of_memory = flag(row, "out_of_memory")
     step_time_s = seen(row, "step_time_s")
@@ -91,7 +91,7 @@ def measured_of(row: Row) -> Measured:
         return default if told is None else told
 
     failed = bool(out_of_memory)
-    return Measured(
+    return MeasuredRun(
         id=row["id"],
         source=row["source"],
         model=row.get("model", ""),
@@ -447,7 +447,7 @@ def _batches(row: Row, data: int, assumed: list[str]) -> tuple[int, int, int]:
 
 def each(
     rows: list[Row], *, unknown: Collection[str] = (), left_out: Collection[str] = ()
-) -> Iterator[tuple[Measured, Setup | Skipped]]:
+) -> Iterator[tuple[MeasuredRun, Setup | Skipped]]:
     """Yield what was seen and what was run, row by row."""
     for row in rows:
         yield measured_of(row), setup_of(row, unknown=unknown, left_out=left_out)

@@ -34,9 +34,9 @@ from planner.layers.operator_table import RECOMPUTES, either
 from planner.schedules.schedule import rank_of_stage
 from planner.search import spread
 from planner.search.joint.hosting import Options, Stages, hosted
-from planner.search.loads import Load, binding, loads_of
+from planner.search.loads import MemoryMoment, binding, loads_of
 from planner.search.ranks import Shares, longest_run, shares_of
-from planner.search.space import Family, ShardingChoice, Timetable
+from planner.search.space import LayoutFamily, ShardingChoice, Timetable
 from planner.search.spread import Spread
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
     """Layouts that are looked at together: a family's, of which none holds less than under one
     sharing."""
 
-    family: Family
+    family: LayoutFamily
     leanest: ShardingChoice
 
 
@@ -98,8 +98,8 @@ class ChainFigures:
 class _Ranks(NamedTuple):
     """The ranks of pipelines of one degree under each timetable; arrays begin with [timetable]."""
 
-    early: Load
-    late: Load
+    early: MemoryMoment
+    late: MemoryMoment
     """Of all ranks of all timetables in a row, at the moments that may count."""
     depths: Indices
     """How many stages each rank has."""
@@ -309,7 +309,7 @@ class Rooms:
         room_bytes: Floats,
         sent_bytes: Floats,
         degree: Indices,
-    ) -> Load:
+    ) -> MemoryMoment:
         """Return the moments that count of all ranks in a row."""
         if ranks.late is ranks.early:
             return ranks.early
@@ -332,7 +332,7 @@ class Rooms:
         ranks: _Ranks,
         options: Options,
         problem: Indices,
-        load: Load,
+        load: MemoryMoment,
         free_bytes: Floats,
         degree: Indices,
     ) -> Spread:
@@ -344,7 +344,7 @@ class Rooms:
             at = np.flatnonzero(ranks.depths[problem] == virtual)
             own = problem[at]
             stored = options.stored_bytes[:, own]
-            held = spread.Ranks(
+            held = spread.RankRoom(
                 alive=load.alive[:virtual, at],
                 kept_bytes=options.kept_bytes.min(axis=0)[own] * load.waiting[:virtual, at],
                 free_bytes=free_bytes[at],
@@ -531,10 +531,10 @@ def _ranks_of(
 ) -> _Ranks:
     """Return how ranks are laden, as in planner.search.least_bytes."""
     loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
-    early = Load.together([each[0] for each in loads])
+    early = MemoryMoment.together([each[0] for each in loads])
     late = early
     if any(len(each) > 1 for each in loads):
-        late = Load.together([each[-1] for each in loads])
+        late = MemoryMoment.together([each[-1] for each in loads])
     homes, relieved, holding = [], [], []
     for name, virtual in timetables:
         layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
@@ -564,10 +564,10 @@ def _some(each: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indic
     here = np.flatnonzero(np.isin(of_unit, chosen))
     stays = np.isin(here, kept)
     at = np.flatnonzero(np.repeat(stays, degree[here]))
-    early = Load.together([one.early for one in some]).of(at)
+    early = MemoryMoment.together([one.early for one in some]).of(at)
     late = early
     if any(one.late is not one.early for one in some):
-        late = Load.together([one.late for one in some]).of(at)
+        late = MemoryMoment.together([one.late for one in some]).of(at)
     relieved = [shares for one in some for shares in one.relieved]
     return _Ranks(
         early,

@@ -26,9 +26,9 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.goals import Found, judged
-from planner.search.queue import Bound, Entry, Layouts, Lost, Next
+from planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
-from planner.search.space import Family
+from planner.search.space import LayoutFamily
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.solver.memory_reach import why_infeasible
@@ -67,7 +67,7 @@ class Families(Layouts):
         """Return how many entries of a level are bounded together."""
         return BATCH.get(level, 1)
 
-    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield the families with their seconds by computation alone."""
         refused.update(self.candidates.refused)
         bounds_s = self.candidates.computation_s().tolist()
@@ -78,7 +78,7 @@ class Families(Layouts):
         """What excludes entries at each level."""
         return (*BOUNDS[:LAYOUT], *(name for name, _ in self.bounds))
 
-    def opened(self, level: int, some: Sequence[Entry]) -> Iterable[Next]:
+    def opened(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families, or the layouts of parts."""
         if level == FAMILY:
             yield from self._divided(some)
@@ -94,7 +94,7 @@ class Families(Layouts):
                 for layout, least_s in layouts:
                     yield max(entry.bound_s, least_s), LAYOUT, layout
 
-    def _divided(self, some: Sequence[Entry]) -> Iterable[Next]:
+    def _divided(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families: savings first, then levels and timetables."""
         own = self.candidates
         single = []
@@ -162,9 +162,9 @@ class ChainSpace(Families):
 
 
 def _together(
-    known: dict[int, tuple[Family, B]],
-    groups: list[Family],
-    bounds_of: Callable[[list[Family]], list[B]],
+    known: dict[int, tuple[LayoutFamily, B]],
+    groups: list[LayoutFamily],
+    bounds_of: Callable[[list[LayoutFamily]], list[B]],
 ) -> list[B]:
     """Return the bounds of groups; those that are not `known` are worked out at once."""
     new = [one for one in groups if id(one) not in known]

@@ -34,7 +34,7 @@ from planner.search.formulation import branching_problem, instance_of, plan_of
 from planner.search.goals import Found, judged
 from planner.search.queue import Bound, Layouts, Lost
 from planner.search.ranked import Ranked, predicted
-from planner.search.space import Family
+from planner.search.space import LayoutFamily
 from planner.solver import ilp
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import DeviceType, GraphInstance, GraphSolution
@@ -96,7 +96,7 @@ class GraphSpace(Layouts):
             (BOUNDS[COMMUNICATION], self.candidates.communication_s),
         ]
 
-    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield every layout that keeps what the user fixed, by family and schedule."""
         refused.update(self.candidates.refused)
         self.candidates.computation_s()

@@ -32,7 +32,7 @@ from planner.solver.graph_instance import (
     in_a_row,
 )
 from planner.solver.instance import Instance
-from planner.solver.sides import Host
+from planner.solver.sides import HostMemory
 
 
 def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
@@ -88,7 +88,7 @@ def _problem(
     )
 
 
-def _hosts(costs: GroupCosts, layout: Layout, name: str, chain: Instance) -> tuple[Host, ...]:
+def _hosts(costs: GroupCosts, layout: Layout, name: str, chain: Instance) -> tuple[HostMemory, ...]:
     """Return the part of a host that each rank on a group has."""
     if not _on_host(chain):
         return ()
@@ -98,7 +98,8 @@ def _hosts(costs: GroupCosts, layout: Layout, name: str, chain: Instance) -> tup
         return ()
     ranks = range(layout.pipeline)
     return tuple(
-        Host(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks)) for own in ranks
+        HostMemory(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks))
+        for own in ranks
     )
 
 

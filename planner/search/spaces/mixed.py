@@ -47,11 +47,11 @@ from planner.search.certificate import (
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
 from planner.search.goals import Found, judged
-from planner.search.queue import Bound, Lost, Solved
+from planner.search.queue import Bound, Lost, SolvedLayout
 from planner.search.ranked import Ranked, predicted
 from planner.search.savings import savings_of
 from planner.search.space import (
-    Family,
+    LayoutFamily,
     every_degrees,
     families,
     micro_batches,
@@ -132,7 +132,7 @@ class MixedSpace(GroupSpace):
                 return lacking
         return refusal(self.model, self.cluster, self.job, layout)
 
-    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield every layout that keeps what the user fixed, those alike but for sharing in one."""
         families, why = self._families
         refused.update(why)
@@ -140,14 +140,14 @@ class MixedSpace(GroupSpace):
             yield self.computation_s(family.first), family
 
     @cached_property
-    def _families(self) -> tuple[list[Family], Counter[str]]:
+    def _families(self) -> tuple[list[LayoutFamily], Counter[str]]:
         """Groups of layouts with one schedule and loss each, and why others do not run.
 
         Axes lie in one order, the pipeline last.
         """
         pins = replace(self.pins, order=self.pins.order or INSIDE_OUT)
         request, refused = replace(self.request, pins=pins), Counter[str]()
-        found: list[Family] = []
+        found: list[LayoutFamily] = []
         for degrees in every_degrees(request):
             first = plainest(request, degrees)
             sizes = micro_batches(self.job, degrees, pins)
@@ -407,7 +407,7 @@ def _divided(layout: Layout) -> tuple[object, ...]:
     return *degrees, layout.micro_batch, layout.loss, layout.compile, layout.tensor_overlap
 
 
-def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[Solved]:
+def spaces_of(request: Request, *, by_program: bool = False) -> Iterator[SolvedLayout]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.

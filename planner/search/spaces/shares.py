@@ -49,7 +49,7 @@ from planner.search.space import (
 from planner.search.spaces.groups import GroupSpace
 from planner.solver.inner import solve
 from planner.solver.instance import Infeasible, Instance, Solution, fits, priced
-from planner.solver.sides import Host
+from planner.solver.sides import HostMemory
 from planner.solver.unequal.shares import Replica, fastest_shares
 from planner.stacks.native import refusal
 
@@ -249,7 +249,7 @@ class ShareSpace(GroupSpace):
                 RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(
                     room, steady=steady, fill=fill, exposed_s=[0.0]
                 ),
-                hosts=(Host(capacity_bytes=min(limits), ranks=(1,)),)
+                hosts=(HostMemory(capacity_bytes=min(limits), ranks=(1,)),)
                 if limits and offloads
                 else (),
             )

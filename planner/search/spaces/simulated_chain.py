@@ -27,11 +27,11 @@ from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM,
 from planner.search.dominance import covers
 from planner.search.effort import NEAR, Effort
 from planner.search.goals import Simulated, timetable
-from planner.search.queue import Bound, Entry, Item, Lost, Next
+from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
-from planner.search.space import Family, canonical, kind, timetables
+from planner.search.space import LayoutFamily, canonical, kind, timetables
 from planner.search.spaces.chain import LAYOUT, ChainSpace, Families
 from planner.solver import bounds
 from planner.solver.instance import Fathomed, Infeasible, Solution, priced
@@ -117,12 +117,12 @@ class SimulatedChain(Families):
             return False
         return self.spent.may(level, goal.effort)
 
-    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, Family]]:
+    def bundles(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
         """Yield the families with their seconds by computation alone."""
         for bound_s, family in super().bundles(refused):
             yield self._raised(bound_s, family), family
 
-    def advance(self, level: int, some: Sequence[Entry]) -> list[Next | Lost | None]:
+    def advance(self, level: int, some: Sequence[QueueEntry]) -> list[Next | Lost | None]:
         """Return what takes the place of entries."""
         self.spent.entries[level] += len(some)
         if level >= LAYOUT:

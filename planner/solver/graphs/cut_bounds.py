@@ -39,7 +39,7 @@ _CLOSE = 1e-4  # ceilings this close, as a share, are not told apart
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class _PriceRange:
     """Cuts with a price from `low` to `high` before them cost at least `cut_s`, as at `price`."""
 
     low: float
@@ -56,7 +56,7 @@ class _Range:
 class _Places:
     """[range] Where cuts can be: the start, all ranges, the end; ends cost nothing."""
 
-    def __init__(self, ranges: Sequence[_Range], total: float) -> None:
+    def __init__(self, ranges: Sequence[_PriceRange], total: float) -> None:
         self.low = np.array([0.0, *(one.low for one in ranges), total])
         self.high = np.array([0.0, *(one.high for one in ranges), total])
         self.cut_s = np.array([0.0, *(one.cut_s for one in ranges), 0.0])
@@ -118,19 +118,19 @@ class CutBounds:
             self.programs_run < self._most_programs and self.iterations_run < self._most_iterations
         )
 
-    def _halved(self, whole: _Range) -> list[_Range]:
+    def _halved(self, whole: _PriceRange) -> list[_PriceRange]:
         """Return both halves; the one with the cheapest cut of the whole keeps its bound."""
         middle = (whole.low + whole.high) / 2
         found = []
         for low, high in ((whole.low, middle), (middle, whole.high)):
             if low <= whole.price < high or (whole.price == high == whole.high):
-                found.append(_Range(low, high, whole.cut_s, whole.price))
+                found.append(_PriceRange(low, high, whole.cut_s, whole.price))
             else:
                 one = self._range(low, high)
-                found.append(_Range(low, high, max(one.cut_s, whole.cut_s), one.price))
+                found.append(_PriceRange(low, high, max(one.cut_s, whole.cut_s), one.price))
         return found
 
-    def _bound(self, ranges: Sequence[_Range], below_s: float) -> tuple[float, list[int]]:
+    def _bound(self, ranges: Sequence[_PriceRange], below_s: float) -> tuple[float, list[int]]:
         """Return a bound for all splits below `below_s`, and the ranges of a way near to it."""
         places = _Places(ranges, self._total)
         fluid, count = self._fluid, len(self._exposed_s) - 1
@@ -199,10 +199,10 @@ class CutBounds:
             sums_s = open_s.min(axis=0) + places.cut_s
         return float(sums_s[-1])
 
-    def _range(self, low: float, high: float) -> _Range:
+    def _range(self, low: float, high: float) -> _PriceRange:
         """Return the cheapest cut of a range by an integer program, or a bound on it."""
         if not self._more():
-            return _Range(low, high, 0.0, low)
+            return _PriceRange(low, high, 0.0, low)
         output_s, count = self._output_s, len(self._readers)
         unit_s = max(output_s) or 1.0
         program = silent_highs()
@@ -240,8 +240,8 @@ class CutBounds:
         self.programs_run += 1
         self.iterations_run += max(int(info.simplex_iteration_count), 0)
         if status == highspy.HighsModelStatus.kInfeasible:
-            return _Range(low, high, np.inf, low)
+            return _PriceRange(low, high, np.inf, low)
         bound = max(0.0, float(info.mip_dual_bound) - ROUNDING) if info.valid else 0.0
         held = np.array(program.getSolution().col_value[:count])
         price = float(held @ self._prices) if len(held) == count else low
-        return _Range(low, high, bound * unit_s * (1 - SLACK), price)
+        return _PriceRange(low, high, bound * unit_s * (1 - SLACK), price)

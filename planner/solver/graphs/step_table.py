@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from planner.solver.paths import Paths
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, Table
+from planner.solver.table import Known, StageSecondsTable
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class StepTable(Table):
+class StepTable(StageSecondsTable):
     """[step] Steps of all stages in turn.
 
     `hops` [stage] are the steps, from and to members of the bounds, by rising start, and `least_s`

@@ -8,7 +8,7 @@ import pytest
 from planner.catalog import accelerators, native, stacks
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.compute import (
-    Device,
+    DeviceRates,
     attention_share,
     backward_s,
     device,
@@ -35,7 +35,7 @@ CURVE = DeviceCurve(
     provenance="quoted",
     source="example",
 )
-GPU = Device(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE)
+GPU = DeviceRates(peak_flops=100e12, memory_bytes_per_s=1e12, curve=CURVE)
 
 
 def operator(kind: str, **figures: float) -> Operator:
@@ -73,7 +73,7 @@ def test_communication_computes_nothing_but_its_copies() -> None:
 @pytest.mark.parametrize("faster", ["peak_flops", "memory_bytes_per_s"])
 def test_a_faster_device_is_never_slower(kind: str, faster: str) -> None:
     rates = {"peak_flops": 100e12, "memory_bytes_per_s": 1e12}
-    quick = Device(**{**rates, faster: 2 * rates[faster]}, curve=CURVE)
+    quick = DeviceRates(**{**rates, faster: 2 * rates[faster]}, curve=CURVE)
     work = operator(kind, flops=1e12, moved_bytes=1e9, backward_moved_bytes=2e9)
 
     assert forward_s(work, quick) <= forward_s(work, GPU)
@@ -108,7 +108,7 @@ def test_only_curves_of_single_kernels_are_lowered_to_what_a_step_sustains() -> 
 
 
 def test_a_product_in_eight_bits_pays_for_rounding_its_operands() -> None:
-    narrow = Device(
+    narrow = DeviceRates(
         peak_flops=100e12,
         memory_bytes_per_s=1e12,
         curve=CURVE,
@@ -145,7 +145,7 @@ def test_what_fp8_does_not_round_runs_as_in_bf16() -> None:
 def test_fused_casts_read_inputs_gradients_and_weights_once_in_each_pass() -> None:
     # torchao's tensorwise casts under a compiler: of x 2 read and 1 + 1 written, of the output's
     # gradient its largest beforehand too, of a weight that came in 8 bits the other order.
-    narrow = Device(
+    narrow = DeviceRates(
         peak_flops=100e12,
         memory_bytes_per_s=1e12,
         curve=CURVE,
@@ -238,7 +238,7 @@ def test_a_stack_says_which_rate_of_its_device_holds() -> None:
 @pytest.mark.parametrize("name", ["expert_up", "mlp_up", "scores"])
 def test_which_products_are_narrow_is_the_stack_s(name: str) -> None:
     product = replace(operator("matmul"), name=name, in_core=name == "scores")
-    linears = Device(peak_flops=1, memory_bytes_per_s=1, curve=CURVE, eight_bit_flops=1)
+    linears = DeviceRates(peak_flops=1, memory_bytes_per_s=1, curve=CURVE, eight_bit_flops=1)
     every = replace(linears, every_product=True)
 
     assert is_narrow(product, linears, end=False) == (name == "mlp_up")

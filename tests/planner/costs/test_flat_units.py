@@ -6,10 +6,10 @@ import pytest
 
 from planner.catalog import stacks
 from planner.costs import flat_units, memory
-from planner.costs.memory import Sharing, state_types
+from planner.costs.memory import StateSharding, state_types
 
 N, D = 1000.0, 8
-MIXED = Sharing(
+MIXED = StateSharding(
     types=state_types(stacks()["llm-foundry-fsdp"], "bf16"),
     zero=3,
     shard=D,
@@ -36,7 +36,7 @@ PURE = replace(MIXED, types=state_types(stacks()["litgpt"], "bf16"))
     ],
 )
 def test_a_working_unit_by_hand(
-    sharing: Sharing, forward: float, backward: float, end: float
+    sharing: StateSharding, forward: float, backward: float, end: float
 ) -> None:
     held = flat_units.states(N, sharing)
 

@@ -8,11 +8,11 @@ import pytest
 
 from planner.catalog import native, stack, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
-from planner.costs.compute import Device
+from planner.costs.compute import DeviceRates
 from planner.costs.layer_seconds import (
     HostPasses,
+    KernelSeconds,
     LinkRule,
-    Passes,
     collectives,
     host_passes,
     in_pieces,
@@ -28,8 +28,8 @@ from planner.documents.plan import Job, Layout
 from planner.documents.stack import Stack, with_figures
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
-from planner.layers.kernels import Kernels
-from planner.layers.operator_table import GroupAxis, Operator, Setting, Table
+from planner.layers.kernels import KernelSettings
+from planner.layers.operator_table import GroupAxis, Operator, OperatorTable, Setting
 from planner.requests.request import Request
 from tests.planner.costs.test_compute import GPU
 
@@ -43,7 +43,7 @@ def setting(**changes: object) -> Setting:
     return Setting(**{**figures, **changes})
 
 
-def layer(kind: str, **changes: object) -> Table:
+def layer(kind: str, **changes: object) -> OperatorTable:
     found = next(layer for layer in LLAMA.layers if layer.kind == kind)
     return table(LLAMA, found, setting(**changes))
 
@@ -54,7 +54,9 @@ def a_second_a_megabyte(
     return size_bytes / 1e6 * (2 if operation == "all_reduce" else 1)
 
 
-def both_passes(found: Table, rule: LinkRule, recompute: str = "none") -> tuple[float, float]:
+def both_passes(
+    found: OperatorTable, rule: LinkRule, recompute: str = "none"
+) -> tuple[float, float]:
     again = found.recomputed(recompute)  # type: ignore[arg-type]
     each = list(collectives(found, again, a_second_a_megabyte, rule, GPU))
     return sum(there for _, there, _ in each), sum(back for _, _, back in each)
@@ -91,7 +93,7 @@ def test_what_is_gathered_in_eight_bits_is_half_as_large() -> None:
 
     assert both_passes(found, LinkRule(gathered=0.5)) == pytest.approx((3 * MB, 3 * MB))
     # Adapters read what attention gathers in 16 bits.
-    adapted = layer("block", tensor=4, kernels=Kernels(frozen="attention", scores="fused"))
+    adapted = layer("block", tensor=4, kernels=KernelSettings(frozen="attention", scores="fused"))
     assert both_passes(adapted, LinkRule(gathered=0.5)) == pytest.approx((3.5 * MB, 3 * MB))
     head = layer("head", tensor=4)
     assert both_passes(head, LinkRule(gathered=0.5)) == both_passes(head, LinkRule())
@@ -100,7 +102,7 @@ def test_what_is_gathered_in_eight_bits_is_half_as_large() -> None:
 def test_matrices_whose_sides_are_no_multiples_of_sixteen_stay_in_sixteen_bits() -> None:
     narrow = replace(GPU, eight_bit_flops=2 * GPU.peak_flops, input_bytes=2.0)
 
-    def forward_s(on: Device, ffn: int, **changes: object) -> float:
+    def forward_s(on: DeviceRates, ffn: int, **changes: object) -> float:
         model = of_ffn(ffn)
         found = next(layer for layer in model.layers if layer.kind == "block")
         return passes(table(model, found, setting(**changes)), "none", on).forward_s
@@ -141,12 +143,12 @@ def test_without_sequence_parallelism_ends_sum_in_one_pass_alone() -> None:
 
     assert both_passes(layer("embedding", **whole), LinkRule()) == pytest.approx((2 * MB, 0.0))
     assert both_passes(
-        layer("head", **whole, kernels=Kernels(peak_logit_bytes=6.5)), LinkRule()
+        layer("head", **whole, kernels=KernelSettings(peak_logit_bytes=6.5)), LinkRule()
     ) == pytest.approx((0.0, 2 * MB))
 
 
 def test_a_ring_of_keys_and_values_goes_round_once_and_twice() -> None:
-    found = layer("block", context=4, kernels=Kernels(scores="fused", context="ring"))
+    found = layer("block", context=4, kernels=KernelSettings(scores="fused", context="ring"))
 
     there_s, back_s = both_passes(found, LinkRule())
 
@@ -162,7 +164,9 @@ def sent(axis: GroupAxis, **changes: bool) -> Operator:
 def test_tokens_hide_behind_the_experts_that_all_share_and_come_back_seen() -> None:
     """Of 2 s there and 4 s back a tenth is seen beside long products, else what is left."""
     links = [(sent("expert", beside_shared=True), 2.0, 4.0), (sent("expert"), 2.0, 4.0)]
-    found = Passes(forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    found = KernelSeconds(
+        forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0
+    )
     ample, short = (replace(found, shared_s=window) for window in ((8.0, 8.0), (0.5, 1.0)))
 
     assert seen_links(links, ample, LinkRule(shared=0.9)) == pytest.approx((2.2, 4.4))
@@ -183,7 +187,9 @@ def test_only_mixtures_with_shared_experts_compute_them_meanwhile(name: str, hid
 def test_a_ring_hides_behind_attention_alone() -> None:
     """Of 2 and 4 s three tenths are seen beside long attention, beside a short one what is left."""
     links = [(sent("context"), 2.0, 4.0), (sent("tensor"), 1.0, 1.0)]
-    found = Passes(forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    found = KernelSeconds(
+        forward_s=9.0, backward_s=9.0, recompute_s=0.0, kernels=0, kernels_again=0
+    )
     hides = LinkRule(context=0.7)
     ample, short = (replace(found, attention_s=window) for window in ((8.0, 8.0), (0.5, 1.5)))
 
@@ -193,8 +199,8 @@ def test_a_ring_hides_behind_attention_alone() -> None:
 
 
 def test_attention_is_all_between_its_projections() -> None:
-    fused = passes(layer("block", kernels=Kernels(scores="fused")), "none", GPU)
-    written = passes(layer("block", kernels=Kernels(scores="written")), "none", GPU)
+    fused = passes(layer("block", kernels=KernelSettings(scores="fused")), "none", GPU)
+    written = passes(layer("block", kernels=KernelSettings(scores="written")), "none", GPU)
     linear = passes(layer("embedding"), "none", GPU)
 
     assert 0 < fused.attention_s[0] < fused.forward_s
@@ -204,13 +210,13 @@ def test_attention_is_all_between_its_projections() -> None:
 
 
 def test_recomputing_a_block_whole_sends_all_of_its_forward_again() -> None:
-    found = layer("block", tensor=4, kernels=Kernels(early_stop=False))
+    found = layer("block", tensor=4, kernels=KernelSettings(early_stop=False))
 
     assert both_passes(found, LinkRule(), "full") == pytest.approx((4 * MB, 8 * MB))
 
 
 def test_recomputing_a_block_whole_takes_its_forward_again() -> None:
-    found = passes(layer("block", kernels=Kernels(early_stop=False)), "full", GPU)
+    found = passes(layer("block", kernels=KernelSettings(early_stop=False)), "full", GPU)
 
     assert found.recompute_s == pytest.approx(found.forward_s)
     assert found.kernels_again == found.kernels
@@ -263,7 +269,9 @@ def test_checks_of_collectives_add_to_each_of_a_divided_blocks_collectives_by_ha
 
 
 def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
-    found = Passes(forward_s=1.0, backward_s=2.0, recompute_s=0.5, kernels=0, kernels_again=0)
+    found = KernelSeconds(
+        forward_s=1.0, backward_s=2.0, recompute_s=0.5, kernels=0, kernels_again=0
+    )
     least = HostPasses(forward_s=2.0, backward_s=3.0, recompute_s=0.5)
 
     together = with_host(found, least, 1.0, "layer")
@@ -279,8 +287,12 @@ def test_a_layer_waits_for_its_host_behind_all_that_its_device_does() -> None:
 def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
     """Of 6 s a fifth keeps multiprocessors busy; behind 2 s of computation 4 s are left."""
     links = [(sent("expert"), 2.0, 4.0), (sent("tensor"), 1.0, 1.0)]
-    ample = Passes(forward_s=20.0, backward_s=40.0, recompute_s=0.0, kernels=0, kernels_again=0)
-    short = Passes(forward_s=0.5, backward_s=1.5, recompute_s=0.0, kernels=0, kernels_again=0)
+    ample = KernelSeconds(
+        forward_s=20.0, backward_s=40.0, recompute_s=0.0, kernels=0, kernels_again=0
+    )
+    short = KernelSeconds(
+        forward_s=0.5, backward_s=1.5, recompute_s=0.0, kernels=0, kernels_again=0
+    )
     hides = LinkRule(experts=0.8)
     assert seen_links(links, ample, hides) == pytest.approx((1 + 0.4, 1 + 0.8))
     assert seen_links(links, short, hides) == pytest.approx((1 + 4 / 3, 1 + 8 / 3))
@@ -291,7 +303,9 @@ def test_exchanges_hide_behind_the_passes_of_another_micro_batch() -> None:
 def test_a_host_that_reads_counts_starts_nothing_ahead(window: str) -> None:
     """A queue stepped through: a hundred small kernels, then products, and the next layer's host
     waits for those; backwards start all at once."""
-    found = Passes(forward_s=1.0, backward_s=2.0, recompute_s=0.0, kernels=0, kernels_again=0)
+    found = KernelSeconds(
+        forward_s=1.0, backward_s=2.0, recompute_s=0.0, kernels=0, kernels_again=0
+    )
     least = HostPasses(forward_s=0.8, backward_s=0.5, recompute_s=0.0)
     host_s = device_s = 0.0
     for _ in range(50):

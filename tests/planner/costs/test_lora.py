@@ -10,7 +10,7 @@ from planner.costs import memory
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
 from planner.costs.lora import adapter_parameters
-from planner.costs.memory import Sharing, frozen_states, state_types
+from planner.costs.memory import StateSharding, frozen_states, state_types
 from planner.costs.predict import layout_prediction
 from planner.documents.plan import Job, Layout, Offload
 from planner.documents.training import Lora
@@ -52,7 +52,7 @@ def test_tensor_ranks_share_one_side_of_each_adapter() -> None:
 
 def test_frozen_weights_take_their_own_bytes_and_no_others() -> None:
     full = memory.state_types(native(), "fp32")
-    alone = Sharing(types=full, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
+    alone = StateSharding(types=full, zero=0, shard=1, data=1, pipelined=False, accumulated=True)
 
     held = memory.frozen_states(10.0, alone)
 
@@ -124,7 +124,7 @@ def test_scales_of_four_bits_are_whole_on_every_rank() -> None:
     types = state_types(stacks()["transformers"], "bf16", quantised=True)
 
     def held(shard: int, offload: Offload = "none") -> float:
-        sharing = Sharing(
+        sharing = StateSharding(
             types=types,
             zero=3,
             shard=shard,

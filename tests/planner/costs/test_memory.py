@@ -8,7 +8,7 @@ from planner.catalog import native, stacks
 from planner.costs.memory import (
     FirstLayer,
     LastLayer,
-    Sharing,
+    StateSharding,
     frozen_states,
     padded,
     state_types,
@@ -17,12 +17,12 @@ from planner.costs.memory import (
 
 N = 1000.0
 FULL, HALF = state_types(native(), "fp32"), state_types(native(), "bf16")
-ALONE = Sharing(types=FULL, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
+ALONE = StateSharding(types=FULL, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
 MIXED = replace(ALONE, types=HALF)
 EIGHT = replace(MIXED, shard=8, data=8, accumulated=True)
 
 
-def per_parameter(sharing: Sharing) -> tuple[float, float, float]:
+def per_parameter(sharing: StateSharding) -> tuple[float, float, float]:
     found = states(N, sharing)
     parameters = found.parameters_bytes + found.gathered_bytes
     gradients = found.gradients_bytes + found.gradient_buffers_bytes
@@ -84,7 +84,9 @@ def test_pieces_that_the_ranks_divide_need_no_padding(pieces: int, shard: int) -
 
 def test_ranks_beyond_the_experts_divide_nothing_more() -> None:
     """Of 8 experts over 16 ranks each of the first 8 holds one: an eighth, not a sixteenth."""
-    sixteen = Sharing(types=HALF, zero=3, shard=16, data=16, pipelined=False, accumulated=True)
+    sixteen = StateSharding(
+        types=HALF, zero=3, shard=16, data=16, pipelined=False, accumulated=True
+    )
     eight = replace(sixteen, shard=8)
 
     over = states(8e9, sixteen, pieces=8)
@@ -120,7 +122,7 @@ CHUNKS = LastLayer(before=5e8, logits=False)
 def test_gradients_move_beside_a_layers_backward_or_behind_it(
     zero: int, accumulated: bool, end: LastLayer | FirstLayer | None, beside: float, after: float
 ) -> None:
-    shared = Sharing(
+    shared = StateSharding(
         types=HALF, zero=zero, shard=8, data=8, pipelined=False, accumulated=accumulated
     )
 
@@ -163,7 +165,7 @@ def test_nothing_is_asked_for_ahead_of_the_last_unit_but_what_stands_before_it(
     assert found.backward_transient_bytes == 2e9 + backward
 
 
-def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> Sharing:
+def of(stack: str, precision: str = "bf16", *, zero: int, shard: int = 8) -> StateSharding:
     types = state_types(stacks()[stack], precision, zero=zero)
     return replace(EIGHT, types=types, zero=zero, shard=shard, data=shard)
 

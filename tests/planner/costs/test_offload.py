@@ -9,7 +9,7 @@ from planner.catalog import native
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
-from planner.costs.memory import BUCKET_BYTES, Sharing, state_types, states
+from planner.costs.memory import BUCKET_BYTES, StateSharding, state_types, states
 from planner.costs.predict import layout_prediction
 from planner.costs.rates import HOST_LINK_SHARE, HOST_MEMORY_SHARE, Rates, rates
 from planner.costs.sharding import Links, traffic
@@ -41,7 +41,7 @@ def h100(node: ClusterSpec) -> Rates:
     return rates(node, JOB, None)
 
 
-def sharing(**other: object) -> Sharing:
+def sharing(**other: object) -> StateSharding:
     usual = {
         "types": BF16,
         "zero": 1,
@@ -50,7 +50,7 @@ def sharing(**other: object) -> Sharing:
         "pipelined": False,
         "accumulated": True,
     }
-    return Sharing(**(usual | other))
+    return StateSharding(**(usual | other))
 
 
 def test_moments_on_the_host_leave_the_device_and_come_through_buckets() -> None:

@@ -10,11 +10,11 @@ from planner.costs.caching_allocator import MIB
 from planner.costs.segments import Replayed, reserved_beside_bytes
 from planner.documents.plan import Layout
 from planner.documents.training import Lora
-from planner.layers.operator_table import Operator, Table
+from planner.layers.operator_table import Operator, OperatorTable
 from planner.requests.request import Request
 from planner.requests.setup import Setup
 
-TOY = Table(
+TOY = OperatorTable(
     kind="toy",
     operators=(
         Operator(name="a", kind="memory", inputs=("x",), outputs={"a": 30.0 * MIB}, saved=("x",)),

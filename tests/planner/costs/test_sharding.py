@@ -8,11 +8,11 @@ from planner.catalog import native, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.collectives import Level
 from planner.costs.layout_costs import CostTables
-from planner.costs.memory import Sharing, state_types
+from planner.costs.memory import StateSharding, state_types
 from planner.costs.rates import Rates, rates
 from planner.costs.sharding import (
     Links,
-    Traffic,
+    ShardingTraffic,
     accumulated_bytes,
     seen_in_passes,
     seen_once,
@@ -36,8 +36,8 @@ def quoted() -> Rates:
     return rates(NODE, Job(seq_len=1, global_batch=8), None)
 
 
-def sharing(zero: int, *, pipelined: bool = False, data: int = 8) -> Sharing:
-    return Sharing(
+def sharing(zero: int, *, pipelined: bool = False, data: int = 8) -> StateSharding:
+    return StateSharding(
         types=BF16,
         zero=zero,
         shard=data if zero else 1,
@@ -47,12 +47,12 @@ def sharing(zero: int, *, pipelined: bool = False, data: int = 8) -> Sharing:
     )
 
 
-def of(zero: int, quoted: Rates, *, pipelined: bool = False) -> Traffic:
+def of(zero: int, quoted: Rates, *, pipelined: bool = False) -> ShardingTraffic:
     links = SHARDED if zero else REPLICATED
     return traffic(N, sharing(zero, pipelined=pipelined), links, quoted)
 
 
-def step_s(moving: Traffic, micro_batches: int) -> float:
+def step_s(moving: ShardingTraffic, micro_batches: int) -> float:
     each = moving.forward_gather_s + moving.backward_s
     return micro_batches * each + moving.gather_per_step_s + moving.reduce_per_step_s
 
@@ -98,7 +98,7 @@ def test_replication_reduces_once(quoted: Rates) -> None:
 
 def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> None:
     four, two = (Level(NODE.tiers[0], 4),), (Level(NODE.tiers[0], 2),)
-    hybrid = Sharing(types=BF16, zero=1, shard=4, data=8, pipelined=False, accumulated=True)
+    hybrid = StateSharding(types=BF16, zero=1, shard=4, data=8, pipelined=False, accumulated=True)
 
     moving = traffic(N, hybrid, Links(shard=four, replicate=two, neighbours=()), quoted)
 
@@ -108,13 +108,13 @@ def test_hybrid_sharding_reduces_the_shards_over_the_replicas(quoted: Rates) -> 
 
 
 def test_one_rank_in_fp32_moves_nothing_but_sums_of_micro_batches(quoted: Rates) -> None:
-    alone = Sharing(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
+    alone = StateSharding(types=FP32, zero=0, shard=1, data=1, pipelined=False, accumulated=False)
     nothing = Links(shard=(), replicate=(), neighbours=())
 
     moved = traffic(N, replace(alone, accumulated=True), nothing, quoted)
 
-    assert traffic(N, alone, nothing, quoted) == Traffic()
-    assert moved == Traffic(backward_copies_s=quoted.memory_s((4 + 4 + 4) * N))
+    assert traffic(N, alone, nothing, quoted) == ShardingTraffic()
+    assert moved == ShardingTraffic(backward_copies_s=quoted.memory_s((4 + 4 + 4) * N))
 
 
 def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) -> None:
@@ -126,7 +126,7 @@ def test_one_rank_in_bf16_copies_parameters_and_gradients_once(quoted: Rates) ->
     assert moving.copies_per_step_s == pytest.approx(quoted.memory_s((4 + 6) * N))
 
 
-def of_stack(name: str, zero: int) -> tuple[Sharing, Rates]:
+def of_stack(name: str, zero: int) -> tuple[StateSharding, Rates]:
     stack = stacks()[name]
     used = rates(NODE, Job(seq_len=1, global_batch=8), None, stack)
     types = state_types(stack, "bf16", zero=zero)
@@ -206,7 +206,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
 
 def test_what_is_seen_is_what_computation_leaves_and_at_least_what_cannot_hide() -> None:
     alone, used = of_stack("megatron", 1)
-    moving = Traffic(gather_per_step_s=1.0, reduce_per_step_s=2.0)
+    moving = ShardingTraffic(gather_per_step_s=1.0, reduce_per_step_s=2.0)
 
     behind_long, behind_short, pipelined_units = (
         seen_once(moving, shared, used, forward_s=w, backward_s=2 * w).shard_s
@@ -221,7 +221,7 @@ def test_what_is_seen_is_what_computation_leaves_and_at_least_what_cannot_hide()
     assert behind_long == pytest.approx(least * 3)
     assert behind_short == pytest.approx(0.75 + 1.5)
     assert pipelined_units == pytest.approx(least + 2.0)  # reduced when no backward is left
-    each = Traffic(forward_gather_s=1.0, backward_s=2.0, forward_copies_s=0.5)
+    each = ShardingTraffic(forward_gather_s=1.0, backward_s=2.0, forward_copies_s=0.5)
     forward, backward = seen_in_passes(each, sharing(3), used, forward_s=0.4, backward_s=9.0)
     # Beside 0.4 s of work, which so take 0.4 / (1 - least), a gather gets a third of that done.
     rest = 1.0 - 0.4 * (1 / 3 - least) / (1 - least)
@@ -255,7 +255,7 @@ def test_gradients_are_added_up_on_one_rank_too() -> None:
 
     moving = traffic(N, alone, nothing, used, frozen=N / 4)
 
-    assert moving == Traffic(backward_copies_s=used.memory_s(4 * 3 / 4 * N))
+    assert moving == ShardingTraffic(backward_copies_s=used.memory_s(4 * 3 / 4 * N))
 
 
 @pytest.mark.parametrize(

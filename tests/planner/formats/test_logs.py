@@ -3,9 +3,9 @@
 import pytest
 
 from planner.documents.plan import Job
-from planner.formats.logs import READERS, Said, Work, out_of_memory
+from planner.formats.logs import READERS, LoggedWork, Said, out_of_memory
 
-WORK = Work(job=Job(seq_len=4096, global_batch=64), devices=16)
+WORK = LoggedWork(job=Job(seq_len=4096, global_batch=64), devices=16)
 
 MEGATRON = """\
 > building train, validation, and test datasets ...

@@ -6,7 +6,7 @@ from planner.catalog.expressions import resolve_model
 from planner.documents.model import Architecture, Layer, LayerTrace, ModelGraph
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import largest_matrix, local_parameters, step_flops, table
-from planner.layers.operator_table import RECOMPUTES, Setting, Table
+from planner.layers.operator_table import RECOMPUTES, OperatorTable, Setting
 
 S, B, H, A = 2048, 4, 1024, 16
 
@@ -33,7 +33,7 @@ def gpt(**changes: object) -> ModelGraph:
     return graph_of(Architecture(**{**figures, **changes}), name="gpt")
 
 
-def of(model: ModelGraph, kind: str, **changes: object) -> Table:
+def of(model: ModelGraph, kind: str, **changes: object) -> OperatorTable:
     layer = next(layer for layer in model.layers if layer.kind == kind)
     setting = {"micro_batch": B, "seq_len": S, "precision": "bf16"}
     return table(model, layer, Setting(**{**setting, **changes}))

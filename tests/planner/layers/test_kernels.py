@@ -12,8 +12,8 @@ from planner.catalog.expressions import resolve_model
 from planner.documents.stack import Stack, with_figures
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
-from planner.layers.kernels import MODULES, Kernels, kernels_of
-from planner.layers.operator_table import ManySettings, Setting, Table
+from planner.layers.kernels import MODULES, KernelSettings, kernels_of
+from planner.layers.operator_table import ManySettings, OperatorTable, Setting
 from tests.planner.accuracy.tables.test_predictions import GPT
 
 S, B = 2048, 2
@@ -21,14 +21,14 @@ TOKENS = S * B
 LANGUAGE = [name for name in sorted(models()) if not name.startswith("vit")]
 
 
-def of(name: str, kind: str, kernels: Kernels, **changes: object) -> Table:
+def of(name: str, kind: str, kernels: KernelSettings, **changes: object) -> OperatorTable:
     model = resolve_model(name)
     layer = next(layer for layer in model.layers if layer.kind == kind)
     setting = {"micro_batch": B, "seq_len": S, "precision": "bf16"}
     return table(model, layer, Setting(**{**setting, "kernels": kernels, **changes}))
 
 
-def fused(**changes: object) -> Kernels:
+def fused(**changes: object) -> KernelSettings:
     figures = {
         "fused_norm": True,
         "fused_gate": True,
@@ -38,7 +38,7 @@ def fused(**changes: object) -> Kernels:
         "core_traffic": False,
         "keeps_gathered": False,
     }
-    return Kernels(**{**figures, **changes})  # type: ignore[arg-type]
+    return KernelSettings(**{**figures, **changes})  # type: ignore[arg-type]
 
 
 def test_native_is_the_modules_that_the_runtime_trains_by_its_data_alone() -> None:
@@ -169,7 +169,7 @@ def test_a_loss_of_one_operator_needs_its_bytes_for_each_logit() -> None:
 
 
 def test_written_scores_are_recomputed_apart() -> None:
-    kernels = Kernels(scores="written", fused_softmax=True, selective="attention")
+    kernels = KernelSettings(scores="written", fused_softmax=True, selective="attention")
     layer = of("llama-3.1-8b", "block", kernels)
 
     dropped = layer.stored_bytes("none") - layer.stored_bytes("selective")
@@ -179,7 +179,7 @@ def test_written_scores_are_recomputed_apart() -> None:
 
 
 def test_every_second_product_is_recomputed() -> None:
-    layer = of("llama-3.1-8b", "block", Kernels(scores="fused", selective="operators"))
+    layer = of("llama-3.1-8b", "block", KernelSettings(scores="fused", selective="operators"))
 
     again = layer.recomputed("selective")
 
@@ -227,7 +227,7 @@ def test_tables_of_every_model_are_whole_under_every_stack(stack: Stack) -> None
                     check_whole(table(model, layer, setting))
 
 
-def check_whole(found: Table) -> None:
+def check_whole(found: OperatorTable) -> None:
     made = {"x"}
     for operator in found.operators:
         assert made.issuperset(operator.inputs), (operator.name, operator.inputs)
@@ -299,7 +299,7 @@ def test_experts_move_as_often_as_a_stack_says() -> None:
     assert shares["router"] == shares["qkv"] == 1.0
 
 
-def gpt_block(**changes: object) -> Table:
+def gpt_block(**changes: object) -> OperatorTable:
     """A block of Megatron-LM with written-out attention."""
     graph = graph_of(GPT, name="model")
     [layer] = [layer for layer in graph.layers if layer.kind == "block"]

@@ -11,7 +11,7 @@ import pytest
 from planner.documents.model import Architecture, ModelGraph
 from planner.layers.architecture import graph_of
 from planner.layers.arithmetic import table
-from planner.layers.operator_table import RECOMPUTES, Operator, Setting, Table
+from planner.layers.operator_table import RECOMPUTES, Operator, OperatorTable, Setting
 
 torch = pytest.importorskip("torch")
 
@@ -94,7 +94,7 @@ def measured(graph: ModelGraph, name: str, precision: str, recompute: str) -> tu
     return after - before - output_bytes, forward, backward
 
 
-def expected(graph: ModelGraph, kind: str, precision: str) -> Table:
+def expected(graph: ModelGraph, kind: str, precision: str) -> OperatorTable:
     layer = next(layer for layer in graph.layers if kind in layer.kind)
     setting = Setting(micro_batch=SAMPLES, seq_len=POSITIONS, precision=precision)
     result = table(graph, layer, setting)
@@ -149,8 +149,8 @@ def test_a_head_stores_what_module_and_loss_store(
     assert head.backward_transient_bytes(recompute) == pytest.approx(backward, rel=0.01)
 
 
-def chain(*operators: Operator) -> Table:
-    return Table(kind="toy", operators=operators, input_bytes=10.0, output="c")
+def chain(*operators: Operator) -> OperatorTable:
+    return OperatorTable(kind="toy", operators=operators, input_bytes=10.0, output="c")
 
 
 def test_liveness_by_hand() -> None:

@@ -9,7 +9,7 @@ import pytest
 from planner.catalog import native, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.held import HeldStates
-from planner.costs.memory import Sharing, state_types, states
+from planner.costs.memory import StateSharding, state_types, states
 from planner.costs.predict import predict
 from planner.documents.cluster import Precision
 from planner.documents.plan import Job, Layout, Plan, WeightWire
@@ -52,7 +52,7 @@ def test_they_take_half_of_the_gathered_copy_and_fewer_seconds() -> None:
     narrow, wide = (
         states(
             1e9,
-            Sharing(
+            StateSharding(
                 types=types,
                 zero=3,
                 shard=8,

@@ -14,7 +14,7 @@ import pytest
 
 from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS, OUT_OF_MEMORY
-from planner.search.goals import ClosedForm, Found
+from planner.search.goals import ClosedFormGoal, Found
 from planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
 from planner.search.space import complexity, kind
 
@@ -97,7 +97,7 @@ def searched(
     seconds: Seconds, seed: int, *, top: int = 1, below_s: float = math.inf, proven: float = 1.0
 ) -> tuple[list[Found[Split]], Queue]:
     """Return the best of each kind and the queue that found them."""
-    goal = ClosedForm(top=top, below_s=below_s)
+    goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal)
     queue.run(Known(seconds, seed, proven))
     return goal.ranking(), queue
@@ -105,7 +105,7 @@ def searched(
 
 def counted(queue: Queue) -> int:
     """How many layouts were counted, found, or are left."""
-    assert isinstance(queue.goal, ClosedForm)
+    assert isinstance(queue.goal, ClosedFormGoal)
     left = sum(entry.size for entry in queue.rest())
     return sum(queue.account.counts.values()) + len(queue.goal.found) + left
 
@@ -164,7 +164,7 @@ def test_a_layout_that_is_not_proven_bounds_the_whole() -> None:
 
     found, queue = searched(seconds, 1, proven=0.9)
 
-    assert isinstance(queue.goal, ClosedForm)
+    assert isinstance(queue.goal, ClosedFormGoal)
     assert 0.9 * found[0].objective_s <= queue.goal.bound_s() < found[0].objective_s
     assert len(queue.goal.found) == queue.goal.solved - len(queue.misses)
 
@@ -175,7 +175,7 @@ def test_two_spaces_are_one_search() -> None:
     for at, (layout, known_s) in enumerate(seconds.items()):
         parts[at % 2][layout] = known_s
     whole, _ = searched(seconds, 2)
-    spaces, goal = [Known(part, 2, 1.0) for part in parts], ClosedForm()
+    spaces, goal = [Known(part, 2, 1.0) for part in parts], ClosedFormGoal()
     queue = Queue(goal)
 
     for space in spaces:

@@ -24,7 +24,7 @@ from planner.requests.request import Request
 from planner.schedules.pipeline_model import held, most_on_first_stage
 from planner.schedules.schedule import obstacle, orders, rank_of_stage
 from planner.search.formulation import instance_of, plan_of
-from planner.search.ranks import Run, longest_run, shares_of, virtual_stages
+from planner.search.ranks import LongestRun, longest_run, shares_of, virtual_stages
 from planner.search.search import search
 from planner.solver.inner import solve
 from planner.solver.instance import Instance, Solution, priced
@@ -78,12 +78,12 @@ def test_no_moment_of_an_order_holds_more_than_is_counted(
 
 
 def test_the_longest_run_is_what_is_shared() -> None:
-    assert longest_run(("e", *"b" * 6, "h")) == Run(1, 6, 1)
-    assert longest_run(("e", "d", "d", *"m" * 9, "h")) == Run(3, 9, 1)
+    assert longest_run(("e", *"b" * 6, "h")) == LongestRun(1, 6, 1)
+    assert longest_run(("e", "d", "d", *"m" * 9, "h")) == LongestRun(3, 9, 1)
     assert longest_run(tuple("ab" * 6)) is None
-    assert virtual_stages(Run(1, 32, 1), 4, most=8) == [2, 3, 4, 8]
-    assert virtual_stages(Run(1, 6, 1), 4, most=8) == [2]
-    assert virtual_stages(Run(0, 7, 0), 4, most=8) == []
+    assert virtual_stages(LongestRun(1, 32, 1), 4, most=8) == [2, 3, 4, 8]
+    assert virtual_stages(LongestRun(1, 6, 1), 4, most=8) == [2]
+    assert virtual_stages(LongestRun(0, 7, 0), 4, most=8) == []
     assert shares_of(tuple("ab" * 6), "zbv", 2, 2) is None
 
 

@@ -24,7 +24,7 @@ from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.effort import GOAL
 from planner.search.search import MARGIN, search
-from planner.search.space import Family, complexity, kind
+from planner.search.space import LayoutFamily, complexity, kind
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
 from planner.solver.instance import Solution
@@ -217,7 +217,7 @@ def test_the_order_of_enumeration_does_not_matter(
     for seed in range(3):
         rng = random.Random(seed)
 
-        def shuffled(*arguments: object, rng: random.Random = rng) -> list[Family]:
+        def shuffled(*arguments: object, rng: random.Random = rng) -> list[LayoutFamily]:
             listed = list(every(*arguments))  # type: ignore[arg-type]
             rng.shuffle(listed)
             return listed

@@ -16,7 +16,7 @@ from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
 from planner.search.simulated_bounds import SimulatedCandidates
-from planner.search.space import Family
+from planner.search.space import LayoutFamily
 from planner.solver.instance import Solution, priced
 from planner.solver.solve import solve_chain
 
@@ -28,7 +28,9 @@ REQUESTS = {
 }
 
 
-def bounds_of(bounded: SimulatedCandidates, family: Family) -> Iterator[tuple[Layout, list[float]]]:
+def bounds_of(
+    bounded: SimulatedCandidates, family: LayoutFamily
+) -> Iterator[tuple[Layout, list[float]]]:
     """The bounds that arrays give a family's layouts, from the first to the last."""
     if len(family.savings) > 1:
         for part in family.by_saving():

@@ -12,7 +12,7 @@ from typing import Any
 import networkx
 
 from planner.solver.graph_instance import GraphInstance, alike
-from planner.solver.instance import Instance, Option, Stage, UsedBytes
+from planner.solver.instance import Instance, Option, StageLimits, UsedBytes
 
 
 def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
@@ -57,7 +57,7 @@ def random_graph(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
         layers=drawn,
         kinds=kinds,
         stages=tuple(
-            Stage(
+            StageLimits(
                 capacity_bytes=shared_capacity if rng.random() < 0.5 else number(6, 45),
                 in_flight=rng.choice([1.0, 2.0, 3.0, 1.5]),
                 time_scale=1.0 if rng.random() < 0.5 else rng.uniform(0.5, 2.0),

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 
 
 def random_instance(
@@ -46,7 +46,7 @@ def random_instance(
         layers=tuple(rng.randrange(len(kinds)) for _ in range(layers)),
         kinds=kinds,
         stages=tuple(
-            Stage(
+            StageLimits(
                 capacity_bytes=shared_capacity if rng.random() < 0.5 else number(3, 40),
                 in_flight=rng.choice([1.0, 2.0, 3.0, 1.5]),
                 time_scale=1.0 if rng.random() < 0.5 else rng.uniform(0.5, 2.0),

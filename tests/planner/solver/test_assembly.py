@@ -6,7 +6,7 @@ import pytest
 
 from planner.solver.assembly import assembled, content_of, fastest_options
 from planner.solver.frontier import FrontierStore
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 from planner.solver.knapsack import Knapsacks
 
 
@@ -18,7 +18,7 @@ def instance(*options: Option, room: float = 10, layers: int = 2) -> Instance:
     return Instance(
         layers=(0,) * layers,
         kinds=(options,),
-        stages=(Stage(capacity_bytes=room),),
+        stages=(StageLimits(capacity_bytes=room),),
         steady=1,
     )
 

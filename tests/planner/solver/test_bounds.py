@@ -9,7 +9,7 @@ import pytest
 
 from planner.solver.bounds import balanced_s, counted_s
 from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, StageLimits
 from tests.planner.solver.small_instances import least_objective_s, random_instance
 
 
@@ -70,7 +70,7 @@ def pipeline(seed: int) -> Instance:
         layers=(0, *[1] * blocks, 2),
         kinds=kinds,
         stages=tuple(
-            Stage(
+            StageLimits(
                 capacity_bytes=held + 10,
                 in_flight=min(micro_batches, count - s),
                 exposed_s=0.05 * ((s > 0) + (s < count - 1)),
@@ -102,7 +102,7 @@ def test_bounds_are_below_and_counting_is_close_to_the_optimum_of_pipelines() ->
 
 def test_a_chain_that_cannot_fit_has_no_finite_bound() -> None:
     heavy = (Option(name="a", forward_s=1, backward_s=1, resident_bytes=10),)
-    stages = tuple(Stage(capacity_bytes=25) for _ in range(3))
+    stages = tuple(StageLimits(capacity_bytes=25) for _ in range(3))
 
     fits = Instance(layers=(0,) * 6, kinds=(heavy,), stages=stages, steady=1)
     beyond = Instance(layers=(0,) * 7, kinds=(heavy,), stages=stages, steady=1)
@@ -119,7 +119,7 @@ def test_a_chain_that_cannot_fit_has_no_finite_bound() -> None:
 def test_a_single_stage_is_bounded_by_what_it_holds(layers: int, fast: float) -> None:
     quick = Option(name="fast", forward_s=1, backward_s=1, stored_bytes=10)
     slow = Option(name="slow", forward_s=1, backward_s=2, stored_bytes=0)
-    stages = (Stage(capacity_bytes=35 if layers == 8 else 315, in_flight=1),)
+    stages = (StageLimits(capacity_bytes=35 if layers == 8 else 315, in_flight=1),)
     chain = (0,) * layers
 
     bound_s = counted_s(Instance(layers=chain, kinds=((quick, slow),), stages=stages, steady=0))
@@ -129,7 +129,7 @@ def test_a_single_stage_is_bounded_by_what_it_holds(layers: int, fast: float) ->
 
 def test_whole_layers_are_counted() -> None:
     block = (Option(name="a", forward_s=1, backward_s=2),)
-    stages = tuple(Stage(capacity_bytes=1) for _ in range(4))
+    stages = tuple(StageLimits(capacity_bytes=1) for _ in range(4))
 
     bound_s = counted_s(Instance(layers=(0,) * 9, kinds=(block,), stages=stages, steady=7))
 

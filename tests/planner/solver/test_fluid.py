@@ -13,7 +13,7 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.ideals import Ideals, ideals
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 from planner.solver.knapsack import Knapsacks
 from planner.solver.solve import solve
 from tests.planner.solver.small_graphs import random_graph
@@ -73,7 +73,7 @@ def test_with_bytes_to_spare_the_bound_is_an_even_share_and_with_few_it_recomput
     )
 
     def bound_s(room: float) -> float:
-        stages = (Stage(capacity_bytes=room, exposed_s=0.5),) * 2
+        stages = (StageLimits(capacity_bytes=room, exposed_s=0.5),) * 2
         chain = Instance(layers=(0,) * 8, kinds=(ways,), stages=stages, steady=7)
         problem = alike(chain, edges=((0, 1), (2, 3), (1, 4), (3, 4)))
         return parts(problem)[2].largest_s

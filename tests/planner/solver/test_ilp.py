@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 
 from planner.solver import ilp, inner
-from planner.solver.instance import Infeasible, Instance, Option, Solution, Stage, Unfinished, fits
+from planner.solver.instance import (
+    Infeasible,
+    Instance,
+    Option,
+    Solution,
+    StageLimits,
+    Unfinished,
+    fits,
+)
 from tests.planner.solver.small_instances import objective_s, random_instance
 
 Kind = tuple[Option, ...]
@@ -83,7 +91,7 @@ def pipeline(
         layers=tuple(layers),
         kinds=tuple(kinds),
         stages=tuple(
-            Stage(
+            StageLimits(
                 capacity_bytes=1e9 * capacity_gb,
                 in_flight=min(microbatches, depth - s),
                 exposed_s=1e-4,

@@ -9,7 +9,15 @@ import pytest
 
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
-from planner.solver.instance import Fathomed, Infeasible, Instance, Option, Solution, Stage, fits
+from planner.solver.instance import (
+    Fathomed,
+    Infeasible,
+    Instance,
+    Option,
+    Solution,
+    StageLimits,
+    fits,
+)
 from planner.solver.knapsack import Knapsacks
 from tests.planner.solver.small_instances import least_objective_s, objective_s, random_instance
 
@@ -120,7 +128,8 @@ def decoder(blocks: int = 30, depth: int = 4, microbatches: int = 16) -> Instanc
         layers=(0, *[1] * blocks, 2),
         kinds=(embedding, block, head),
         stages=tuple(
-            Stage(capacity_bytes=36e9, in_flight=min(microbatches, depth - s)) for s in range(depth)
+            StageLimits(capacity_bytes=36e9, in_flight=min(microbatches, depth - s))
+            for s in range(depth)
         ),
         steady=microbatches - 1,
     )
@@ -172,7 +181,7 @@ def test_with_room_for_everything_nothing_is_recomputed_and_ties_cut_early() -> 
         Option(name="none", forward_s=1, backward_s=2, stored_bytes=5),
         Option(name="free", forward_s=1, backward_s=2, stored_bytes=1),
     )
-    roomy = Stage(capacity_bytes=100)
+    roomy = StageLimits(capacity_bytes=100)
 
     answer = solve(Instance(layers=(0,) * 5, kinds=(layer,), stages=(roomy,) * 2, steady=7))
 
@@ -193,17 +202,23 @@ def test_the_first_layers_of_a_stage_recompute() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"stages": (Stage(capacity_bytes=200e9),) * 40}, "40 stages need at least 40 layers"),
-        ({"stages": (Stage(capacity_bytes=1e9),) * 4}, "layer 0 alone fits on no stage"),
-        ({"stages": (Stage(capacity_bytes=10e9),) * 4}, "hold only the first 16 of 32 layers"),
         (
-            {"stages": (Stage(capacity_bytes=5e9), Stage(capacity_bytes=1e9))},
+            {"stages": (StageLimits(capacity_bytes=200e9),) * 40},
+            "40 stages need at least 40 layers",
+        ),
+        ({"stages": (StageLimits(capacity_bytes=1e9),) * 4}, "layer 0 alone fits on no stage"),
+        (
+            {"stages": (StageLimits(capacity_bytes=10e9),) * 4},
+            "hold only the first 16 of 32 layers",
+        ),
+        (
+            {"stages": (StageLimits(capacity_bytes=5e9), StageLimits(capacity_bytes=1e9))},
             "stage 1 cannot hold layer 1",
         ),
     ],
 )
 def test_an_infeasible_instance_says_what_binds(
-    change: dict[str, tuple[Stage, ...]], words: str
+    change: dict[str, tuple[StageLimits, ...]], words: str
 ) -> None:
     answer = solve(replace(decoder(), **change))
 

@@ -10,9 +10,9 @@ import planner.solver.problem
 from planner.documents.document import plain, read, schema, write
 from planner.errors import DocumentError
 from planner.solver.inner import solve
-from planner.solver.instance import Option, Solution, Stage
+from planner.solver.instance import Option, Solution, StageLimits
 from planner.solver.problem import Problem
-from planner.solver.sides import Host, Tie
+from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve_chain
 
 EXAMPLE = "\n".join(
@@ -28,7 +28,7 @@ def test_the_example_of_the_module_is_a_problem_with_a_solution() -> None:
     assert instance.layers == (0,) * 16 + (1,)
     assert instance.steady == 7
     assert [stage.in_flight for stage in instance.stages] == [4, 3, 2, 1]
-    assert instance.stages[3] == Stage(capacity_bytes=24e9, time_scale=1 / 1.2)
+    assert instance.stages[3] == StageLimits(capacity_bytes=24e9, time_scale=1 / 1.2)
     assert instance.kinds[0][1] == Option(
         name="recompute",
         forward_s=0.004,
@@ -149,7 +149,7 @@ def test_hosts_and_requirements_become_ties_of_the_instance() -> None:
 
     instance = Problem.of(example(hosts=hosts, require=require)).instance()
 
-    assert instance.hosts == (Host(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
+    assert instance.hosts == (HostMemory(capacity_bytes=3e10, ranks=(1, 1, 0, 0)),)
     assert instance.sides == (
         Tie(layers=(0, 1, 2, 3), together=True),
         Tie(layers=(4, 5), stages=(1, 2)),

@@ -21,7 +21,7 @@ from planner.solver.instance import (
     host_bytes,
     priced,
 )
-from planner.solver.sides import Host, Tie
+from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve, solve_chain
 from tests.planner.solver.small_graphs import changed, random_graph
 from tests.planner.solver.small_instances import objective_s, random_instance
@@ -41,10 +41,10 @@ def tied(seed: int) -> Instance:
         for table in instance.kinds
     )
     stages, layers = len(instance.stages), len(instance.layers)
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
     if rng.random() < 0.6:
         hosts = tuple(
-            Host(
+            HostMemory(
                 capacity_bytes=rng.uniform(2, 40),
                 ranks=tuple(rng.randint(0, 2) for _ in range(stages)),
             )
@@ -155,7 +155,7 @@ def test_hosts_with_devices_of_one_stage_need_no_program(
         rng, instance = random.Random(seed), replace(tied(seed), sides=())
         stages = len(instance.stages)
         hosts = tuple(
-            Host(
+            HostMemory(
                 capacity_bytes=rng.uniform(2, 25),
                 ranks=tuple(2 if s == own else 0 for s in range(stages)),
             )
@@ -208,7 +208,7 @@ def test_a_host_counts_each_of_its_devices() -> None:
     instance = tied(3)
     option = replace(instance.kinds[0][0], host_bytes=2.0, host_resident_bytes=1.0)
     stage = replace(instance.stages[0], in_flight=3.0, capacity_bytes=1e6)
-    host = Host(capacity_bytes=100.0, ranks=(2, 1))
+    host = HostMemory(capacity_bytes=100.0, ranks=(2, 1))
     simple = Instance(
         layers=(0, 0, 0),
         kinds=((option,),),
@@ -256,7 +256,7 @@ def tied_on_types(seed: int) -> GraphInstance:
         ]
     )
     ranks = tuple(rng.randint(0, 2) for _ in range(stages))
-    host = Host(capacity_bytes=rng.uniform(2, 30), ranks=ranks)
+    host = HostMemory(capacity_bytes=rng.uniform(2, 30), ranks=ranks)
     hosts = (host,) if rng.random() < 0.5 else ()
     types = []
     for one in problem.types:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from planner.solver import ilp, inner
-from planner.solver.instance import Instance, Option, Solution, Stage, broken
-from planner.solver.sides import Host
+from planner.solver.instance import Instance, Option, Solution, StageLimits, broken
+from planner.solver.sides import HostMemory
 from planner.solver.synced import KindOptions, fastest_synced, unbeaten_in_three
 
 
@@ -117,13 +117,13 @@ def test_many_like_layers_against_the_integer_program(seed: int) -> None:
         for where in (0, 1)
     ]
     whole = 80 * layer_bytes
-    stage = Stage(capacity_bytes=rng.uniform(0.05, 0.4) * whole)
+    stage = StageLimits(capacity_bytes=rng.uniform(0.05, 0.4) * whole)
     instance = Instance(
         layers=(0,) * 80,
         kinds=(tuple(kind),),
         stages=(stage,),
         steady=1.0,
-        hosts=(Host(capacity_bytes=rng.uniform(0.05, 0.5) * whole, ranks=(1,)),),
+        hosts=(HostMemory(capacity_bytes=rng.uniform(0.05, 0.5) * whole, ranks=(1,)),),
     )
 
     found, program = inner.solve(instance), ilp.solve(instance)

@@ -8,15 +8,15 @@ import pytest
 
 from planner.documents.plan import Layout
 from planner.tuning.belief import LAYOUT, NOISE, Belief, Timed
-from planner.tuning.options import CONSTANTS, Option
+from planner.tuning.options import CONSTANTS, TrialOption
 from planner.tuning.room import Held, fit_probabilities
 from planner.tuning.tuner import Outcome, Tuner
 
 
-def option(step_s: float = 1.0, links: float = 0.1, fit: float = 1.0, **layout: int) -> Option:
+def option(step_s: float = 1.0, links: float = 0.1, fit: float = 1.0, **layout: int) -> TrialOption:
     one = Layout(**{"tensor": 2, "data_shard": 4, "zero": 1, **layout})  # type: ignore[arg-type]
     parts = {"forward": (1 - links) * step_s, "tensor communication": links * step_s}
-    return Option(
+    return TrialOption(
         layout=one, kept="none", step_s=step_s, parts=parts, devices_per_node=8, fit_probability=fit
     )
 

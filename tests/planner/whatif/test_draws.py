@@ -11,7 +11,7 @@ import pytest
 
 from planner.whatif.candidates import candidates_of
 from planner.whatif.draws import chances_to_be_first
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.span import Span, exact
 from tests.planner.whatif.test_study import study
 
@@ -25,10 +25,12 @@ def span(figure: tuple[float, float, float]) -> Span:
     return Span(value=value, low=low, high=high)
 
 
-def outcome(name: str, accelerator: str, price: tuple[float, float, float], quote: str) -> Outcome:
+def outcome(
+    name: str, accelerator: str, price: tuple[float, float, float], quote: str
+) -> CandidateOutcome:
     step_s = span(STEP[accelerator])
     hours = 1000 * step_s.value / 0.9 / 3600
-    return Outcome(
+    return CandidateOutcome(
         candidate=name,
         model="m",
         devices=8,

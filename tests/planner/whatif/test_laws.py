@@ -17,7 +17,7 @@ from planner.whatif.candidates import candidates_of
 from planner.whatif.changes import changed
 from planner.whatif.economics import carbon_kg, energy_kwh, hours
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import ranked, tie
 from planner.whatif.span import Span, exact
 from planner.whatif.study import ChangeName, Offer, Study
@@ -114,7 +114,7 @@ def test_a_cheaper_price_never_worsens_a_place(
 def _place(prices: list[float], which: int) -> int:
     asked = Study(name="law", models=("gpt2",), offers=(Offer(cluster="8xa10g"),))
     outcomes = [
-        Outcome(
+        CandidateOutcome(
             candidate=f"c{place}",
             model="gpt2",
             devices=8,

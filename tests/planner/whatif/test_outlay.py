@@ -15,7 +15,7 @@ from planner.whatif.answers import answers, slack_days
 from planner.whatif.break_even import break_evens, present_value_usd
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.run import Result, run
 from planner.whatif.sizing import size_of
 from planner.whatif.span import Span
@@ -64,7 +64,7 @@ def bought(goal: dict[str, float], **offer: Any) -> Study:
     return study(goal=goal, offers=[one], assumptions=ASSUMED)
 
 
-def outcome_of(asked: Study) -> Outcome:
+def outcome_of(asked: Study) -> CandidateOutcome:
     [candidate] = candidates_of(asked)
     return evaluate(asked, "gpt2", candidate)
 
@@ -185,9 +185,9 @@ def test_no_size_keeps_a_deadline_before_the_delivery() -> None:
 def test_devices_that_the_plan_leaves_idle_are_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> Outcome:
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> CandidateOutcome:
         idle = max(0, candidate.devices - 20)
-        found = Outcome(
+        found = CandidateOutcome(
             candidate=candidate.name, model=model, devices=candidate.devices, accelerator="a10g",
             fits=True, binding="", idle=idle,
         )  # fmt: skip

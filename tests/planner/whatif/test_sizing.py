@@ -12,7 +12,7 @@ from planner.errors import DocumentError
 from planner.whatif import sizing
 from planner.whatif.candidates import powered
 from planner.whatif.goals import chances_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.run import run
 from planner.whatif.sizing import border, size_of
 from planner.whatif.span import Span, exact
@@ -29,11 +29,11 @@ def asked(solve: str, goal: dict[str, float], **offer: Any) -> Any:
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 1,000 h on one node, a little less than half on two, and so on."""
 
-    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> Outcome:
+    def evaluated(question: Any, model: str, candidate: Any, store: Any) -> CandidateOutcome:
         nodes = candidate.devices // 8
         hours = 1000 / nodes**0.95
         run_hours = Span(value=hours, low=0.8 * hours, high=1.5 * hours)
-        found = Outcome(
+        found = CandidateOutcome(
             candidate=candidate.name,
             model=model,
             devices=candidate.devices,

@@ -10,7 +10,7 @@ import pytest
 from planner.whatif.break_even import break_evens
 from planner.whatif.candidates import Candidate, candidates_of, powered, watts_of
 from planner.whatif.evaluate import tokens_in_budget
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.span import exact
 from planner.whatif.study import Study
 from tests.planner.whatif.test_study import PRICE, study
@@ -127,8 +127,8 @@ def test_the_most_that_a_cap_feeds() -> None:
     assert powered(surely, surely.offers[0]) == 46
 
 
-def outcome(candidate: Candidate, **said: Any) -> Outcome:
-    fitting = Outcome(
+def outcome(candidate: Candidate, **said: Any) -> CandidateOutcome:
+    fitting = CandidateOutcome(
         candidate="c",
         model="m",
         devices=candidate.devices,

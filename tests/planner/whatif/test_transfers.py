@@ -12,7 +12,7 @@ from planner.whatif.answers import data_texts
 from planner.whatif.candidates import candidates_of
 from planner.whatif.draws import chances_to_be_first
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result
 from tests.planner.whatif.test_study import PRICE, study
@@ -30,7 +30,7 @@ NEAR = {
 }
 
 
-def outcomes(**changes: Any) -> list[Outcome]:
+def outcomes(**changes: Any) -> list[CandidateOutcome]:
     assumed = {"goodput": GOODPUT, "data": DATA}
     asked = study(offers=[RENT, BUY, NEAR], assumptions=assumed, **changes)
     return [evaluate(asked, asked.rows[0], candidate) for candidate in candidates_of(asked)]

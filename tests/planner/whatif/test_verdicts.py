@@ -11,7 +11,7 @@ import pytest
 
 from planner.whatif.answers import answers
 from planner.whatif.candidates import Candidate, candidates_of
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result
 from planner.whatif.span import Span, exact
@@ -20,8 +20,10 @@ from planner.whatif.verdicts import verdicts, ways_of
 from tests.planner.whatif.test_study import PRICE, study
 
 
-def outcome(candidate: Candidate, model: str, hours: float, dollars: float, **said: Any) -> Outcome:
-    plain = Outcome(
+def outcome(
+    candidate: Candidate, model: str, hours: float, dollars: float, **said: Any
+) -> CandidateOutcome:
+    plain = CandidateOutcome(
         candidate=candidate.name,
         model=model,
         devices=candidate.devices,
@@ -40,7 +42,7 @@ def outcome(candidate: Candidate, model: str, hours: float, dollars: float, **sa
     return replace(plain, **said)
 
 
-def result(asked: Study, outcomes: list[Outcome]) -> Result:
+def result(asked: Study, outcomes: list[CandidateOutcome]) -> Result:
     return Result(
         study=asked,
         outcomes=tuple(outcomes),

@@ -13,7 +13,7 @@ from planner.whatif.answers import worth_of_a_day
 from planner.whatif.candidates import candidates_of
 from planner.whatif.draws import chances_to_be_first
 from planner.whatif.evaluate import evaluate
-from planner.whatif.outcome import Outcome
+from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import ranked
 from planner.whatif.run import Result
 from planner.whatif.span import Span, exact
@@ -22,9 +22,9 @@ from tests.planner.whatif.test_study import study
 QUOTE = {"date": "2026-11", "source": "a quote"}
 
 
-def run_of(name: str, days: float, usd: Span, day_usd: float) -> Outcome:
+def run_of(name: str, days: float, usd: Span, day_usd: float) -> CandidateOutcome:
     hours, devices = 24 * days, 10
-    return Outcome(
+    return CandidateOutcome(
         candidate=name,
         model="m",
         devices=devices,

@@ -15,7 +15,7 @@ import pytest
 from planner.search.joint.hosting import Options, Stages, hosted
 from planner.solver.bounds import counted_s
 from planner.solver.inner import solve
-from planner.solver.instance import Instance, Option, Solution, Stage
+from planner.solver.instance import Instance, Option, Solution, StageLimits
 from tests.planner.solver.small_instances import least_objective_s, random_instance
 from tests.planner.solver.test_bounds import pipeline
 
@@ -90,7 +90,7 @@ def test_it_is_never_above_the_best_of_all_splits(start: int) -> None:
         instance = random_instance(seed)
         if any(stage.time_scale != 1.0 for stage in instance.stages):
             stages = tuple(
-                Stage(
+                StageLimits(
                     capacity_bytes=stage.capacity_bytes,
                     in_flight=stage.in_flight,
                     waiting=stage.waiting,
@@ -148,7 +148,7 @@ def test_many_pipelines_at_once_are_bounded_as_one_by_one() -> None:
 
 def test_what_is_kept_for_weights_takes_room() -> None:
     options = (Option(name="a", forward_s=1, backward_s=1, resident_bytes=1, kept_bytes=1),)
-    stages = tuple(Stage(capacity_bytes=10, waiting=waiting) for waiting in (0.0, 1.0))
+    stages = tuple(StageLimits(capacity_bytes=10, waiting=waiting) for waiting in (0.0, 1.0))
     instances = [
         Instance(layers=(0,) * layers, kinds=(options,), stages=(stages[waiting],), steady=1)
         for layers, waiting in ((10, 0), (10, 1))

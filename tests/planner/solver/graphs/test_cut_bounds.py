@@ -16,7 +16,7 @@ from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.graphs.nearby import Around, along_orders, of_bits
-from planner.solver.instance import Fathomed, Infeasible, Instance, Option, Stage, Unfinished
+from planner.solver.instance import Fathomed, Infeasible, Instance, Option, StageLimits, Unfinished
 from planner.solver.knapsack import Knapsacks
 from planner.solver.solve import solve
 from tests.planner.solver.small_graphs import least_objective_s, random_graph, with_groups
@@ -110,7 +110,7 @@ def wide(count: int, seed: int) -> GraphInstance:
     chain = Instance(
         layers=tuple(rng.randrange(8) for _ in range(count)),
         kinds=tables,
-        stages=(Stage(capacity_bytes=1.0),) * 4,
+        stages=(StageLimits(capacity_bytes=1.0),) * 4,
         steady=7.0,
     )
     edges = sorted({*pairs, *((at, count - 1) for at in range(count - 6, count - 1))})

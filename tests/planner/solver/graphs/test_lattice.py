@@ -28,7 +28,7 @@ from planner.solver.instance import (
     Infeasible,
     Option,
     Solution,
-    Stage,
+    StageLimits,
     Unfinished,
     fits,
 )
@@ -225,7 +225,7 @@ def two_towers(
         graph,
         options={name: image if name.startswith("image") else text for name in graph},
         output_s=dict.fromkeys(graph, send_s),
-        stages=[Stage(capacity_bytes=room, in_flight=depth - s) for s in range(depth)],
+        stages=[StageLimits(capacity_bytes=room, in_flight=depth - s) for s in range(depth)],
         steady=15,
     )
 
@@ -285,7 +285,7 @@ def test_a_skip_connection_leaves_one_order_and_makes_the_cut_dearer() -> None:
         graph,
         options=dict.fromkeys(graph, layer),
         output_s={"a": 0.5, "b": 0.25, "c": 0.125},
-        stages=[Stage(capacity_bytes=1e12)] * 2,
+        stages=[StageLimits(capacity_bytes=1e12)] * 2,
         steady=0,
     )
 

@@ -8,14 +8,14 @@ import pytest
 
 from planner.solver.graph_instance import GraphInstance, alike
 from planner.solver.graphs.orders import Nodes, orders
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 from tests.planner.solver.small_graphs import random_graph
 
 
 def graph(edges: list[tuple[int, int]], output_s: list[float]) -> GraphInstance:
     one = (Option(name="none", forward_s=1, backward_s=2),)
     chain = Instance(
-        layers=(0,) * len(output_s), kinds=(one,), stages=(Stage(capacity_bytes=1),), steady=0
+        layers=(0,) * len(output_s), kinds=(one,), stages=(StageLimits(capacity_bytes=1),), steady=0
     )
     return alike(chain, edges=edges, output_s=output_s, names="abcdefghij"[: len(output_s)])
 

@@ -12,7 +12,7 @@ from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, alike, in_a_row
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.step_table import StepTable
-from planner.solver.instance import Instance, Option, Stage
+from planner.solver.instance import Instance, Option, StageLimits
 from planner.solver.knapsack import Knapsacks
 from planner.solver.step_bounds import StepBounds
 from tests.planner.solver.small_graphs import changed, random_graph
@@ -85,7 +85,7 @@ def test_a_step_is_charged_the_transient_of_its_own_layers() -> None:
         for u in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9)
     )
     chain = Instance(
-        layers=tuple(range(10)), kinds=kinds, stages=(Stage(capacity_bytes=2.15),), steady=0
+        layers=tuple(range(10)), kinds=kinds, stages=(StageLimits(capacity_bytes=2.15),), steady=0
     )
     problem = alike(chain, edges=in_a_row(10))
 

@@ -12,7 +12,7 @@ import pytest
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.ilp import solve_graph
 from planner.solver.instance import Infeasible
-from planner.solver.sides import Host, Tie
+from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve
 from tests.planner.solver import small_graphs
 from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
@@ -91,7 +91,7 @@ def test_hosts_are_kept_to() -> None:
     problem = random_unequal(1)
     stages = range(len(problem.chain.stages))
     alone = tuple(
-        Host(capacity_bytes=2.0, ranks=tuple(int(s == own) for s in stages)) for own in stages
+        HostMemory(capacity_bytes=2.0, ranks=tuple(int(s == own) for s in stages)) for own in stages
     )
     fed = replace(
         problem,

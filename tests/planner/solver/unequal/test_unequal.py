@@ -17,7 +17,7 @@ from planner.solver.graph_instance import (
     GraphSolution,
     in_a_row,
 )
-from planner.solver.instance import Infeasible, Instance, Option, Solution, Stage, fits
+from planner.solver.instance import Infeasible, Instance, Option, Solution, StageLimits, fits
 from planner.solver.solve import solve
 from planner.solver.unequal import unequal
 from tests.planner.solver.small_graphs import first_take_later, more_bytes
@@ -60,7 +60,7 @@ def random_unequal(seed: int, *, sync_by_option: bool = False) -> GraphInstance:
     figures = [
         (
             shared if rng.random() < 0.5 else tuple(table(rng.randint(1, 3)) for _ in range(kinds)),
-            Stage(
+            StageLimits(
                 capacity_bytes=number(6, 40),
                 fixed_bytes=number(0, 2),
                 time_scale=1.0 if rng.random() < 0.4 else rng.uniform(0.5, 2.0),
@@ -272,13 +272,13 @@ def decoder(*, memory: float = 1.0, pace: float = 1.0, send_s: float = 2e-4) -> 
     head = (option("none", 0.02, 0.1e9),)
     return on_types(
         {
-            "large": (3, Stage(capacity_bytes=memory * 16e9)),
-            "small": (3, Stage(capacity_bytes=memory * 10e9, time_scale=2.2 * pace)),
+            "large": (3, StageLimits(capacity_bytes=memory * 16e9)),
+            "small": (3, StageLimits(capacity_bytes=memory * 10e9, time_scale=2.2 * pace)),
         },
         Instance(
             layers=(*[0] * 30, 1),
             kinds=(block, head),
-            stages=tuple(Stage(capacity_bytes=0.0, in_flight=6 - s) for s in range(6)),
+            stages=tuple(StageLimits(capacity_bytes=0.0, in_flight=6 - s) for s in range(6)),
             steady=15,
         ),
         (((0.5 * send_s,) * 31, (send_s,) * 31), ((send_s,) * 31, (0.8 * send_s,) * 31)),
@@ -286,7 +286,7 @@ def decoder(*, memory: float = 1.0, pace: float = 1.0, send_s: float = 2e-4) -> 
 
 
 def on_types(
-    types: dict[str, tuple[int, Stage]],
+    types: dict[str, tuple[int, StageLimits]],
     chain: Instance,
     output_s: tuple[tuple[tuple[float, ...], ...], ...] = (),
 ) -> GraphInstance:
@@ -335,7 +335,7 @@ def test_it_finds_the_best_of_all_orders_solved_as_chains() -> None:
 
 def test_the_sum_over_stages_may_be_worth_a_slower_slowest_stage() -> None:
     layer = (Option(name="none", forward_s=0.5, backward_s=0.5),)
-    fast = Stage(capacity_bytes=1, exposed_s=2)
+    fast = StageLimits(capacity_bytes=1, exposed_s=2)
     chain = Instance(layers=(0,) * 10, kinds=(layer,), stages=(fast, fast), steady=1)
 
     answer = solve(on_types({"slow": (1, replace(fast, time_scale=3.0)), "fast": (1, fast)}, chain))
