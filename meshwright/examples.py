@@ -26,8 +26,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "tune": (
         "meshwright tune demo-4m --cluster local:2 --budget 20min -o plan.yaml",
         f"meshwright tune llama-3.1-8b {CLUSTER} --dry-run",
-        f"meshwright tune llama-3.1-8b {CLUSTER} --backend megatron \\",
-        "    --run 'bash -c \"torchrun --nproc-per-node 8 pretrain_gpt.py $(cat {config})\"'",
+        "meshwright tune plan.yaml --run 'bash run.sh {config}' -o tuned.yaml",
     ),
     "launch": (
         "meshwright launch plan.yaml --data text.txt --steps 100",

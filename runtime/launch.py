@@ -345,7 +345,7 @@ def _report(
         int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
     }
     if not ready.ranks.leads:
-        if own[ready.ranks.devices[0]]["stopped"] == "notice":
+        if any(record["stopped"] == "notice" for record in own.values()):
             raise HandedOver(f"a notice ended the run{_way_on(ready)}")
         return None
     report = summarise(

@@ -61,6 +61,7 @@ ALLOWED = {
     ("runtime/export.py", "save_file"): NEW,
     ("runtime/export.py", "write_text"): NEW,
     ("runtime/export.py", "rename"): OURS,
+    ("runtime/export.py", "unlink"): OURS,
     ("runtime/export.py", "rmtree"): OURS,
     ("runtime/held.py", "mkdir"): NAMED,
     ("runtime/launch.py", "mkdir"): NAMED,

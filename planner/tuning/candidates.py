@@ -16,6 +16,7 @@ from statistics import NormalDist
 from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
+from planner.documents.tolerances import ROUNDING
 from planner.errors import DocumentError, NoPlanFits
 from planner.requests.pins import Pins
 from planner.requests.request import AS_PREDICTED, Request
@@ -125,7 +126,7 @@ def _chances(options: Sequence[TrialOption]) -> list[float]:
     result = []
     for at in range(len(options)):
         apart = covariance[at, at] + covariance[0, 0] - 2 * covariance[at, 0]
-        gain = float(mean[0] - mean[at]) / math.sqrt(max(1e-12, float(apart)))
+        gain = float(mean[0] - mean[at]) / math.sqrt(max(ROUNDING, float(apart)))
         result.append(NormalDist().cdf(gain) * float(start.fits[at]))
     return result
 

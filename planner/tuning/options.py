@@ -16,6 +16,7 @@ from statistics import NormalDist
 
 from planner.documents.plan import Layout, Plan
 from planner.documents.prediction import Prediction
+from planner.documents.tolerances import ROUNDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ CONSTANTS: Mapping[str, UncertainConstant] = {
 """Spreads are those under which the residuals of published sweeps are most likely
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
 
-SURE, NEVER = 1 - 1e-12, 1e-12
+SURE, NEVER = 1 - ROUNDING, ROUNDING
 """Probabilities beyond which a margin of memory is not told apart."""
 
 

@@ -45,7 +45,7 @@ def fit_probabilities(
     >>> some = [TrialOption(layout=Layout(), kept="", step_s=1.0, parts={"forward": 1.0},
     ...                devices_per_node=8, fit_probability=p) for p in (0.5, 0.6)]
     >>> fit_probabilities(some, [Held(option=0, ran=False)]).round(2).tolist()
-    [0.0, 0.47]
+    [0.0, 0.44]
     """
     margins = np.array([one.margin for one in options])
     weights = -0.5 * (GRID / COMMON) ** 2

@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from planner.documents.tolerances import ROUNDING
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
 from planner.tuning.options import TrialOption
@@ -151,7 +152,7 @@ class Tuner:
         rivals = np.flatnonzero((mean - 4 * spreads < self._mean(self.answer)) & (self.fits > 0))
         among = np.union1d(rivals, [self.answer])
         rng = np.random.default_rng(0)
-        part = covariance[np.ix_(among, among)] + 1e-12 * np.eye(len(among))
+        part = covariance[np.ix_(among, among)] + ROUNDING * np.eye(len(among))
         normal = rng.standard_normal((DRAWS, len(among))) @ np.linalg.cholesky(part).T
         degrees = self.posterior.degrees
         steps = mean[among] + normal * np.sqrt(degrees / rng.chisquare(degrees, DRAWS))[:, None]

@@ -303,6 +303,10 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config.json", "--from", "deepspeed", "--cluster", "@cluster", "--model", "@model"),
         ("runs.csv", "--from", "megatron", "--cluster", "@cluster", "--model", "@model"),
     ),
+    "tune": (
+        ("@model", "--cluster", "@cluster", "--dry-run"),
+        ("plan.yaml", "--cluster", "local:2", "--dry-run"),
+    ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),
     "compare": (("plan.yaml", "large.yaml"), ("sharded.yaml", "plan.yaml")),
