@@ -78,7 +78,7 @@ class TrialBudget:
     def read(cls, text: str) -> TrialBudget:
         """Read `8 trials` or a duration.
 
-        >>> Budget.read("8 trials").trials, Budget.read("20min").seconds
+        >>> TrialBudget.read("8 trials").trials, TrialBudget.read("20min").seconds
         (8, 1200.0)
         """
         words = text.split()

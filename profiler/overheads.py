@@ -215,7 +215,7 @@ def sharing_of(
     ...     gathered_bytes=10.0,
     ...     reduced_bytes=10.0,
     ... )
-    Sharing(overlap=0.0, gather_copy_s_per_byte=0.1, reduce_copy_s_per_byte=0.15)
+    ShardingOverhead(overlap=0.0, gather_copy_s_per_byte=0.1, reduce_copy_s_per_byte=0.15)
     >>> hidden = {"gather": (0.5, 2.0), "reduces": ((0.5, 2.0),)}
     >>> sharing_of(**hidden, gathered_bytes=10.0, reduced_bytes=10.0).overlap
     0.75

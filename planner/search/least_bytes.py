@@ -42,7 +42,7 @@ Choices = Mapping[str, Sequence[StrategyParts]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAtLeast:
-    """What a stage of the solver counts (planner.solver.instance.Stage)."""
+    """What a stage of the solver counts (planner.solver.instance.StageLimits)."""
 
     in_flight: float
     waiting: float

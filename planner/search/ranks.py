@@ -63,7 +63,7 @@ def longest_run(kinds: tuple[str, ...]) -> LongestRun | None:
     """Return the longest run of like layers; None if too much lies beside it.
 
     >>> longest_run(("embedding", "block", "block", "block", "head"))
-    Run(before=1, alike=3, behind=1)
+    LongestRun(before=1, alike=3, behind=1)
     """
     best = LongestRun(0, 0, len(kinds))
     first = 0

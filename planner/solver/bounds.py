@@ -161,7 +161,7 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Rooms:
-    """[stage] The room and the pace of all stages, as planner.solver.instance.Stage names them."""
+    """[stage] The room and the pace of all stages, as solver.instance.StageLimits names them."""
 
     in_flight: Floats
     waiting: Floats

@@ -176,7 +176,8 @@ class GraphInstance:
 
         >>> add = (Option(name="none", forward_s=1.0, backward_s=2.0),)
         >>> chain = Instance(
-        ...     layers=(0, 0, 0), kinds=(add,), stages=(Stage(capacity_bytes=1.0),), steady=3.0)
+        ...     layers=(0, 0, 0), kinds=(add,), stages=(StageLimits(capacity_bytes=1.0),),
+        ...     steady=3.0)
         >>> skip = alike(chain, edges=((0, 1), (1, 2), (0, 2)), output_s=(5.0, 7.0, 9.0))
         >>> skip.along((0, 1, 2)).cut_s
         (0.0, 5.0, 12.0, 0.0)

@@ -128,10 +128,10 @@ class Room:
             "from planner.errors import MeshwrightError\n"
             "from planner.documents.model import ModelGraph\n"
             "from runtime.launch import launch\n"
-            "from runtime.run import Run\n"
+            "from runtime.run import LaunchRun\n"
             "try:\n"
             "    model = read(ModelGraph, sys.argv[2])\n"
-            "    launch(sys.argv[1], Run.model_validate_json(sys.argv[3]), model=model)\n"
+            "    launch(sys.argv[1], LaunchRun.model_validate_json(sys.argv[3]), model=model)\n"
             "except MeshwrightError as error:\n"
             "    sys.exit(str(error))\n"
         )

@@ -170,9 +170,9 @@ from planner.documents.document import read
 from planner.documents.model import ModelGraph
 from runtime.launch import launch
 from runtime.nodes import node_rank_of
-from runtime.run import Run
+from runtime.run import LaunchRun
 folder = sys.argv[1]
-report = launch(folder + "/plan.yaml", Run(
+report = launch(folder + "/plan.yaml", LaunchRun(
     data=folder + "/text.txt", output=folder + "/out", steps=3),
     model=read(ModelGraph, folder + "/model.yaml"), quiet=True,
     node_rank=node_rank_of(os.environ), nodes=(2, 2))
