@@ -190,7 +190,7 @@ class Chain:
         if key in self._compiled and case.compiled:
             return self._compiled[key]
         layers = {
-            name: recomputing.wrapped(_Around(layer), case.recompute)
+            name: recomputing.wrapped(_OwnForward(layer), case.recompute)
             if case.compiled or case.recompute != "none"
             else layer
             for name, layer in self.parts.items()
@@ -246,7 +246,7 @@ def whole_stage(plan: Plan, adapter: Adapter, place: Place, device: torch.device
     return language_stage(plan, adapter, place, described, stage=0, device=device)
 
 
-class _Around(nn.Module):
+class _OwnForward(nn.Module):
     """A layer whose own forward stays as it is when this one recomputes or is compiled."""
 
     def __init__(self, layer: nn.Module) -> None:

@@ -51,7 +51,7 @@ def check_loss(plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, lo
     with untouched(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
         own = copied(loss) if isinstance(loss, nn.Module) else loss
-        trial = _Trial(plan, module, recorder, batch, own)
+        trial = _LossTrial(plan, module, recorder, batch, own)
         found = trial.compared()
     if found is not None:
         raise BatchError(
@@ -92,7 +92,7 @@ class _LossSums:
         return None
 
 
-class _Trial:
+class _LossTrial:
     """A loss called on outputs for a few samples, and on parts of them."""
 
     def __init__(

@@ -79,10 +79,10 @@ def _returned_in_graph(
 ) -> Tensor:
     """Return what the experts of all ranks make of this rank's tokens, as part of a graph."""
     route = _Route.of(rows, group, sent=len(chosen))
-    coming = _Sent.apply(chosen, route.arriving, route.leaving, group.group_name)
+    coming = _TokenExchange.apply(chosen, route.arriving, route.leaving, group.group_name)
     arrived = _ended(coming)[route.by_expert]
     made = outputs(module, arrived, route.rows)[_inverse(route.by_expert)]
-    return _ended(_Sent.apply(made, route.leaving, route.arriving, group.group_name))
+    return _ended(_TokenExchange.apply(made, route.leaving, route.arriving, group.group_name))
 
 
 def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
@@ -274,7 +274,7 @@ class _Arrival(torch.autograd.Function):
         return grad, None
 
 
-class _Sent(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Rows that are on their way from every rank, and their gradients back."""
 
     @staticmethod

@@ -192,7 +192,7 @@ def _of_source(
 def _graph(
     source: str,
     files: dict[str, str],
-    made: _Made,
+    made: _FactoryOutput,
     rows: Iterable[tuple[str, int, LayerTrace]],
 ) -> ModelGraph:
     """Return the graph of named modules, each a layer of its own."""
@@ -245,7 +245,7 @@ def _load(files: UserFiles) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class _FactoryOutput:
     """What a factory returned: modules in order, and what each reads, by name."""
 
     modules: list[nn.Module]
@@ -264,7 +264,7 @@ class _Made:
         return [tuple(place[one] for one in reads) for reads in self.reads.values()]
 
 
-def _made(file: ModuleType, source: str) -> _Made:
+def _made(file: ModuleType, source: str) -> _FactoryOutput:
     """Call the factory and check what it returns."""
     name = source.rpartition(":")[2]
     factory = getattr(file, name, None)
@@ -290,7 +290,7 @@ def _made(file: ModuleType, source: str) -> _Made:
             )
         before = [TOKENS, *(str(at) for at in range(len(modules) - 1))]
         reads: dict[str, tuple[str, ...]] = {str(at): (read,) for at, read in enumerate(before)}
-        made = _Made(modules=modules, reads=reads, named=False)
+        made = _FactoryOutput(modules=modules, reads=reads, named=False)
     for module in made.modules:
         for part in module.modules():
             _refuse_plan_dependent(part, source)
@@ -298,7 +298,7 @@ def _made(file: ModuleType, source: str) -> _Made:
     return made
 
 
-def _named(returned: dict[Any, Any], factory: str, source: str) -> _Made:
+def _named(returned: dict[Any, Any], factory: str, source: str) -> _FactoryOutput:
     """Check a graph of modules: names, what each reads, and that one alone is read by nobody."""
 
     def refused(why: str) -> DocumentError:
@@ -328,7 +328,7 @@ def _named(returned: dict[Any, Any], factory: str, source: str) -> _Made:
         raise refused(f"nobody reads {', '.join(ends)}; one module alone, the last, gives the loss")
     if list(reads)[-1] != ends[0]:
         raise refused(f"'{ends[0]}', which nobody reads, must stand last")
-    return _Made(modules=modules, reads=reads, named=True)
+    return _FactoryOutput(modules=modules, reads=reads, named=True)
 
 
 def _refuse_plan_dependent(module: nn.Module, source: str) -> None:
@@ -340,7 +340,7 @@ def _refuse_plan_dependent(module: nn.Module, source: str) -> None:
         raise DocumentError("", f"has a {name} with p={module.p:g}; set p=0", file=source)
 
 
-def _refuse_shared_memory(made: _Made, source: str) -> None:
+def _refuse_shared_memory(made: _FactoryOutput, source: str) -> None:
     """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
     named = {
         parameter: f"{layer}.{path}"

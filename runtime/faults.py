@@ -157,7 +157,7 @@ def behind(folder: Path, group: str) -> dict[int, int]:
     return {rank: count for rank, count in begun.items() if count == least}
 
 
-class _Plain(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     """Reads plain data; what a recorder writes names lists by their type, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -168,7 +168,7 @@ class _Plain(pickle.Unpickler):
 
 def _recorded(data: bytes) -> dict[str, Any]:
 
-    found = _Plain(io.BytesIO(data)).load()
+    found = _PlainUnpickler(io.BytesIO(data)).load()
     if not isinstance(found, dict):
         raise ValueError("is not a record")
     return found

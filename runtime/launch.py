@@ -97,7 +97,7 @@ def launch(
         held.enter_context(alone_in(ready.output))
         if ready.run.checkpoint is not None and ready.ranks.leads:
             held.enter_context(alone_in(ready.run.checkpoint))
-        shown = _Shown(steps=ready.run.steps, say=say)
+        shown = _ProgressLine(steps=ready.run.steps, say=say)
         try:
             orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
             _supervise(ready, rendezvous, orders, shown)
@@ -265,7 +265,9 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
     say.print(shown)
 
 
-def _supervise(ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, shown: _Shown) -> None:
+def _supervise(
+    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, shown: _ProgressLine
+) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     noticed = None
@@ -367,7 +369,7 @@ def _report(
     return report
 
 
-class _Shown:
+class _ProgressLine:
     """The line of progress on stderr, read from what rank 0 writes.
 
     On a terminal it is renewed in place; elsewhere a line appears every tenth of the steps.

@@ -173,7 +173,7 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
         return frozenset()
     with untouched(module, recorder.inputs), torch.no_grad():
         twin = copied(module)
-        once = _Tried.of(twin, lambda: _called(twin, recorder, few))
+        once = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
         changed = {
             recorder.aliases.get(name, name)
             for (name, then), (_, now) in zip(
@@ -181,11 +181,11 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
             )
             if not _same(then, now)
         }
-        again = _Tried.of(twin, lambda: _called(twin, recorder, few))
+        again = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
     with untouched(module, recorder.inputs), torch.no_grad():
         other = copied(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
-        replayed = _Tried.of(other, lambda: stage(micro=MicroBatch(own_tensors(few))))
+        replayed = _ForwardTrial.of(other, lambda: stage(micro=MicroBatch(own_tensors(few))))
     apart = sorted(once.changes ^ replayed.changes)
     unnamed = not (again.changes or once.makes_as(again))
     if apart or unnamed or not once.makes_as(replayed):
@@ -220,7 +220,7 @@ def _called(module: nn.Module, recorder: Recorder, few: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
+class _ForwardTrial:
     """What a forward made and left behind."""
 
     leaves: list[Any]
@@ -229,7 +229,7 @@ class _Tried:
     numbers: RandomNumbers
 
     @classmethod
-    def of(cls, module: nn.Module, run: Callable[[], Any]) -> _Tried:
+    def of(cls, module: nn.Module, run: Callable[[], Any]) -> _ForwardTrial:
         """Run a forward of a module from the same random numbers as any other."""
         torch.manual_seed(0)
         random.seed(0)
@@ -239,7 +239,7 @@ class _Tried:
         leaves = tree_leaves(run())
         return cls(leaves, before.changes(), RandomNumbers())
 
-    def makes_as(self, other: _Tried) -> bool:
+    def makes_as(self, other: _ForwardTrial) -> bool:
         """Tell whether both made the same, and drew as many random numbers of Python's own."""
         return (
             len(self.leaves) == len(other.leaves)
@@ -440,7 +440,7 @@ class _Counting:
     def copy(self, x: Tensor) -> Tensor:
         """Return x; its gradient is counted, and takes the memory of a sum."""
         self.copies.append(x.numel() * x.element_size())
-        return _Copied.apply(x)
+        return _CopiedGradient.apply(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return x, counted, in memory of its own."""
@@ -460,7 +460,7 @@ class _Counting:
         return made
 
 
-class _Copied(torch.autograd.Function):
+class _CopiedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)

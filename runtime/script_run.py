@@ -89,7 +89,7 @@ class _Ended(LaunchError):  # noqa: N818 - it is told to the other nodes, which 
         """What is said beside where it is the end."""
 
 
-class _Progress:
+class _ScriptProgress:
     """Says the newest step: the first at once, then one every few seconds, and the last.
 
     How many there will be, only the script knows.
@@ -147,7 +147,7 @@ def run_script(
     if not leads:
         folder = folder_within(folder, f"node-{node_rank.node:05}")
     started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
-    progress = _Progress(run.metrics_file(folder), say)
+    progress = _ScriptProgress(run.metrics_file(folder), say)
     with alone_in(folder), signals_interrupt():
         if leads:
             write(plan, run.plan_file(folder))
@@ -188,7 +188,7 @@ class _Started:
 
 
 def _attempt(
-    started: _Started, node_rank: NodeRank, progress: _Progress, say: Callable[[str], None]
+    started: _Started, node_rank: NodeRank, progress: _ScriptProgress, say: Callable[[str], None]
 ) -> None:
     """Run the ranks of all nodes once to their end.  Raises _Ended where one ended badly."""
     folder, ranks = started.folder, started.ranks

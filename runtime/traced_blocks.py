@@ -44,7 +44,7 @@ def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
 
 
 def _as_kernels(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    kernels = _Kernels(graph)
+    kernels = _KernelInterpreter(graph)
 
     def run(arguments: list[Any]) -> Any:
         try:
@@ -56,7 +56,7 @@ def _as_kernels(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     return run
 
 
-class _Kernels(Interpreter):
+class _KernelInterpreter(Interpreter):
     """Runs a graph operator by operator; what no kernel would store is left out of its memory."""
 
     def __init__(self, graph: GraphModule) -> None:

@@ -58,7 +58,7 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = made
-    for one in _Seen((module,)).generators:
+    for one in _ReachableObjects((module,)).generators:
         memo[id(one)] = one.clone_state()
     try:
         return copy.deepcopy(module, memo)
@@ -76,7 +76,7 @@ def untouched(*roots: Any) -> Iterator[None]:
     Parameters and buffers of the first, if it is a module, are left alone: its copy is run.
     Raises RecordError where a tensor too large to be put back was changed in place.
     """
-    numbers, seen = RandomNumbers(), _Seen(roots)
+    numbers, seen = RandomNumbers(), _ReachableObjects(roots)
     seen.refuse_generators()
     try:
         yield
@@ -113,7 +113,7 @@ class RandomNumbers:
         return self.python == other.python and repr(self.numpy) == repr(other.numpy)
 
 
-class _Seen:
+class _ReachableObjects:
     """Objects that some others refer to, with their contents."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -349,7 +349,7 @@ class _Seen:
                 yield value, f"{before}{key}"
 
 
-class Changes(_Seen):
+class Changes(_ReachableObjects):
     """What some objects refer to, to tell later what of it has other values: `changes()`."""
 
 

@@ -58,7 +58,7 @@ class UserFiles:
                 sys.modules.pop(name, None)
         sys.meta_path.insert(0, _Finder(self))
         name = f"_factory_{self.main.stem}"
-        loader = _Checked(name, self.main, self.text_of(self.main))
+        loader = _GivenTextLoader(name, self.main, self.text_of(self.main))
         spec = importlib.util.spec_from_file_location(name, self.main, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -128,7 +128,7 @@ def _refuse_our_names(folder: Path, source: str) -> None:
                 )
 
 
-class _Checked(SourceFileLoader):
+class _GivenTextLoader(SourceFileLoader):
     """Runs the text it is given, whatever has become of the file, and no cached bytecode of it."""
 
     def __init__(self, name: str, path: Path, text: bytes) -> None:
@@ -166,7 +166,7 @@ class _Finder:
         if not isinstance(spec.loader, SourceFileLoader):
             raise ImportError(f"{spec.origin}: of a model's folder only .py files are imported")
         file = Path(spec.origin)
-        spec.loader = _Checked(name, file, self.files.text_of(file))
+        spec.loader = _GivenTextLoader(name, file, self.files.text_of(file))
         spec.cached = None
         return spec
 

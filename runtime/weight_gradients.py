@@ -111,9 +111,9 @@ class DeferredLinear(nn.Linear):
         elif self.store is not None:  # a graph takes no tensor twice
             own = self.place
         if self.stand_in is None:
-            return _Linear.apply(x, weight, None, None, bias, own, store, self.products)
+            return _LinearProducts.apply(x, weight, None, None, bias, own, store, self.products)
         eight, as_wide = weight.detach(), self.stand_in
-        return _Linear.apply(x, eight, as_wide, self.scale, bias, own, store, self.products)
+        return _LinearProducts.apply(x, eight, as_wide, self.scale, bias, own, store, self.products)
 
     def put_off(self, x: Tensor, grad: Tensor) -> None:
         """Keep what the weight's gradient is made of, or make it at once if nothing waits."""
@@ -173,7 +173,7 @@ def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x, weight)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

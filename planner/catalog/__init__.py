@@ -284,7 +284,7 @@ class _Accelerators(Document):
     accelerators: dict[str, AcceleratorEntry]
 
 
-class _Nodes(Document):
+class _NodesFile(Document):
     kind_of_document: ClassVar[str] = "list of node types"
     nodes: dict[str, NodeEntry]
 
@@ -294,7 +294,7 @@ class _Models(Document):
     models: dict[str, ModelEntry]
 
 
-class _Rents(Document):
+class _RentsFile(Document):
     kind_of_document: ClassVar[str] = "list of rents"
     rents: tuple[Rent, ...]
 
@@ -305,7 +305,7 @@ class _Purchases(Document):
     network: Quantity
 
 
-class _Facility(Document):
+class _FacilityFile(Document):
     kind_of_document: ClassVar[str] = "facility"
     facility: Facility
 
@@ -341,7 +341,7 @@ def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
 @cache
 def nodes() -> dict[str, NodeEntry]:
     """Return every node type by name."""
-    return _with_sources(_Nodes, "nodes.yaml").nodes
+    return _with_sources(_NodesFile, "nodes.yaml").nodes
 
 
 @cache
@@ -390,7 +390,7 @@ def native() -> Stack:
 @cache
 def rents() -> tuple[Rent, ...]:
     """Return all dated rents."""
-    return _with_sources(_Rents, "prices.yaml").rents
+    return _with_sources(_RentsFile, "prices.yaml").rents
 
 
 @cache
@@ -412,7 +412,7 @@ def _bought() -> _Purchases:
 @cache
 def facility() -> Facility:
     """Return power, electricity and carbon figures."""
-    return _with_sources(_Facility, "facility.yaml").facility
+    return _with_sources(_FacilityFile, "facility.yaml").facility
 
 
 @cache

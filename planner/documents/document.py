@@ -279,7 +279,7 @@ def plain(text: str) -> object:
             pass  # YAML in braces, or wrong: the YAML reader knows the place
     try:
         _refuse_harm(text)
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -336,7 +336,7 @@ def nearest(name: str, known: list[str]) -> str:
     return "known: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _SafeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Safe YAML with the scalars of YAML 1.2: no dates, no sexagesimals, `yes` is a word."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
@@ -375,13 +375,13 @@ _SCALARS = (
     ),
 )
 for _tag, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _SafeLoader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
     _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
 # YAML 1.1 reads 010 as eight; a document's 010 is ten.
-_Loader.add_constructor(
+_SafeLoader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node))
 )
-_Loader.add_constructor(
+_SafeLoader.add_constructor(
     "tag:yaml.org,2002:float",
     lambda loader, node: float(loader.construct_scalar(node).lower().replace(".inf", "inf")),
 )

@@ -39,7 +39,7 @@ class StepCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class _ChartAxis:
     low: float
     high: float
     start: float
@@ -93,13 +93,15 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [mark for mark in marks if low * 0.999 <= mark <= high * 1.001] or [low, high]
 
 
-def _axis(values: Sequence[float], start: float, end: float, *, log: bool, zero: bool) -> _Axis:
+def _axis(
+    values: Sequence[float], start: float, end: float, *, log: bool, zero: bool
+) -> _ChartAxis:
     low, high = min(values), max(values)
     if log:
-        return _Axis(low / 1.15, high * 1.15, start, end, log=True)
+        return _ChartAxis(low / 1.15, high * 1.15, start, end, log=True)
     low = min(0.0, low) if zero else low
     room = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
-    return _Axis(low - (0 if zero and low >= 0 else room), high + room, start, end, log=False)
+    return _ChartAxis(low - (0 if zero and low >= 0 else room), high + room, start, end, log=False)
 
 
 def _svg(title: str, body: Sequence[str], height: float = HEIGHT, width: float = WIDTH) -> str:
@@ -128,7 +130,7 @@ def _stroke(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
 
 
-def _frame(across: _Axis, up: _Axis, x_title: str, y_title: str) -> list[str]:
+def _frame(across: _ChartAxis, up: _ChartAxis, x_title: str, y_title: str) -> list[str]:
     body = []
     for tick in across.ticks():
         x = across.at(tick)

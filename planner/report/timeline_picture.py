@@ -32,7 +32,7 @@ ROOM_FOR_NUMBER = 110
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _TimelineSpan:
     rank: int
     start_s: float
     end_s: float
@@ -105,7 +105,7 @@ def left_out(timeline: Timeline) -> int:
     return sum(max(0, len(order) - most) for order in timeline.orders)
 
 
-def _spans(timeline: Timeline, most: int) -> list[_Span]:
+def _spans(timeline: Timeline, most: int) -> list[_TimelineSpan]:
     found = []
     for rank in range(len(timeline.orders)):
         turns = {
@@ -113,18 +113,18 @@ def _spans(timeline: Timeline, most: int) -> list[_Span]:
             for turn, stage in enumerate(sorted({a.stage for a in timeline.orders[rank]}))
         }
         found += [
-            _Span(rank, start_s, end_s, action, turns[action.stage])
+            _TimelineSpan(rank, start_s, end_s, action, turns[action.stage])
             for start_s, end_s, action in timeline.actions(rank)[:most]
         ]
     return found
 
 
-def _turns(spans: Sequence[_Span]) -> int:
+def _turns(spans: Sequence[_TimelineSpan]) -> int:
     return 1 + max(span.turn for span in spans)
 
 
-def _by_kind(spans: Sequence[_Span]) -> dict[tuple[str, int], list[_Span]]:
-    found: dict[tuple[str, int], list[_Span]] = {
+def _by_kind(spans: Sequence[_TimelineSpan]) -> dict[tuple[str, int], list[_TimelineSpan]]:
+    found: dict[tuple[str, int], list[_TimelineSpan]] = {
         (kind, turn): [] for turn in range(_turns(spans)) for kind in SHADES
     }
     for span in spans:
@@ -132,19 +132,19 @@ def _by_kind(spans: Sequence[_Span]) -> dict[tuple[str, int], list[_Span]]:
     return {key: of_kind for key, of_kind in found.items() if of_kind}
 
 
-def _place(span: _Span, scale: float) -> tuple[int, int, int]:
+def _place(span: _TimelineSpan, scale: float) -> tuple[int, int, int]:
     """Return left end, top and width; a hair is left between neighbours."""
     left = round(LEFT + scale * span.start_s)
     right = round(LEFT + scale * span.end_s)
     return left, TOP + ROW * span.rank + 20, max(1, right - left - (right - left > 20))
 
 
-def _rectangle(span: _Span, scale: float) -> str:
+def _rectangle(span: _TimelineSpan, scale: float) -> str:
     left, top, width = _place(span, scale)
     return f"M{left} {top}h{width}v{ROW - 40}h-{width}z"
 
 
-def _titled(span: _Span, name: str, colour: str, scale: float) -> str:
+def _titled(span: _TimelineSpan, name: str, colour: str, scale: float) -> str:
     left, top, width = _place(span, scale)
     took = seconds_text(span.end_s - span.start_s)
     title = f"{name}, stage {span.action.stage}, micro-batch {span.action.micro_batch}: {took}"

@@ -142,7 +142,7 @@ def _forwards_first_s(times: StageTimes, micro_batches: int) -> list[float]:
     return result[::-1]
 
 
-class _Node(NamedTuple):
+class _ActionNode(NamedTuple):
     """An action and its arcs; `own` and `source` are places of nodes, -1 where there is none.
 
     Nodes of a layer have arcs from `own_lag` and `lag` layers before.
@@ -169,10 +169,10 @@ class Cut:
     micro_batches: int
     """m0: what beginning and end have without a layer."""
     period: int
-    begins: tuple[_Node, ...]
+    begins: tuple[_ActionNode, ...]
     """`lag` is 0."""
-    layer: tuple[_Node, ...]
-    ends: tuple[_Node, ...]
+    layer: tuple[_ActionNode, ...]
+    ends: tuple[_ActionNode, ...]
     """`own_lag` and `lag` are 0 for places among the ends themselves; n for the n-th last layer."""
     last_begun: tuple[int, ...]
     """[rank] Place of its last action among `begins`."""
@@ -327,7 +327,7 @@ def _compiled(
         split: set[tuple[int, int]],
         own_of: Sequence[int],
         own_lag: int,
-    ) -> list[_Node]:
+    ) -> list[_ActionNode]:
         """`own_of` [rank] is what stands before the part, so many layers before."""
         inside = {action: at for at, (_, action) in enumerate(part)}
         before = [(own, own_lag) for own in own_of]
@@ -346,7 +346,7 @@ def _compiled(
             own, its_lag = before[rank]
             before[rank] = at, 0
             cost = _KINDS.index(action.kind) * stages + action.stage
-            found.append(_Node(cost, own, its_lag, place, lag, boundary))
+            found.append(_ActionNode(cost, own, its_lag, place, lag, boundary))
         return found
 
     of_begin = nodes(begin, splits[0], [-1] * ranks, 0)

@@ -44,7 +44,7 @@ S = TypeVar("S", bound=Proven)
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[S]):
+class SplitSolution(Generic[S]):
     """A layout's best split in the closed form; it may be as fast as `lower_bound_s` says."""
 
     objective_s: float
@@ -63,15 +63,15 @@ class ClosedFormGoal:
 
     def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
         self.solved = 0
-        self.found: list[tuple[Any, Found[Any]]] = []
+        self.found: list[tuple[Any, SplitSolution[Any]]] = []
         """What was solved, each with its space."""
         self._top, self._below_s = top, below_s
-        self._best: dict[tuple[int, ...], Found[Any]] = {}
+        self._best: dict[tuple[int, ...], SplitSolution[Any]] = {}
         self._homes: dict[int, Any] = {}
         """By the id of what was found, where."""
         self._open_s = math.inf
         """What layouts may still hide that were not solved to the end."""
-        self._last: Found[Any] | None = None
+        self._last: SplitSolution[Any] | None = None
         """The last of the best, if there are so many."""
 
     def over(self, bound_s: float) -> bool:
@@ -121,7 +121,7 @@ class ClosedFormGoal:
         self._enter(answer)
         return None
 
-    def _enter(self, new: Found[Any]) -> None:
+    def _enter(self, new: SplitSolution[Any]) -> None:
         """Let a split stand for its kind of layout if it is the best of it."""
         old = self._best.get(kind(new.layout))
         if new.objective_s < self._below_s and (old is None or wins(new, old)):
@@ -129,18 +129,18 @@ class ClosedFormGoal:
             ranking = sorted(self._best.values(), key=lambda found: found.rank)
             self._last = ranking[self._top - 1] if len(ranking) >= self._top else None
 
-    def _rival(self, space: Any, layout: Layout) -> Found[Any] | None:
+    def _rival(self, space: Any, layout: Layout) -> SplitSolution[Any] | None:
         """Return the best that a layout has to beat to be among the `top`, if any."""
         own, last = self._best.get(kind(layout)), self._last
         if own is None or last is None or space.keeps_ties:
             return own or last
         return own if wins(own, last) else last
 
-    def home(self, found: Found[Any]) -> Any:
+    def home(self, found: SplitSolution[Any]) -> Any:
         """Return the space that a layout was found in."""
         return self._homes[id(found)]
 
-    def ranking(self) -> list[Found[Any]]:
+    def ranking(self) -> list[SplitSolution[Any]]:
         """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""
         order = sorted(self._best.values(), key=lambda found: found.rank)
         if order:
@@ -190,7 +190,7 @@ class Near:
         self._alike[key] += 1
         self._tried[id(space)] += 1
         answer = space.solve(layout, self._limit_s)  # type: ignore[attr-defined]
-        if isinstance(answer, Found) and answer.objective_s <= self._limit_s:
+        if isinstance(answer, SplitSolution) and answer.objective_s <= self._limit_s:
             self.found.append((space, answer))
         return None
 
@@ -278,7 +278,7 @@ def timetable(layout: Layout) -> tuple[str, int, bool]:
 
 def judged(
     answer: Any, layout: Layout, cutoff_s: float, step_s: float, known_s: float = 0.0
-) -> Found[Any] | Lost:
+) -> SplitSolution[Any] | Lost:
     """Return what a solver's answer to a layout's problem below a cutoff says of the layout.
 
     `step_s` of its seconds are not in the problem; `known_s` is a bound that is known before.
@@ -291,17 +291,17 @@ def judged(
         bound_s = max(known_s, answer.lower_bound_s + step_s)
         return Lost(NO_FASTER if beaten else UNFINISHED, bound_s=bound_s)
     split = getattr(answer, "split", answer)
-    return Found(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
+    return SplitSolution(split.objective_s + step_s, split.lower_bound_s + step_s, layout, answer)
 
 
-def fastest(found: Sequence[Found[Any]]) -> Found[Any]:
+def fastest(found: Sequence[SplitSolution[Any]]) -> SplitSolution[Any]:
     """Return the simplest of those that are as fast as the fastest."""
     least_s = min(one.objective_s for one in found) * (1 + EQUAL)
     ties = [one for one in found if one.objective_s <= least_s]
     return min(ties, key=lambda one: complexity(one.layout))
 
 
-def wins(new: Found[Any], old: Found[Any]) -> bool:
+def wins(new: SplitSolution[Any], old: SplitSolution[Any]) -> bool:
     """Faster wins; of equally fast ones the simpler, whatever the order they came in."""
     if abs(new.objective_s - old.objective_s) <= EQUAL * old.objective_s:
         return complexity(new.layout) < complexity(old.layout)

@@ -65,7 +65,7 @@ def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
 
     None if no split does, or they are more than MOST_ROWS.
     """
-    stages = _Stages(shares)
+    stages = _LayersOfStages(shares)
     found = list(itertools.islice(stages.kept(stages.whole, ties), MOST_ROWS + 1))
     if not 0 < len(found) <= MOST_ROWS:
         return None
@@ -86,7 +86,7 @@ def both(one: Rows | None, other: Rows | None) -> Rows | None:
     return tuple(row for row in each if all(low <= high for low, high in row)) or None
 
 
-class _Stages:
+class _LayersOfStages:
     """How many layers stages have, by the numbers of like layers on ranks."""
 
     def __init__(self, shares: Shares) -> None:

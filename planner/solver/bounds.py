@@ -112,15 +112,17 @@ def counted_s(instance: Instance) -> float:
     slowest stage between two ceilings that are tried costs at least the lower ceiling, with the
     steps below the upper one; the least over these intervals holds for every split.
     """
-    chain = _Chain.of(instance)
-    counted = _Counted(_hosted_s(instance.kinds, _Rooms.of(instance.stages), chain), chain)
+    chain = _LayersByPlace.of(instance)
+    counted = _MainKindTimes(
+        _hosted_s(instance.kinds, _StageRooms.of(instance.stages), chain), chain
+    )
     return counted.least_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
 
-class _Counted:
+class _MainKindTimes:
     """The times that stages take by their layers of the main kind, as `counted_s` looks at them."""
 
-    def __init__(self, hosted_s: Floats, chain: _Chain) -> None:
+    def __init__(self, hosted_s: Floats, chain: _LayersByPlace) -> None:
         self._chain = chain
         self._stages = len(hosted_s)
         self._empty_s, self._held_s = hosted_s[:, 0], hosted_s[:, 1:]
@@ -160,7 +162,7 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rooms:
+class _StageRooms:
     """[stage] The room and the pace of all stages, as solver.instance.StageLimits names them."""
 
     in_flight: Floats
@@ -170,7 +172,7 @@ class _Rooms:
     exposed_s: Floats
 
     @classmethod
-    def of(cls, stages: Sequence[StageLimits]) -> _Rooms:
+    def of(cls, stages: Sequence[StageLimits]) -> _StageRooms:
         return cls(
             np.array([stage.in_flight for stage in stages]),
             np.array([stage.waiting for stage in stages]),
@@ -181,7 +183,7 @@ class _Rooms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chain:
+class _LayersByPlace:
     """The layers of an instance: those that are counted, those with a place, and the others."""
 
     main: int
@@ -198,7 +200,7 @@ class _Chain:
     """Least sync of the stage with the longest."""
 
     @classmethod
-    def of(cls, instance: Instance) -> _Chain:
+    def of(cls, instance: Instance) -> _LayersByPlace:
         """Return what the first and the last stage hold surely, and what is counted."""
         layers, stages = instance.layers, len(instance.stages)
         counts = [layers.count(kind) for kind in range(len(instance.kinds))]
@@ -230,7 +232,9 @@ class _Chain:
         )
 
 
-def _hosted_s(tables: Sequence[Sequence[Option]], rooms: _Rooms, chain: _Chain) -> Floats:
+def _hosted_s(
+    tables: Sequence[Sequence[Option]], rooms: _StageRooms, chain: _LayersByPlace
+) -> Floats:
     """[stage, n] Least seconds of each stage with n layers of the main kind; inf if impossible.
 
     Let stage s hold x_k layers of the main kind with option k, Σ x_k = n, and its placed layers

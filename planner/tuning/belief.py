@@ -47,7 +47,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialObservation:
+class ConstantBelief:
     """What is known of a constant: how its seconds stand to the predicted ones, as a logarithm."""
 
     name: str
@@ -64,7 +64,7 @@ class Posterior:
     covariance: Array
     """[option, option]; the scale is in it."""
     degrees: float
-    constants: tuple[TrialObservation, ...]
+    constants: tuple[ConstantBelief, ...]
 
     def seconds(self, option: int) -> tuple[float, float, float]:
         """Return the step of an option, and the ends between which 80 of 100 should lie."""
@@ -110,9 +110,7 @@ class Belief:
             covariance=prior - gains @ prior[at],
             degrees=degrees,
             constants=tuple(
-                TrialObservation(
-                    name=name, mean=float(mean), spread=math.sqrt(max(0.0, float(rest)))
-                )
+                ConstantBelief(name=name, mean=float(mean), spread=math.sqrt(max(0.0, float(rest))))
                 for name, mean, rest in zip(CONSTANTS, of_constants @ residuals, left, strict=True)
             ),
         )

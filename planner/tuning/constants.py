@@ -14,7 +14,7 @@ from planner.accuracy.calibrate.constants import (
 )
 from planner.documents.cluster import ClusterSpec
 from planner.documents.profile import Calibration
-from planner.tuning.belief import Posterior, TrialObservation
+from planner.tuning.belief import ConstantBelief, Posterior
 from planner.tuning.options import CONSTANTS
 
 
@@ -43,7 +43,7 @@ def calibration(cluster: ClusterSpec, found: Posterior, *, runs: int, source: st
     return Calibration.model_validate(made.model_dump())
 
 
-def _learnt(told: TrialObservation) -> float:
+def _learnt(told: ConstantBelief) -> float:
     """Return by how much trials made a constant surer."""
     return 1 - told.spread / CONSTANTS[told.name].spread
 

@@ -27,7 +27,7 @@ IMPROBABLE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryTrial:
     """A trial's memory: it ran, having held so much, or there was not enough."""
 
     option: int
@@ -37,14 +37,14 @@ class Held:
 
 
 def fit_probabilities(
-    options: Sequence[TrialOption], trials: Sequence[Held]
+    options: Sequence[TrialOption], trials: Sequence[MemoryTrial]
 ) -> NDArray[np.float64]:
     """[option] Return the probability that each fits; 1 and 0 for those that were tried.
 
     >>> from planner.documents.plan import Layout
     >>> some = [TrialOption(layout=Layout(), kept="", step_s=1.0, parts={"forward": 1.0},
     ...                devices_per_node=8, fit_probability=p) for p in (0.5, 0.6)]
-    >>> fit_probabilities(some, [Held(option=0, ran=False)]).round(2).tolist()
+    >>> fit_probabilities(some, [MemoryTrial(option=0, ran=False)]).round(2).tolist()
     [0.0, 0.44]
     """
     margins = np.array([one.margin for one in options])

@@ -19,7 +19,7 @@ from planner.documents.tolerances import ROUNDING
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
 from planner.tuning.options import TrialOption
-from planner.tuning.room import Held, fit_probabilities
+from planner.tuning.room import MemoryTrial, fit_probabilities
 
 TRIED_ABOVE = 0.9
 """Probability of fitting below which an option is not tried while others are left to try."""
@@ -91,7 +91,7 @@ class Tuner:
     def fits(self) -> Array:
         """[option] The probability that it fits in memory."""
         held = [
-            Held(option=one.option, ran=one.step_s is not None, ratio=one.memory_ratio)
+            MemoryTrial(option=one.option, ran=one.step_s is not None, ratio=one.memory_ratio)
             for one in self.outcomes
         ]
         return fit_probabilities(self.options, held)

@@ -138,7 +138,7 @@ def _carried_out(
     ]
     done: dict[int, CandidateOutcome] = {}
     interrupted = False
-    told = _Told(progress, len(tasks) + _changes_asked(study))
+    told = _StudyProgress(progress, len(tasks) + _changes_asked(study))
     try:
         for index, outcome in _evaluated(tasks, workers, told):
             done[index] = outcome
@@ -209,7 +209,7 @@ def _changes_asked(study: Study) -> int:
     return sum(map(len, marginal)) + sum(len(curve.factors) for curve in study.curves)
 
 
-class _Told:
+class _StudyProgress:
     """Progress over all rounds of evaluations: candidates first, then changes."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
@@ -222,7 +222,7 @@ class _Told:
             self._progress(self._done, self._total)
 
 
-def _followed(result: Result, workers: Workers, told: _Told) -> Result:
+def _followed(result: Result, workers: Workers, told: _StudyProgress) -> Result:
     """Add marginal values, curves and doubts, which are about single candidates."""
     study = result.study
     best = result.best or next((o for o in result.outcomes if o.fits), None)
@@ -268,7 +268,7 @@ def _changes(
     base: CandidateOutcome,
     wanted: Sequence[tuple[ChangeName, float]],
     workers: Workers,
-    told: _Told,
+    told: _StudyProgress,
 ) -> Iterator[Changed]:
     """Yield what each change of a candidate does to it, planned again at the same price."""
     candidate = result.candidates[base.candidate]
@@ -325,7 +325,7 @@ def _compared(
 
 
 def _evaluated(
-    tasks: Sequence[_Task], workers: Workers, told: _Told
+    tasks: Sequence[_Task], workers: Workers, told: _StudyProgress
 ) -> Iterator[tuple[int, CandidateOutcome]]:
     """Yield outcomes with the index of their task, as they come.
 

@@ -25,7 +25,7 @@ from planner.search.certificate import (
     SHARED_ROOM,
     UNKEPT,
 )
-from planner.search.goals import Found, judged
+from planner.search.goals import SplitSolution, judged
 from planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import LayoutFamily
@@ -141,7 +141,7 @@ class ChainSpace(Families):
             return Lost(DOMINATED)
         return self.candidates.memory_s(layout)
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[Solution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[Solution] | Lost:
         """Return the best split of a layout."""
         step_s = self.candidates.costs(layout).step_s
         found = self.solver(self.candidates.instance(layout), cutoff_s - step_s)
@@ -156,7 +156,7 @@ class ChainSpace(Families):
             return False
         return isinstance(solve_chain(instance, time_limit_s=TRIED_FOR_S), Solution)
 
-    def ranked(self, found: Found[Solution]) -> Ranked:
+    def ranked(self, found: SplitSolution[Solution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         return ranked(self.candidates, found.layout, found.split)
 

@@ -31,7 +31,7 @@ from planner.search.certificate import (
     UNKEPT,
 )
 from planner.search.formulation import branching_problem, instance_of, plan_of
-from planner.search.goals import Found, judged
+from planner.search.goals import SplitSolution, judged
 from planner.search.queue import Bound, Layouts, Lost
 from planner.search.ranked import Ranked, predicted
 from planner.search.space import LayoutFamily
@@ -124,7 +124,7 @@ class GraphSpace(Layouts):
         output_s = tuple(sent_s[layer.kind] for _, layer in model.chain)
         return branching_problem(model, layout, [(alike, costs.action_s)], ((output_s,),))
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Lost:
         """Return the best split of a layout."""
         problem, step_s = self.instance(layout), self._tables.of(layout).step_s
         answer = (
@@ -143,7 +143,7 @@ class GraphSpace(Layouts):
         known_s = self.candidates.communication_s(layout)
         return judged(answer, layout, cutoff_s, step_s, known_s)
 
-    def ranked(self, found: Found[GraphSolution]) -> Ranked:
+    def ranked(self, found: SplitSolution[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         original = self.candidates.model
         names = [found.split.problem.name(layer) for layer in found.split.order]

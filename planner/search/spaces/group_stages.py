@@ -21,7 +21,7 @@ from planner.documents.plan import Layout, Plan
 from planner.schedules import schedule_of
 from planner.schedules.schedule import rank_of_stage
 from planner.search.formulation import branching_problem, plan_with, stage_of
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.layer_options import allowed
 from planner.search.rank_problem import RankProblem
 from planner.search.spaces.groups import GroupSpace
@@ -189,7 +189,7 @@ def _exposed_s(layout: Layout, tables: CostTables, widest_s: float) -> list[floa
     return result
 
 
-def planned(space: GroupSpace, found: Found[GraphSolution]) -> Plan:
+def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
     """Return the plan that a solution describes."""
     layout, group_of_rank = found.layout, found.split.stage_types
     home = rank_of_stage(
@@ -212,7 +212,7 @@ def planned(space: GroupSpace, found: Found[GraphSolution]) -> Plan:
 Placed = list[list[tuple[int, StrategyCost]]]
 
 
-def _consecutive(space: GroupSpace, found: Found[GraphSolution]) -> Placed:
+def _consecutive(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
     """[stage] Positions of its layers and what becomes of them, one stage a rank."""
     layout, split = found.layout, found.split.split
     kinds, order = space.ordered.chain_kinds, found.split.order
@@ -231,7 +231,7 @@ def _consecutive(space: GroupSpace, found: Found[GraphSolution]) -> Placed:
     return placed
 
 
-def _shared(space: GroupSpace, found: Found[GraphSolution]) -> Placed:
+def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
     """The same where ranks have several stages: shares of like layers (`planner.search.ranks`)."""
     layout, split = found.layout, found.split.split
     groups = sorted(set(found.split.stage_types))

@@ -46,7 +46,7 @@ from planner.search.certificate import (
 )
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
-from planner.search.goals import Found, judged
+from planner.search.goals import SplitSolution, judged
 from planner.search.queue import Bound, Lost, SolvedLayout
 from planner.search.ranked import Ranked, predicted
 from planner.search.savings import savings_of
@@ -299,7 +299,7 @@ class MixedSpace(GroupSpace):
         for at, key in enumerate(some):
             self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
 
-    def solve(self, layout: Layout, cutoff_s: float) -> Found[GraphSolution] | Lost:
+    def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
@@ -357,7 +357,7 @@ class MixedSpace(GroupSpace):
             for twin in twins(layout)
         )
 
-    def ranked(self, found: Found[GraphSolution]) -> Ranked:
+    def ranked(self, found: SplitSolution[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found)
         groups = [stage.group or "" for stage in plan.stages]

@@ -30,7 +30,7 @@ from planner.documents.plan import Layout, Share
 from planner.schedules import PLAIN
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import layout_pace, plan_with, stage_of
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.layer_options import allowed
 from planner.search.queue import Bound, Bundle, Lost
 from planner.search.rank_problem import RankProblem
@@ -174,7 +174,7 @@ class ShareSpace(GroupSpace):
             for _ in range(group.devices // layout.tensor)
         )
 
-    def solve(self, layout: Layout, _: float) -> Found[Shared] | Lost:
+    def solve(self, layout: Layout, _: float) -> SplitSolution[Shared] | Lost:
         """Return the best shares of a layout."""
         chains = self._chains(layout)
         ranks = self.groups_of_ranks(layout)
@@ -210,7 +210,7 @@ class ShareSpace(GroupSpace):
         )
         bound_s = min(total_s, _end_s(self._shares(layout, rank_s), rank_s) + least_sync_s)
         split = replace(split, objective_s=total_s, lower_bound_s=bound_s)
-        return Found(
+        return SplitSolution(
             total_s + step_s,
             bound_s + step_s,
             replace(layout, micro_batches=max(shares)),
@@ -256,7 +256,7 @@ class ShareSpace(GroupSpace):
             for name, own in costs.items()
         }
 
-    def ranked(self, found: Found[Shared]) -> Ranked:
+    def ranked(self, found: SplitSolution[Shared]) -> Ranked:
         """Return the plan of some shares and its prediction."""
         shared, layout = found.split, found.layout
         choices = {

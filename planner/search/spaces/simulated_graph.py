@@ -38,7 +38,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS
 from planner.search.certificate import SOLVED as BY_OPTIMUM
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.queue import Bound, Lost
 from planner.search.simulated_bounds import SimulatedCandidates, paces, transfers
 from planner.search.simulated_program import (
@@ -159,7 +159,7 @@ class SimulatedGraph(BySimulation, GraphSpace):
         if low_s >= limit_s:
             return low_s
         closed_form = self.own.solve(layout, limit_s * ABOVE)
-        if isinstance(closed_form, Found):
+        if isinstance(closed_form, SplitSolution):
             limit_s = min(limit_s, self._try(closed_form))
         effort = self.tried.effort
         if choices is None or not self.tried.may(PROGRAMS, effort.programs):
@@ -215,9 +215,9 @@ class SimulatedGraph(BySimulation, GraphSpace):
         solution = GraphSolution(
             problem=problem, order=tuple(order), types=types, split=split, method="lattice"
         )
-        return self._try(Found(closed_s, closed_s, layout, solution))
+        return self._try(SplitSolution(closed_s, closed_s, layout, solution))
 
-    def _try(self, split: Found[GraphSolution]) -> float:
+    def _try(self, split: SplitSolution[GraphSolution]) -> float:
         return self.tried.keep(self.own.ranked(split))
 
 

@@ -35,7 +35,7 @@ from planner.documents.tolerances import EQUAL, ROUNDING
 from planner.search.certificate import BOUNDS, DOMINATED, MEMORY
 from planner.search.certificate import SOLVED as BY_OPTIMUM
 from planner.search.dominance import dominates, no_slower, twins
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.queue import Bound, Lost
 from planner.search.ranked import Ranked
 from planner.search.simulated_bounds import paces
@@ -246,7 +246,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         closed_s = split.split.objective_s + max(
             costs.step_s for costs in self.costs.costs(layout).values()
         )
-        plan = self.own.ranked(Found(closed_s, closed_s, layout, split))
+        plan = self.own.ranked(SplitSolution(closed_s, closed_s, layout, split))
         self.tried.keep(plan)
         return plan
 

@@ -53,7 +53,7 @@ class _PriceRange:
         return self.high - self.low
 
 
-class _Places:
+class _CutPlaces:
     """[range] Where cuts can be: the start, all ranges, the end; ends cost nothing."""
 
     def __init__(self, ranges: Sequence[_PriceRange], total: float) -> None:
@@ -132,7 +132,7 @@ class CutBounds:
 
     def _bound(self, ranges: Sequence[_PriceRange], below_s: float) -> tuple[float, list[int]]:
         """Return a bound for all splits below `below_s`, and the ranges of a way near to it."""
-        places = _Places(ranges, self._total)
+        places = _CutPlaces(ranges, self._total)
         fluid, count = self._fluid, len(self._exposed_s) - 1
         rest_s = fluid.fill_s + fluid.sync_s
         rest_s += 2 * self._fill * float(places.cut_s[1:-1].min()) * count
@@ -159,7 +159,7 @@ class CutBounds:
             found_s = min(found_s, float(value_s + 2 * self._fill * cuts_s))
         return found_s, way
 
-    def _steps(self, places: _Places, ceiling_s: float) -> list[Floats]:
+    def _steps(self, places: _CutPlaces, ceiling_s: float) -> list[Floats]:
         """[stage][range, range] How far a stage gets from one range in another; -inf where not."""
         stages, slack = len(self._exposed_s), SLACK * self._total
         reached = np.full(len(places.low), -np.inf)
@@ -179,7 +179,7 @@ class CutBounds:
             reached = far.max(axis=0)
         return found
 
-    def _way(self, places: _Places, ceiling_s: float) -> list[int] | None:
+    def _way(self, places: _CutPlaces, ceiling_s: float) -> list[int] | None:
         """Return the ranges of the cuts of a way to the end under a ceiling; None if none is."""
         steps = self._steps(places, ceiling_s)
         if not np.isfinite(steps[-1].max()):
@@ -190,7 +190,7 @@ class CutBounds:
             way.append(at - 1)
         return way[::-1]
 
-    def _least_cuts_s(self, places: _Places, ceiling_s: float) -> float:
+    def _least_cuts_s(self, places: _CutPlaces, ceiling_s: float) -> float:
         """Least sum of the cuts of ways under a ceiling; inf if there is none."""
         sums_s = np.full(len(places.low), np.inf)
         sums_s[0] = 0.0

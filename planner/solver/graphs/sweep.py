@@ -56,7 +56,7 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ways:
+class _IdealWays:
     """[member] Of all ways from one end of the pipeline to an ideal, bounds on two things each.
 
     The slowest stage on the way, and the sum; inf where there is no way.
@@ -120,7 +120,7 @@ class Sweep:
             ends = starts[np.isfinite(ways[-1].sum_s[starts])]
         return self._forward(hops[::-1], ways[::-1])
 
-    def _forward(self, hops: list[Hop], after: list[_Ways]) -> list[Hop]:
+    def _forward(self, hops: list[Hop], after: list[_IdealWays]) -> list[Hop]:
         """Leave out what is not worth it in the light of the real ways from the start."""
         before = self._at(self._bands[0])
         kept = []
@@ -131,7 +131,7 @@ class Sweep:
         return kept
 
     def _steps(
-        self, stage: int, smaller: Indices, larger: Indices, before: _Ways, after: _Ways
+        self, stage: int, smaller: Indices, larger: Indices, before: _IdealWays, after: _IdealWays
     ) -> Hop:
         """Steps among pairs of members: one in the other, fast enough, and worth it."""
         for word in range(self._words.shape[1]):
@@ -147,16 +147,16 @@ class Sweep:
         hop = hop.only(hop.stage_s <= self._highest_s)
         return hop.only(self._steps_worth(stage, hop, before, after))
 
-    def _steps_worth(self, stage: int, hop: Hop, before: _Ways, after: _Ways) -> Booleans:
+    def _steps_worth(self, stage: int, hop: Hop, before: _IdealWays, after: _IdealWays) -> Booleans:
         """[step] Whether a split that takes the step can be below the cutoff."""
-        through = _Ways(
+        through = _IdealWays(
             np.maximum(hop.stage_s, after.slowest_s[hop.larger]),
             self._fill_s(stage, hop) + after.sum_s[hop.larger],
         )
         return self._worth(before, through, hop.smaller, slice(None))
 
     def _worth(
-        self, before: _Ways, after: _Ways, here: Indices, there: Indices | slice
+        self, before: _IdealWays, after: _IdealWays, here: Indices, there: Indices | slice
     ) -> Booleans:
         """Whether ways to `here` and on from `there` can make a split below the cutoff."""
         slowest_s = np.maximum(before.slowest_s[here], after.slowest_s[there])
@@ -172,27 +172,29 @@ class Sweep:
         fill_s: Floats = self._fill * hop.stage_s - self._scale[stage] * credit_s
         return fill_s
 
-    def _onward(self, stage: int, hop: Hop, ways: _Ways, origin: Indices, target: Indices) -> _Ways:
+    def _onward(
+        self, stage: int, hop: Hop, ways: _IdealWays, origin: Indices, target: Indices
+    ) -> _IdealWays:
         """Ways made longer by one step."""
         longer = self._at(origin[:0])
         np.minimum.at(longer.slowest_s, target, np.maximum(ways.slowest_s[origin], hop.stage_s))
         np.minimum.at(longer.sum_s, target, ways.sum_s[origin] + self._fill_s(stage, hop))
         return longer
 
-    def _at(self, members: Indices) -> _Ways:
+    def _at(self, members: Indices) -> _IdealWays:
         """No way but to stay at these members."""
         slowest_s, sum_s = np.full((2, len(self._until_s)), np.inf)
         slowest_s[members] = sum_s[members] = 0.0
-        return _Ways(slowest_s, sum_s)
+        return _IdealWays(slowest_s, sum_s)
 
-    def _fluid_before(self, cut: int) -> _Ways:
+    def _fluid_before(self, cut: int) -> _IdealWays:
         """Bounds on the ways from the start to a cut: seconds shared evenly, bytes pooled."""
         if not cut:
             return self._at(self._bands[0])
         own_s = self._bounds.shared_s(slice(0, cut))
         return self._shared(slice(0, cut), cut - 1, own_s, (self._gain_s, self._credit_s))
 
-    def _fluid_after(self, cut: int) -> _Ways:
+    def _fluid_after(self, cut: int) -> _IdealWays:
         """Bounds on the ways from a cut to the end."""
         own_s = self._bounds.shared_s(slice(cut, None), rest=True)
         gain_s, credit_s = self._gain_s[-1] - self._gain_s, self._credit_s[-1] - self._credit_s
@@ -200,7 +202,7 @@ class Sweep:
 
     def _shared(
         self, stages: slice, beside: int, own_s: Floats, gains: tuple[Floats, Floats]
-    ) -> _Ways:
+    ) -> _IdealWays:
         """Bounds for stages, one of them beside the cut, whose layers take `own_s` in all."""
         gain_s, credit_s = gains
         pace, exposed_s = self._scale[stages], self._exposed_s[stages]
@@ -209,7 +211,7 @@ class Sweep:
         slowest_s = (own_s + fixed_s) / float(np.sum(1 / pace))
         sum_s = self._fill * float(pace.min()) * own_s - float(pace.max()) * credit_s
         sum_s = np.maximum(sum_s, gain_s)
-        return _Ways(slowest_s, sum_s + self._fill * (float(exposed_s.sum()) + cut_s))
+        return _IdealWays(slowest_s, sum_s + self._fill * (float(exposed_s.sum()) + cut_s))
 
     def _reach(self, stage: int, starts: Indices, ends: Indices) -> tuple[Indices, Indices]:
         """[start] Range of the ends, by rising seconds, that are near enough for a step."""

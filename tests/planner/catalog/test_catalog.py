@@ -209,7 +209,9 @@ def test_a_spot_price_above_on_demand_is_refused() -> None:
     first = next(r for r in rents() if r.spot_usd_per_device_hour)
 
     with pytest.raises(DocumentError, match="a column has slipped"):
-        catalog._Rents.of({"rents": [first.model_dump() | {"spot_usd_per_device_hour": 1000.0}]})
+        catalog._RentsFile.of(
+            {"rents": [first.model_dump() | {"spot_usd_per_device_hour": 1000.0}]}
+        )
 
 
 def test_a_configuration_can_be_changed_without_harm() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from planner.documents.plan import Layout
 from planner.search.certificate import BOUNDS, OUT_OF_MEMORY
-from planner.search.goals import ClosedFormGoal, Found
+from planner.search.goals import ClosedFormGoal, SplitSolution
 from planner.search.queue import Bound, Bundle, Layouts, Lost, Queue
 from planner.search.space import complexity, kind
 
@@ -82,20 +82,20 @@ class Known(Layouts):
     def costs_of(self, _: Layout) -> Any:
         raise AssertionError("nobody asks")
 
-    def ranked(self, _: Found[Any]) -> Any:
+    def ranked(self, _: SplitSolution[Any]) -> Any:
         raise AssertionError("nobody asks")
 
-    def solve(self, layout: Layout, _: float) -> Found[Split] | Lost:
+    def solve(self, layout: Layout, _: float) -> SplitSolution[Split] | Lost:
         least_s = self._seconds[layout]
         if math.isinf(least_s):
             return Lost(OUT_OF_MEMORY, reason="too large")
         split = Split(layout.text(), self._proven == 1.0)
-        return Found(least_s, self._proven * least_s, layout, split)
+        return SplitSolution(least_s, self._proven * least_s, layout, split)
 
 
 def searched(
     seconds: Seconds, seed: int, *, top: int = 1, below_s: float = math.inf, proven: float = 1.0
-) -> tuple[list[Found[Split]], Queue]:
+) -> tuple[list[SplitSolution[Split]], Queue]:
     """Return the best of each kind and the queue that found them."""
     goal = ClosedFormGoal(top=top, below_s=below_s)
     queue = Queue(goal)

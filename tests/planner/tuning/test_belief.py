@@ -9,7 +9,7 @@ import pytest
 from planner.documents.plan import Layout
 from planner.tuning.belief import LAYOUT, NOISE, Belief, Timed
 from planner.tuning.options import CONSTANTS, TrialOption
-from planner.tuning.room import Held, fit_probabilities
+from planner.tuning.room import MemoryTrial, fit_probabilities
 from planner.tuning.tuner import Outcome, Tuner
 
 
@@ -70,8 +70,8 @@ def test_a_run_out_of_memory_lowers_the_chance_of_others_and_a_fitting_one_raise
     options = [option(fit=0.6), option(fit=0.7), option(fit=0.999)]
     before = fit_probabilities(options, [])
 
-    less = fit_probabilities(options, [Held(option=0, ran=False)])
-    more = fit_probabilities(options, [Held(option=0, ran=True)])
+    less = fit_probabilities(options, [MemoryTrial(option=0, ran=False)])
+    more = fit_probabilities(options, [MemoryTrial(option=0, ran=True)])
 
     assert less[1] < before[1] < more[1]
     assert less.tolist()[0] == 0
@@ -81,8 +81,8 @@ def test_a_run_out_of_memory_lowers_the_chance_of_others_and_a_fitting_one_raise
 def test_memory_that_was_measured_lower_than_predicted_makes_room() -> None:
     options = [option(), option(fit=0.5)]
 
-    roomy = fit_probabilities(options, [Held(option=0, ran=True, ratio=0.8)])
-    tight = fit_probabilities(options, [Held(option=0, ran=True, ratio=1.2)])
+    roomy = fit_probabilities(options, [MemoryTrial(option=0, ran=True, ratio=0.8)])
+    tight = fit_probabilities(options, [MemoryTrial(option=0, ran=True, ratio=1.2)])
 
     assert tight[1] < 0.3
     assert roomy[1] > 0.7

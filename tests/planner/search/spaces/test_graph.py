@@ -25,7 +25,7 @@ from planner.schedules.schedule import orders
 from planner.schedules.simulate import timeline
 from planner.search.answer import Answer
 from planner.search.candidates import Candidates
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.search import MARGIN, search
 from planner.search.spaces.graph import GraphSpace
 from planner.solver.requirements import read_requirements
@@ -191,8 +191,8 @@ def test_activations_of_a_graph_go_to_hosts_that_have_room(
 
     found = space.solve(layout, math.inf)
 
-    assert isinstance(found, Found) == fits == (least_s < math.inf)
-    if isinstance(found, Found):
+    assert isinstance(found, SplitSolution) == fits == (least_s < math.inf)
+    if isinstance(found, SplitSolution):
         assert found.objective_s == pytest.approx(least_s + costs.step_s, rel=1e-9)
         plan = space.ranked(found)
         assert plan.prediction.fits

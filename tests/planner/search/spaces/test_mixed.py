@@ -25,7 +25,7 @@ from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
-from planner.search.goals import Found
+from planner.search.goals import SplitSolution
 from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace
@@ -240,8 +240,10 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     for layout, one in found.items():
         least_s = least_shared_s(case, cluster, layout)
         assert space.bound_s(layout) <= least_s * (1 + 1e-9)
-        assert (one.objective_s if isinstance(one, Found) else math.inf) == pytest.approx(least_s)
-    fitting = {one.layout for one in found.values() if isinstance(one, Found)}
+        assert (one.objective_s if isinstance(one, SplitSolution) else math.inf) == pytest.approx(
+            least_s
+        )
+    fitting = {one.layout for one in found.values() if isinstance(one, SplitSolution)}
     wires, offloads = ({getattr(o, n) for o in fitting} for n in ("gradient_wire", "offload"))
     assert wires >= {"full", "bf16", "fp16"}
     assert ("powersgd" in wires) == ("parameters" in offloads) == (host_bytes is None)

@@ -15,7 +15,7 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.certificate import PROVEN
 from planner.search.effort import FULL, USUAL
-from planner.search.goals import Found, Simulated
+from planner.search.goals import Simulated, SplitSolution
 from planner.search.ranked import Ranked
 from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
@@ -35,7 +35,9 @@ def simulated(own: MixedSpace, best: Ranked) -> SimulatedMixed:
 
 def every_plan(own: MixedSpace, layout: Layout) -> list[Ranked]:
     """Every plan of a layout that fits."""
-    plans = (own.ranked(Found(1.0, 1.0, layout, split)) for split in every_split(own, layout))
+    plans = (
+        own.ranked(SplitSolution(1.0, 1.0, layout, split)) for split in every_split(own, layout)
+    )
     return [one for one in plans if one.prediction.fits]
 
 
@@ -119,7 +121,7 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
             for layout in bundle.layouts():
                 if own.refusal(layout) is None and layout.virtual_stages == 1:
                     for split in every_split(own, layout):
-                        one = own.ranked(Found(1.0, 1.0, layout, split)).prediction
+                        one = own.ranked(SplitSolution(1.0, 1.0, layout, split)).prediction
                         if one.fits:
                             least_s = min(least_s, one.step_time_s)
     assert full.prediction.step_time_s <= least_s * (1 + 1e-9)
