@@ -14,7 +14,7 @@ from planner.catalog.expressions import resolve_cluster
 from planner.documents import document
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
-from planner.documents.profile import Birth, Profile
+from planner.documents.profile import Birth, Calibration, Profile
 from planner.errors import DocumentError
 
 ANY_MODEL = "any"
@@ -70,18 +70,27 @@ def _profile(result: Calibrated, base: str | None, sources: Sequence[str], today
     if base is not None:
         measured = document.read(Profile, base)
         return measured.model_copy(update={"calibration": result.calibration})
+    return profile_of_any_model(
+        result.calibration, command=f"meshwright calibrate {' '.join(sources)}", today=today
+    )
+
+
+def profile_of_any_model(
+    found: Calibration, *, command: str, today: str, ranks: int = 1
+) -> Profile:
+    """Return constants of a cluster as a profile that holds for any model."""
     return Profile(
         model=ANY_MODEL,
         model_digest=ANY_MODEL,
         birth=Birth(
-            command=f"meshwright calibrate {' '.join(sources)}"[:200],
+            command=command[:200],
             date=today,
             host=platform.node() or "unknown",
-            device=result.calibration.accelerator,
-            ranks=1,
+            device=found.accelerator,
+            ranks=ranks,
             threads_per_rank=1,
             software={"python": platform.python_version()},
         ),
         layers=(),
-        calibration=result.calibration,
+        calibration=found,
     )

@@ -8,7 +8,6 @@ from its metrics, or from what its framework prints.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import shlex
@@ -17,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from planner.documents import document
@@ -26,6 +26,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.formats.logs import LoggedWork, Reader, Said, out_of_memory
 from planner.process.guarded_files import folder_within, opened
 from planner.tuning.record import Ended
+from runtime.rank import end_with_parent
 from runtime.report import WARM_UP_STEPS
 from runtime.run import metrics_file, read_failures, read_records
 
@@ -39,7 +40,6 @@ SLOWER = 1.1
 GRACE_S = 20.0
 """Between asking a child to end and killing it."""
 LOOK_S = 0.1
-PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 1 << 16
 MEDIAN_NOISE = 1.25
 """Standard error of a median over that of a mean, of normal errors."""
@@ -149,16 +149,10 @@ def enough(steps_s: Sequence[float], best_s: float | None) -> Ended | None:
     return None
 
 
-def trial(
-    run: Trialled,
-    *,
-    best_s: float | None,
-    most_s: float,
-    told: Callable[[int], None] = lambda steps: None,
-) -> Measured:
+def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
     """Run a trial and return what it saw; it is ended when enough is known, or after `most_s`.
 
-    `best_s` is the step of the best plan so far; `told` hears how many steps are timed.
+    `best_s` is the step of the best plan so far.
     """
     started = time.monotonic()
     # An earlier attempt that was killed may have left its own.
@@ -173,15 +167,13 @@ def trial(
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # noqa: PLW1509
             )
         except OSError as error:
             raise LaunchError(f"{run.words[0]}: cannot be started: {error.strerror}") from error
         try:
             while ended is None and child.poll() is None:
-                steps_s = timed(list(run.said()))
-                told(len(steps_s))
-                ended = enough(steps_s, best_s)
+                ended = enough(timed(list(run.said())), best_s)
                 if ended is None and time.monotonic() - started > most_s:
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -234,8 +226,3 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # what it left behind
     return child.wait()
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process when the one that tunes is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

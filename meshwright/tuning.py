@@ -13,13 +13,12 @@ the same arguments it goes on behind the last finished trial.
 from __future__ import annotations
 
 import datetime
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.calibration import ANY_MODEL
+from meshwright.calibration import profile_of_any_model
 from meshwright.commands import answer_to
 from meshwright.inputs import (
     is_plan,
@@ -33,7 +32,7 @@ from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, wor
 from planner.documents import document
 from planner.documents.cluster import Precision
 from planner.documents.plan import Plan
-from planner.documents.profile import Birth, Profile
+from planner.documents.profile import Profile
 from planner.documents.stack import base_of
 from planner.documents.units import duration_s, whole_number
 from planner.errors import DocumentError, LaunchError
@@ -511,20 +510,11 @@ class Tuning:
         )
         if request.profile is not None and request.only_profile is not None:
             return request.only_profile.model_copy(update={"calibration": found})
-        return Profile(
-            model=ANY_MODEL,
-            model_digest=ANY_MODEL,
-            birth=Birth(
-                command=f"meshwright tune {request.model.name}"[:200],
-                date=today,
-                host=platform.node() or "unknown",
-                device=found.accelerator,
-                ranks=request.cluster.devices,
-                threads_per_rank=1,
-                software={"python": platform.python_version()},
-            ),
-            layers=(),
-            calibration=found,
+        return profile_of_any_model(
+            found,
+            command=f"meshwright tune {request.model.name}",
+            today=today,
+            ranks=request.cluster.devices,
         )
 
     def _tuned(

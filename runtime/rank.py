@@ -88,9 +88,15 @@ def die_with_launcher() -> None:
     launcher = os.environ.get("MESHWRIGHT_LAUNCHER")
     if launcher is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != int(launcher):
         os._exit(1)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when its parent ends; Linux alone does."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 if __name__ == "__main__":

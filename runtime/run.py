@@ -18,7 +18,6 @@ Nothing here imports torch: the launcher reads and writes the same files as the 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from io import BufferedReader
@@ -27,11 +26,18 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.documents.document import Document, Part, read_text, unreadable, write_text
+from planner.documents.document import (
+    Document,
+    Part,
+    append_line,
+    json_line,
+    read_text,
+    unreadable,
+    write_text,
+)
 from planner.documents.training import check_lengths
 from planner.documents.units import Amount, Count, Positive, Rate, Text
 from planner.errors import DocumentError, LaunchError
-from planner.process.guarded_files import opened
 from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 
@@ -242,7 +248,7 @@ def failure_file(output: Path, rank: int) -> Path:
 
 def write_json(part: Part, path: Path) -> None:
     """Write a part as JSON, whole or not at all."""
-    write_text(json.dumps(part.model_dump(mode="json", exclude_none=True)) + "\n", path)
+    write_text(json_line(part), path)
 
 
 def read_failures(output: Path, ranks: int) -> list[Failure]:
@@ -258,10 +264,8 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
 
 def append_record(record: StepRecord, path: Path) -> None:
     """Add a step's line, in one write so that a reader never sees half of it."""
-    line = json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n"
     try:
-        with opened(path, within=path.parent, append=True) as file:
-            file.write(line.encode())
+        append_line(record, path)
     except OSError as error:
         raise LaunchError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -305,9 +309,4 @@ def newest_record(path: Path) -> StepRecord | None:
 def forget_steps_after(step: int, path: Path) -> None:
     """Drop the lines of steps that a resumed run will do again."""
     kept = [record for record in read_records(path) if record.step <= step]
-    write_text(
-        "".join(
-            json.dumps(record.model_dump(mode="json", exclude_none=True)) + "\n" for record in kept
-        ),
-        path,
-    )
+    write_text("".join(map(json_line, kept)), path)

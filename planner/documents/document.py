@@ -34,6 +34,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from planner.documents.units import bytes_text
 from planner.errors import DocumentError
 from planner.errors.shown import one_line
+from planner.process.guarded_files import opened as opened_to_write
 from planner.process.guarded_files import replaced
 
 MAX_BYTES = 64 * 2**20
@@ -265,6 +266,17 @@ def write_text(text: str, path: str | os.PathLike[str], *, private: bool = False
     Only its owner reads a file that is `private`.
     """
     replaced(text, Path(path), private=private)
+
+
+def json_line(part: Part) -> str:
+    """Return a part as one line of JSON, its end too."""
+    return json.dumps(part.model_dump(mode="json", exclude_none=True)) + "\n"
+
+
+def append_line(part: Part, path: Path) -> None:
+    """Add a part's line to a file, in one write so that a reader never sees half of it."""
+    with opened_to_write(path, within=path.parent, append=True) as file:
+        file.write(json_line(part).encode())
 
 
 def plain(text: str) -> object:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 GapProgress = Callable[[float], None]
-"""GapProgress the certified gap as it falls."""
+"""Hears the certified gap as it falls."""
 
 GOAL = 0.01
 """The gap above which a search takes its further effort."""

@@ -67,8 +67,6 @@ class ClosedFormGoal:
         """What was solved, each with its space."""
         self._top, self._below_s = top, below_s
         self._best: dict[tuple[int, ...], SplitSolution[Any]] = {}
-        self._homes: dict[int, Any] = {}
-        """By the id of what was found, where."""
         self._open_s = math.inf
         """What layouts may still hide that were not solved to the end."""
         self._last: SplitSolution[Any] | None = None
@@ -117,7 +115,6 @@ class ClosedFormGoal:
         if not answer.split.optimal:
             self._open_s = min(self._open_s, max(answer.lower_bound_s, entry.bound_s))
         self.found.append((space, answer))
-        self._homes[id(answer)] = space
         self._enter(answer)
         return None
 
@@ -138,7 +135,7 @@ class ClosedFormGoal:
 
     def home(self, found: SplitSolution[Any]) -> Any:
         """Return the space that a layout was found in."""
-        return self._homes[id(found)]
+        return next(space for space, one in self.found if one is found)
 
     def ranking(self) -> list[SplitSolution[Any]]:
         """Return the best of each kind, fastest first; of equally fast ones the simplest leads."""

@@ -6,15 +6,20 @@ is finished; a line that was cut off is not read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from planner.documents.document import Document, Part, is_file, read_text, write_text
+from planner.documents.document import (
+    Document,
+    Part,
+    append_line,
+    is_file,
+    read_text,
+    write_text,
+)
 from planner.documents.units import Amount, Count, Line, Positive, Text
 from planner.errors import DocumentError
-from planner.process.guarded_files import opened
 
 FILE, SUBJECT = "trials.jsonl", "subject.json"
 Ended = Literal["ran", "slower", "out of memory", "failed"]
@@ -93,9 +98,7 @@ def append(trial: Trial, folder: Path) -> None:
         text = read_text(path)
         if text and not text.endswith("\n"):
             write_text(text[: text.rfind("\n") + 1], path)
-    line = json.dumps(trial.model_dump(mode="json", exclude_none=True)) + "\n"
-    with opened(path, within=folder, append=True) as file:
-        file.write(line.encode())
+    append_line(trial, path)
 
 
 def differences(mine: Subject, theirs: Subject) -> Sequence[str]:
