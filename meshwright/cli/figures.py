@@ -224,8 +224,7 @@ def whatif(
     if json:
         said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
         print(as_json({**said, **result_json(found)}))
-        return
-    if explain:
+    elif explain:
         out.print(result_text(found))
     else:
         planned = next((one.plan for one in found.outcomes if one.plan), None)
@@ -238,6 +237,10 @@ def whatif(
                 }
             )
         out.print(result_facts(found, [*defaults_facts(mine.said), next_fact("", explain=False)]))
+    if found.interrupted:
+        raise typer.Exit(1)  # what is printed is a part
+    if json:
+        return
     for path in (html, table, write):
         if path:
             out.print(f"written: {path}")

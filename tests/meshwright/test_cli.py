@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,37 @@ def test_a_bug_and_an_interruption_are_objects_as_well(
     monkeypatch.setattr(commands, "solve", stopped)
     assert cli.main(["solve", "problem.yaml", "--json"]) == 130
     assert json.loads(capfd.readouterr().out)["error"]["kind"] == "Interrupted"
+
+
+def test_ctrl_c_while_a_command_loads_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Stopped:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stopped())\n"
+        "from meshwright.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (130, "meshwright: interrupted\n")
+
+
+def test_a_part_of_an_answer_is_no_success(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*given: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("planner.whatif.run._evaluated", stopped)
+
+    words = ["--model", "gpt2", "--clusters", "8xa10g", "--tokens", "1e9"]
+    assert cli.main(["whatif", *words]) == 1
+    assert "Interrupted: 0 done, 1 not looked at." in capfd.readouterr().out
 
 
 def test_plans_are_compared_with_the_fastest_of_them(
