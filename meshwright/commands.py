@@ -25,6 +25,7 @@ from meshwright.inputs import (
     profile_for,
 )
 from planner import catalog as shelves
+from planner.catalog import plugins as installed
 from planner.catalog.expressions import resolve_model
 from planner.costs.layout_costs import refusal
 from planner.costs.predict import layout_prediction, plan_timeline
@@ -744,6 +745,20 @@ def validate(
 
         document.write_text(validation_page(result), html)
     return result
+
+
+def plugins() -> list[dict[str, str]]:
+    """Return what installed packages add, as rows; none of it is loaded."""
+    return [
+        {
+            "kind": plugin.kind,
+            "name": plugin.name,
+            "package": f"{plugin.package} {plugin.version}",
+            "is": plugin.value,
+        }
+        for kind in installed.GROUPS
+        for plugin in installed.plugins(kind).values()
+    ]
 
 
 def catalog(shelf: str) -> list[dict[str, str | float | None]]:

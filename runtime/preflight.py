@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.catalog.expressions import located, resolve_beside
+from planner.catalog.plugins import loaded
 from planner.documents.document import is_file, plain, read, read_text
 from planner.documents.model import ModelGraph, is_own
 from planner.documents.plan import Plan, PlannedModel
@@ -264,6 +265,8 @@ def _check_loggers(run: LaunchRun) -> None:
                 f"{name}: is not installed; install it with: pip install {name}, or read the same "
                 "figures in metrics.jsonl"
             )
+    for name in run.logger:
+        loaded("loggers", name)
 
 
 def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:

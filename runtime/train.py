@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.catalog.plugins import loaded
 from planner.documents.document import read
 from planner.documents.model import ModelGraph, is_recorded
 from planner.documents.plan import Plan
@@ -254,12 +255,14 @@ class Loop:
     def _loggers(self, first: int) -> list[Logger]:
         """Return what is told the figures of the run, from step `first` on."""
         output = self.orders.output
+        config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
         result: list[Logger] = []
         if self.orders.tensorboard:
             result.append(TensorBoard(run.tensorboard_folder(output), first=first))
         if self.orders.wandb is not None:
-            config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
             result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
+        for name in self.orders.logger:
+            result.append(loaded("loggers", name)(output=output, first=first, config=config))
         return result
 
     def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:
