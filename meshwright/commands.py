@@ -25,12 +25,12 @@ from meshwright.inputs import (
     profile_for,
 )
 from planner import catalog as shelves
-from planner.catalog import plugins as installed
 from planner.catalog.expressions import resolve_model
 from planner.costs.layout_costs import refusal
 from planner.costs.predict import layout_prediction, plan_timeline
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
+from planner.documents import plugins as installed
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Job, Plan

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.catalog.expressions import located, resolve_beside
-from planner.catalog.plugins import loaded
 from planner.documents.document import is_file, plain, read, read_text
 from planner.documents.model import ModelGraph, is_own
 from planner.documents.plan import Plan, PlannedModel
+from planner.documents.plugins import loaded
 from planner.documents.prediction import ALLOCATOR
 from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.catalog.plugins import loaded
 from planner.documents.document import read
 from planner.documents.model import ModelGraph, is_recorded
 from planner.documents.plan import Plan
+from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run

@@ -16,7 +16,6 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from planner.catalog.plugins import installed
 from planner.documents.cluster import (
     Accelerator,
     AcceleratorKind,
@@ -26,6 +25,7 @@ from planner.documents.cluster import (
     Precision,
 )
 from planner.documents.document import Document, Part, nearest, plain
+from planner.documents.plugins import installed
 from planner.documents.stack import Stack, stack_of, with_options
 from planner.documents.units import (
     Amount,

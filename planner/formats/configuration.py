@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from planner.catalog.plugins import loaded, plugins
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import nearest
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
+from planner.documents.plugins import loaded, plugins
 from planner.documents.stack import base_of
 from planner.errors import DocumentError
 from planner.formats import (

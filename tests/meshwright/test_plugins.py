@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planner.catalog import plugins
+from planner.documents import plugins
 from planner.documents.stack import Stack, stack_of
 from planner.errors import DocumentError
 from tests.limits import PATIENCE_S
