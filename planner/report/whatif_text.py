@@ -22,12 +22,14 @@ from planner.whatif.words import days_text, listed, price_ages, range_text
 
 FEW = 3
 """Candidates of a model that are told in ten lines."""
+MOST_ASKED = 3
+"""Sentences that answer what is asked beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 
 def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:1]
+    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:MOST_ASKED]
     longest = 4 if asked else 5
     facts = [
         Fact(
@@ -38,7 +40,10 @@ def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
         )
         for place, sentence in enumerate(verdicts(result))
     ]
-    facts += [Fact(label="asked", text=sentence) for sentence in asked]
+    facts += [
+        Fact(label="" if place else "asked", text=sentence, detail=place > 0)
+        for place, sentence in enumerate(asked)
+    ]
     for model, ranks in result.ranks.items():
         for index, rank in enumerate(ranks[:FEW]):
             facts.append(
