@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
-from planner.whatif.answers import answers, asked_texts, slack_days
+from planner.whatif.answers import answers, asked_texts, nearest_texts, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import Rank, measured_first
@@ -53,10 +53,16 @@ def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
                     detail=bool(asked) or index > 0,
                 )
             )
+    if len(result.ranks) == 1:  # before the last of three
+        at = len(facts) - (len(ranks) >= FEW)
+        near = nearest_texts(result)[-1:]
+        facts[at:at] = [Fact(label="", text=sentence, detail=True) for sentence in near]
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
     if misfits:
         facts.append(Fact(label="no plan", text=", ".join(misfits)))
-    facts += [Fact(label="", text=sentence, detail=True) for sentence in answers(result)]
+    told = {fact.text for fact in facts}
+    others = [sentence for sentence in answers(result) if sentence not in told]
+    facts += [Fact(label="", text=sentence, detail=True) for sentence in others]
     title = result.study.question or result.study.name
     return Summary(title, [*facts, *said])
 

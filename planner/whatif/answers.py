@@ -83,13 +83,15 @@ def asked_texts(result: Result) -> list[str]:
         *_fewest(result),
         *_under_a_cap(result),
     ]
-    if not said and result.best is not None:
-        first = measured_first(result.study, result.best)[:1]
-        said = [
-            *list(_against_the_first(result))[:1],
-            *(f"Measure first: {text}." for text in first),
-        ]
     return list(dict.fromkeys(said))
+
+
+def nearest_texts(result: Result) -> list[str]:
+    """Return how the first compares with the next, and what to measure first."""
+    if result.interrupted or result.best is None:
+        return []
+    measure = [f"Measure first: {text}." for text in measured_first(result.study, result.best)]
+    return [*list(_against_the_first(result))[:1], *measure[:1]]
 
 
 def _fitting(result: Result) -> Iterator[str]:

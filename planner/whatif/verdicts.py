@@ -15,8 +15,9 @@ from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.queue import load
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
+from planner.whatif.span import exact
 from planner.whatif.study import Order
-from planner.whatif.words import days_text, listed, price_ages, usd_text
+from planner.whatif.words import days_text, listed, price_ages, range_text, usd_text
 
 
 def verdicts(result: Result) -> list[str]:
@@ -179,17 +180,18 @@ def _kept(outcome: CandidateOutcome) -> str:
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
-def _kept_texts(outcome: CandidateOutcome) -> list[str]:
+def _kept_texts(outcome: CandidateOutcome, digits: str = ".2f") -> list[str]:
     return [
-        f"{goal} kept with probability {chance:.2f}" for goal, chance in outcome.chances.items()
+        f"{goal} kept with probability {chance:{digits}}"
+        for goal, chance in outcome.chances.items()
     ]
 
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first keeps the goals, and how surely it is the best of all."""
-    said = _kept_texts(best)
+    said = _kept_texts(best, ".2f" if sure(result.study, best) else ".3g")
     if not sure(result.study, best):
-        said.append("which is its midpoint only")
+        said[-1] += _surest_text(result, best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
         said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
@@ -203,6 +205,17 @@ def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -
         said.append(f"{text}{chances[rival]:.2f}{_why_likelier(result, best, ranks, rival, by)}")
     text = "; ".join(said)
     return f"{text[0].upper()}{text[1:]}. " if text else ""
+
+
+def _surest_text(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
+    """Say that the goal is kept less surely than asked, and by which candidate most surely."""
+    text = f", less than the {result.study.goal.confidence:g} asked for"
+    sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+    surest = max(sold, key=lambda outcome: (outcome.chance, outcome is best))
+    if surest is best:
+        return text
+    usd = f", {range_text(exact(surest.usd.value))} USD" if surest.usd is not None else ""
+    return f"{text}, and most surely by {surest.candidate}, {surest.chance:.3g}{usd}"
 
 
 def _why_likelier(

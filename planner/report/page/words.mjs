@@ -1,7 +1,7 @@
 /** Figures and verdicts of a study in words. */
 import { eligible, orderedBy, sure } from "../../whatif/ranking.mjs";
 import { load } from "../../whatif/queue.mjs";
-import { times } from "../../whatif/span.mjs";
+import { exact, times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
 
@@ -59,29 +59,38 @@ export function verdict(goal, ranks, tie) {
     const rival = rivals.filter((r) => r !== first)
       .reduce((a, b) => (a.first[by] >= b.first[by] ? a : b));
     sentence += `: ${WORDS[by]} of ${rivals.length} with probability ${first.first[by].toFixed(2)}`
-      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)}${unsureText(goal, rival)}`
+      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)}${unsureText(goal, first, rival)}`
       + `${rival.first[by] > first.first[by] && sure(goal, rival.outcome) ? " at a midpoint that is no lower" : ""})`;
   }
   const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
   if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
   const unsure = !sure(goal, outcome);
   const kept = Object.entries(outcome.chances).map(([goalName, chance]) =>
-    `${goalName} kept with probability ${chance.toFixed(2)}`);
+    `${goalName} kept with probability ${unsure ? Number(chance.toPrecision(3)) : chance.toFixed(2)}`);
   return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}${unsure
-    ? `, less than the ${goal.confidence} asked for` : ""}.` : ""}`.trim();
+    ? surestText(goal, ranks) : ""}.` : ""}`.trim();
+}
+
+/** That the goal is kept less surely than asked, and by which candidate most surely. */
+function surestText({ confidence }, ranks) {
+  const sold = ranks.map((rank) => rank.outcome).filter((o) => !o.candidate.hypothetical);
+  const surest = sold.reduce((a, b) => (a.chance >= b.chance ? a : b));
+  const usd = surest.usd ? `, ${ranged(exact(surest.usd.value))} USD` : "";
+  return `, less than the ${confidence} asked for${surest === ranks[0].outcome ? ""
+    : `, and most surely by ${surest.candidate.name}, ${Number(surest.chance.toPrecision(3))}${usd}`}`;
 }
 
 /** Why a rival is not the first although it may be so oftener: it keeps a goal too seldom. */
-function unsureText(goal, { outcome }) {
-  if (sure(goal, outcome)) return "";
+function unsureText(goal, first, { outcome }) {
+  if (sure(goal, outcome) || !sure(goal, first.outcome)) return "";
   const [name, chance] = Object.entries(outcome.chances).reduce((a, b) => (a[1] <= b[1] ? a : b));
   return `, which keeps the ${name} with probability ${chance.toFixed(2)} alone`;
 }
 
 const MOST_NAMES = 5;
 
-/** Names, five at most. */
-const listed = (names) => names.slice(0, MOST_NAMES).join(", ")
+/** Names, five at most; a name with a comma stands in quotes. */
+const listed = (names) => names.slice(0, MOST_NAMES).map((name) => (name.includes(", ") ? `"${name}"` : name)).join(", ")
   + (names.length > MOST_NAMES ? ` and ${names.length - MOST_NAMES} more` : "");
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
@@ -89,7 +98,7 @@ const capital = (text) => text[0].toUpperCase() + text.slice(1);
 /** What signing means on a candidate's terms. */
 function verb({ candidate: { terms } }) {
   if (terms.lease) return "Lease: ";
-  if (terms.kind === "bought") return "Buy: ";
+  if (terms.bought) return "Buy: ";
   if (terms.kind === "owned") return "Use: ";
   return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
 }

@@ -454,8 +454,34 @@ def test_the_page_says_what_the_terminal_says_of_ties_dates_and_a_lone_candidate
         {"module": words, "name": "flipText", "arguments": [[], "cost", 1]},
     ]
 
-    undated, dated, alone = node(calls, [])["results"]
+    bought = {
+        "candidate": {
+            "name": "x",
+            "terms": {"kind": "part", "bought": True},
+            "hypothetical": False,
+        },
+        "misses": [],
+        "jobs": [],
+        "hours": None,
+        "usd": None,
+        "chance": 0.5,
+        "chances": {"deadline": 0.5},
+        "tokensPerS": {"value": 1.0},
+        "resultHours": None,
+    }
+    ranks = [{"outcome": bought, "first": {}, "tied": False}]
+    calls.append(
+        {
+            "module": words,
+            "name": "verdict",
+            "arguments": [{"by": "time", "confidence": 0.8}, ranks, 0.15],
+        }
+    )
+
+    undated, dated, alone, verdict = node(calls, [])["results"]
 
     assert undated["warning"] == "One of these prices has no date: ask for a quote."
     assert dated["warning"] == ""
     assert alone.startswith("No other candidate can be the first")
+    kept = "Deadline kept with probability 0.5, less than the 0.8 asked for."
+    assert verdict == f"Buy: x. {kept}"
