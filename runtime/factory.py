@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError
-from runtime.adapter import TOKENS, next_token_loss
+from runtime.adapter import next_token_loss
 from runtime.mesh import Place
 from runtime.recorder import Recorder
 from runtime.script_model import script_model
@@ -48,6 +48,9 @@ from runtime.script_stage import refuse_shared_memory
 from runtime.script_start import built
 from runtime.token_model import TokenModel, recording_of, samples
 from runtime.user_code import UserFiles
+
+TOKENS = "tokens"
+"""What a module that reads the model's input names; no module has this name."""
 
 
 class ModuleGraph(nn.Module):

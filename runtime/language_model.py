@@ -55,13 +55,14 @@ class LanguageModel:
         device: torch.device,
         weights: Path | None = None,
         documents: bool = False,
+        place: Place | None = None,
     ) -> None:
         """`weights` is a local folder of safetensors files; None starts from random weights.
 
         With `documents` samples hold several, and batches say where each begins.
         """
         self.plan = plan
-        self.place = place_of(plan, device)
+        self.place = place or place_of(plan, device)
         self.aliases: dict[str, str] = {}
         self.counts = plan.seq_len
         """How much of each sample the loss is expected to count."""

@@ -37,6 +37,7 @@ from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
+from runtime.mesh import Place
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, StepRecord, Stopped
@@ -76,15 +77,24 @@ def trained_model(
     model: ModelGraph,
     *,
     device: torch.device,
-    weights: Path | None,
-    documents: bool,
+    weights: Path | None = None,
+    documents: bool = False,
+    place: Place | None = None,
 ) -> LanguageModel | TokenModel:
-    """Return what an engine of `launch` trains, by where the model comes from."""
+    """Return what an engine of `launch` trains, by where the model comes from.
+
+    `place` is this rank's if it is not that of all ranks in the plan.
+    """
     plan.check_model(model)
     reason = supported(plan, model)
     if reason:
         raise LaunchError(reason)
-    how: dict[str, Any] = {"device": device, "weights": weights, "documents": documents}
+    how: dict[str, Any] = {
+        "device": device,
+        "weights": weights,
+        "documents": documents,
+        "place": place,
+    }
     if is_factory(plan.model.source):
         from runtime.factory import FactoryModel  # noqa: PLC0415 - others need none of it
 
