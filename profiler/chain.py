@@ -163,6 +163,8 @@ class Chain:
         stage = whole_stage(plan, self.adapter, self.place, self.device)
         self.parts: dict[str, nn.Module] = stage.layers
         """The layers by name, in order; each takes what the one before it made."""
+        self.every = self.parts
+        """All layers of `module`, also those that are not run one by one."""
         self.module = stage.module.to(self._dtype)
         assert model.architecture is not None
         self.vocabulary = model.architecture.vocab_size
@@ -176,9 +178,11 @@ class Chain:
         recording = recorded.recorder.first
         kinds = {name: layer.kind for name, layer in self._model.chain}
         taken: dict[str, int] = {}
-        self.parts = {}
+        self.parts, self.every = {}, {}
         for at, name in enumerate(names):
-            part = RecordedStage(self.module, recorded.recorder, at, at + 1).train()
+            self.every[name] = part = RecordedStage(
+                recorded.module, recorded.recorder, at, at + 1
+            ).train()
             taken[kinds[name]] = taken.get(kinds[name], 0) + 1
             passes = [*map(_alike, part.received(recording))]
             alike = bool(at) and passes == [*map(_alike, part.sent(recording))]
@@ -246,7 +250,7 @@ class Chain:
         part = self.parts[name]
         assert isinstance(part, RecordedStage) and self._recorded is not None
         at = [layer.name for layer in self._recorded.recorder.first.layers].index(name)
-        made = RecordedStage(self.module, self._recorded.recorder, at, at + 1).train()
+        made = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
         made.micro_batches, made.loss = part.micro_batches, part.loss
         for path, unit in part.units.items():
             if is_block(unit):

@@ -179,7 +179,7 @@ def shard_costs(
     gathered, reduced_bytes = (
         [
             sum(p.numel() * width(p) for p in layer.parameters() if p.requires_grad)
-            for layer in chain.parts.values()
+            for layer in chain.every.values()
         ]
         for width in (Tensor.element_size, lambda _: REDUCED_BYTES)
     )
@@ -252,7 +252,7 @@ def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.devi
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(
         model,
-        [list(chain.kinds)],
+        [list(chain.every)],
         seq_len=chain.seq_len,
         mesh=mesh,
         zero=zero,

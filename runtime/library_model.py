@@ -66,7 +66,7 @@ class LibraryModel(TokenModel):
             documents=documents,
             place=place,
         )
-        _refuse_sight_of_targets(self._module, self._config, self.example[0][:1])
+        _refuse_sight_of_targets(self.module, self._config, self.example[0][:1])
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as the library has it."""

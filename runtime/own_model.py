@@ -112,7 +112,8 @@ class OwnModel:
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
         self.participation: Participation | None = Participation()
-        self._module = module
+        self.module = module
+        """All of it, on the host, whose parts stages have taken."""
         self._device = device
         self._styles = styles_by_name(plan, module, recorder, tensor)
         # Last: a plan that no module goes with needs no ranks.
@@ -138,7 +139,7 @@ class OwnModel:
             )
             for stage, own in zip(
                 numbers,
-                modules_of(plan, self._module, self.recorder, self.place, numbers),
+                modules_of(plan, self.module, self.recorder, self.place, numbers),
                 strict=True,
             )
         )

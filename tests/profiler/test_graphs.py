@@ -19,7 +19,7 @@ from planner.search.search import search
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain
 from runtime.factory import graph_of_factory
-from tests.runtime import cases, whole_networks
+from tests.runtime import cases, chains, whole_networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train
 
@@ -105,3 +105,14 @@ def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
             values = tuple(value.detach() for value in network.run(module, fresh))
         if layer in held and layer != list(network.kinds)[-1]:  # that one has the loss too
             assert held[layer].stored == sum(saved.values()), layer
+
+
+def test_of_layers_that_are_alike_two_are_run() -> None:
+    model = graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
+    network = Chain(model, seq_len=cases.SEQ_LEN, precision="fp32", tensor=1, device=CPU)
+
+    assert list(network.every) == ["0", "1", "2", "3", "4", "5"]
+    assert list(network.parts) == ["0", "1", "2", "4", "5"]
+    stage = Chain(model, seq_len=16, precision="fp32", device=CPU, layers=["0", "1", "2", "3"])
+    assert list(stage.parts) == ["0", "1", "2", "3"]
+    assert not stage.whole
