@@ -81,6 +81,8 @@ class StepResult:
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
     """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
+    out_of_time: bool = False
+    """Rank 0's time is over; see `end_when`."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
@@ -371,11 +373,18 @@ class Engine:
         """Train on this rank's slice of a global batch."""
         self._forward_backward(batch)
         if self._late is not None:
-            loss, norm, noticed = self._late.update(self._passes.totals.values.clone())
+            loss, norm, ending = self._late.update(self._passes.totals.values.clone())
             self._passes.totals.clear()
             load = self._expert_load()
             value = LossValue(loss)
-            return StepResult(value, float("nan"), norm, expert_load=load, noticed=noticed)
+            return StepResult(
+                value,
+                math.nan,
+                norm,
+                expert_load=load,
+                noticed=ending >= 1,
+                out_of_time=ending % 1 > 0,
+            )
         grads, measured = self._made_whole(self.clip_norm)
         return self._updated(grads, measured)
 
@@ -454,6 +463,11 @@ class Engine:
         made = Averaged(self._optimizers.slots, decay)
         self._state.averages.append(made)
         return made
+
+    def end_when(self, out_of_time: Callable[[], bool]) -> None:
+        """Let every rank's StepResult say so, behind the same step, once this holds on rank 0."""
+        if self.leads:
+            self._optimizers.out_of_time = out_of_time
 
     # --- state ------------------------------------------------------------------------------
 
@@ -584,7 +598,7 @@ class Engine:
             self._optimizers.update(grads, measured)
         else:
             self._optimizers.update_on_device(grads, measured)
-        loss, norm, count, drift, noticed = measured.report.tolist()
+        loss, norm, count, drift, ending = measured.report.tolist()
         self._whole = None
         self._passes.totals.clear()
         if drift and self._optimizers.agreement is not None:
@@ -606,7 +620,8 @@ class Engine:
             skipped=count == 0 or scale.skips(norm),
             unused=self._optimizers.unused,
             expert_load=self._expert_load(),
-            noticed=noticed > 0,
+            noticed=ending >= 1,
+            out_of_time=ending % 1 > 0,
         )
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

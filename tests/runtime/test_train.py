@@ -6,7 +6,8 @@ import gc
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,14 @@ class Averaging:
         self.mean = torch.zeros(1, dtype=torch.float64)
         self.seen: list[torch.Tensor] = []
 
+    def end_when(self, out_of_time: Callable[[], bool]) -> None:
+        self.out_of_time = out_of_time
+
     def step(self, batch: tuple[torch.Tensor]) -> StepResult:
         (tokens,) = batch
         self.seen.append(tokens)
         self.mean.mul_(0.9).add_(0.1 * tokens.double().mean() + torch.rand(1).double())
-        return result(float(self.mean), 1.0)
+        return replace(result(float(self.mean), 1.0), out_of_time=self.out_of_time())
 
     def evaluate(self, batch: tuple[torch.Tensor]) -> StepResult:
         return result(float(self.mean + batch[0].double().mean()), 1.0)
