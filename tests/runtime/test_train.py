@@ -257,7 +257,7 @@ def test_a_skipped_step_is_no_nonsense_and_has_no_record(corpus: Corpus, tmp_pat
     assert checkpoint.progress(checkpoint.newest(saved)).loss == records[0]  # the last that is one
 
 
-def test_no_step_begins_when_the_seconds_are_over(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_step_in_which_the_seconds_are_over_is_the_last(corpus: Corpus, tmp_path: Path) -> None:
     engine = Averaging()
 
     record = loop(
