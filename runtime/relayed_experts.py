@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,13 +53,13 @@ def mixed(
     """
     own = count_of(module)
     near = own * inside.size()
-    to_nodes = _Hop.of(index // near, across, index)
+    to_nodes = _Hop.of(index // near, across, of=len(index), parts=across.size())
     going = to_nodes.journey()
     coming = departed(hidden[to_nodes.order], going)
     there, shares = to_nodes.sent(index), to_nodes.sent(weights)
     first = across.rank() * near
     of_node = torch.where((there >= first) & (there < first + near), there - first, near)
-    to_ranks = _Hop.of(of_node // own, inside, index)
+    to_ranks = _Hop.of(of_node // own, inside, of=len(index), parts=group.size())
     meanwhile()
     tokens = to_ranks.sent(arrived(coming, going))
     there, shares = to_ranks.sent(of_node), to_ranks.sent(shares)
@@ -77,7 +78,7 @@ def _sums(module: nn.Module, tokens: Tensor, chosen: Tensor, shares: Tensor, pai
     order = _first(pairs, expert.argsort(stable=True))
     made = outputs(module, tokens[order // each], rows_of_experts(expert, own + 1)[:own])
     weighted = made * shares.flatten()[order].unsqueeze(1)
-    return weighted.new_zeros(len(tokens), made.shape[1]).index_add(0, order // each, weighted)
+    return _Added.apply(weighted, order // each, len(tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +94,19 @@ class _Hop:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, places: Tensor, group: dist.ProcessGroup, index: Tensor) -> _Hop:
+    def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Hop:
         """Tell the other ranks what comes; `places` [row, choice] are ranks, others none of them.
 
-        `index` are the choices of this rank's own tokens.
+        Copies `of` so many tokens of each rank then are with as many `parts` of the experts.
         """
         ranks, rows = group.size(), len(places)
         chosen = places.new_zeros(rows, ranks + 1).scatter_add_(1, places, torch.ones_like(places))
         chosen = chosen[:, :ranks]
         goes = chosen > 0
         counts = torch.stack((goes.sum(0), chosen.sum(0)), dim=1)
-        leaving, arriving, pairs = _by_rank(counts, told(counts.flatten(), group), index)
+        coming = told(counts.flatten(), group).view_as(counts)
+        both = torch.stack((counts[:, 0], coming[:, 0], coming[:, 1]))
+        leaving, arriving, pairs = _by_rank(both, of, parts)
         order = goes.t().flatten().logical_not().to(torch.uint8).argsort(stable=True)
         return cls(
             order=_first(sum(leaving), order) % rows,
@@ -125,8 +128,21 @@ class _Hop:
     def summed(self, x: Tensor, rows: int) -> Tensor:
         """Return for each of as many rows the sum of what was made of its copies, x [copy, ...]."""
         back = Journey(self.leaving, self.arriving, self.group)
-        returned = arrived(departed(x, back), back)
-        return returned.new_zeros(rows, returned.shape[1]).index_add(0, self.order, returned)
+        return _Added.apply(arrived(departed(x, back), back), self.order, rows)
+
+
+class _Added(torch.autograd.Function):
+    """Rows added up where an order says; torch's own index_add would keep them for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.new_zeros(rows, x.shape[1]).index_add_(0, order, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None
 
 
 def _first(count: int, x: Tensor) -> Tensor:
@@ -134,11 +150,9 @@ def _first(count: int, x: Tensor) -> Tensor:
     return x[torch.arange(count, device=x.device)]
 
 
-def _by_rank(counts: Tensor, coming: Tensor, index: Tensor) -> list[list[int]]:
+def _by_rank(rows: Tensor, of: int, parts: int) -> list[list[int]]:
     """Return the copies that leave for each rank, those that arrive, and the choices with them.
 
-    `counts` [rank, 2] and what is `coming` are copies and choices, `index` this rank's own choices.
+    They are copies `of` so many tokens, which go to as many `parts` of the experts.
     """
-    coming = coming.view_as(counts)
-    both: list[list[int]] = torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])).tolist()
-    return both
+    return rows.tolist()
