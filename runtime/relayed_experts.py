@@ -53,13 +53,13 @@ def mixed(
     """
     own = count_of(module)
     near = own * inside.size()
-    to_nodes = _Hop.of(index // near, across, of=len(index), parts=across.size())
+    to_nodes = _Copies.of(index // near, across, of=len(index), parts=across.size())
     going = to_nodes.journey()
     coming = departed(hidden[to_nodes.order], going)
     there, shares = to_nodes.sent(index), to_nodes.sent(weights)
     first = across.rank() * near
     of_node = torch.where((there >= first) & (there < first + near), there - first, near)
-    to_ranks = _Hop.of(of_node // own, inside, of=len(index), parts=group.size())
+    to_ranks = _Copies.of(of_node // own, inside, of=len(index), parts=group.size())
     meanwhile()
     tokens = to_ranks.sent(arrived(coming, going))
     there, shares = to_ranks.sent(of_node), to_ranks.sent(shares)
@@ -82,7 +82,7 @@ def _sums(module: nn.Module, tokens: Tensor, chosen: Tensor, shares: Tensor, pai
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Hop:
+class _Copies:
     """Rows that are copied to some of the ranks of a group, once to each, and summed on return."""
 
     order: Tensor
@@ -94,7 +94,7 @@ class _Hop:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Hop:
+    def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Copies:
         """Tell the other ranks what comes; `places` [row, choice] are ranks, others none of them.
 
         Copies `of` so many tokens of each rank then are with as many `parts` of the experts.

@@ -96,7 +96,7 @@ LAYOUT_AXES = (
         short="relay",
         usual=None,
         space="relay",
-        refused="tokens handed on among {} ranks",
+        refused="tokens handed on among {} ranks",  # exported: it changes no value
     ),
     LayoutAxis(
         name="prefetch",

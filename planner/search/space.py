@@ -442,7 +442,7 @@ def families(
                 )
 
 
-def relay_of(request: Request, degrees: Degrees) -> int | None:
+def relay_of(request: Request, degrees: Degrees | Layout) -> int | None:
     """Return how many ranks of an expert group hand on tokens that are sent to them once.
 
     Unless it is pinned, the fastest by the links' own rates, of a sequence's tokens; None, to send
