@@ -23,12 +23,13 @@ from planner.errors import DocumentError, LaunchError
 from planner.errors.shown import lines
 from planner.stacks.native import caveat
 from planner.whatif.economics import SECONDS_PER_HOUR
-from planner.whatif.goodput import steps_between_checkpoints
+from planner.whatif.goodput import save_figures
 from planner.whatif.study import Failures
-from runtime.run import HERE, LaunchRun, Where
+from planner.whatif.survival import RunSeconds, SaveFigures
+from runtime.run import HERE, LaunchRun, Where, account_of
 
 LONG_RUN_HOURS = 1.0
-"""A run that is predicted to take longer is saved on its way, if it is saved at all."""
+"""A longer run says when it is saved, if it is saved at all."""
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
@@ -198,20 +199,23 @@ def _launched(
             "launch it where the devices are, or plan again for --cluster local"
         )
     prediction = predict_plan(wanted, graph, machine, fit.measured)
+    saves = None
     if run.checkpoint is not None and run.checkpoint_every is None:
-        run = with_interval(
-            run,
-            step_s=prediction.step_time_s,
+        saves = save_figures(
+            Failures(),
+            account_of(run.output) if run.output is not None else RunSeconds(),
             parameters=graph.parameters,
             devices=wanted.mesh.devices,
-            quiet=quiet,
         )
+        run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=quiet)
     report = start(
         fit.path,
         run,
         model=graph,
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
+        predicted_step_s=prediction.step_time_s,
+        saves=saves,
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
         quiet=quiet,
@@ -224,24 +228,18 @@ def _launched(
 
 
 def with_interval(
-    run: LaunchRun, *, step_s: float, parameters: int, devices: int, quiet: bool = False
+    run: LaunchRun, saves: SaveFigures, *, step_s: float, quiet: bool = False
 ) -> LaunchRun:
-    """Return a run of over an hour with the interval of checkpoints at which the least is lost."""
+    """Return a run with the interval of checkpoints at which the least is lost, and say it."""
     hours = run.steps * step_s / SECONDS_PER_HOUR
-    if hours <= LONG_RUN_HOURS:
-        return run
-    failures = Failures()
-    every = steps_between_checkpoints(
-        failures, parameters=parameters, devices=devices, step_s=step_s
-    )
-    if not quiet:
+    every = saves.every_steps(step_s)
+    if not quiet and (hours > LONG_RUN_HOURS or every < run.steps):
         took = seconds_text(every * step_s)
-        rate = failures.per_device_hour.value
         where = f"every {every} steps" if every < run.steps else "after the last step alone"
         print(
             f"meshwright: checkpoints are saved {where}: the least is lost at one every {took}, "
-            f"with {rate:.3g} failures a device and hour, in {hours:.3g} hours; "
-            "--checkpoint-every sets another interval",
+            f"with {saves.failures_per_hour:.3g} failures an hour, in {hours:.3g} hours; this is "
+            "computed again as saves are measured, and --checkpoint-every sets another interval",
             file=sys.stderr,
         )
     return run.model_copy(update={"checkpoint_every": every})

@@ -15,19 +15,22 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from planner.documents.document import read, write
+from planner.documents.events import Attempt, AttemptEnded, Cause, Event, Incident, StepRecord
 from planner.documents.model import ModelGraph
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
+from planner.whatif.survival import SaveFigures
 from runtime import checkpoint, data, faults, notice, run, unfinished
 from runtime.checkpoint import Progress
 from runtime.held import alone_in, signals_interrupt
@@ -35,9 +38,16 @@ from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import Rendezvous
 from runtime.report import RunReport, summarise
-from runtime.run import Device, LaunchRun, RankOrders, RankRecord, StepRecord
+from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
+
+MOST_EVIDENCE = 1000
+"""Characters of an error that are written down."""
+
+
+class RanksHang(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """Ranks waited for others in vain."""
 
 
 class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
@@ -58,6 +68,8 @@ def launch(
     device: Device | None = None,
     dry_run: bool = False,
     peak_step_s: float | None = None,
+    predicted_step_s: float | None = None,
+    saves: SaveFigures | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     quiet: bool = False,
@@ -68,6 +80,7 @@ def launch(
     torch to trace.  A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
     `peak_step_s` is what a step would take with every device at its peak; with it the MFU is told.
+    With `saves` the steps between checkpoints are computed again from what is measured.
     Progress and warnings go to stderr unless `quiet`.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -99,7 +112,14 @@ def launch(
             held.enter_context(alone_in(ready.run.checkpoint))
         shown = _ProgressLine(steps=ready.run.steps, say=say)
         try:
-            orders = _write_orders(ready, rendezvous, say, started_unix_s, peak_step_s)
+            told = {
+                "started_unix_s": started_unix_s,
+                "peak_step_s": peak_step_s,
+                "predicted_step_s": predicted_step_s,
+                "saves": saves,
+            }
+            orders = _write_orders(ready, rendezvous, say, told)
+            happened(ready, _attempt(ready, orders))
             _supervise(ready, rendezvous, orders, shown)
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
@@ -162,10 +182,12 @@ def _write_orders(
     ready: Preflight,
     rendezvous: Rendezvous,
     say: Terminal,
-    started_unix_s: float,
-    peak_step_s: float | None,
+    told: Mapping[str, Any],
 ) -> RankOrders:
-    """Prepare the data, check it against the model, and write what the ranks will read."""
+    """Prepare the data, check it against the model, and write what the ranks will read.
+
+    `told` are fields of orders that the launch was given.
+    """
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
     left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
@@ -211,13 +233,12 @@ def _write_orders(
             "tokenizer": ready.tokenizer and ready.tokenizer.resolve(),
             "evaluate": held_out and held_out.folder.resolve(),
             "output": ready.output,
+            **told,
         },
         token=_agree(ready, rendezvous, corpus.digest),
         corpus=corpus.folder.resolve(),
         device=ready.ranks.device,
-        started_unix_s=started_unix_s,
         resumed=ready.resumed,
-        peak_step_s=peak_step_s,
     )
     for left_behind in ("logs", "ranks", "flight"):
         folder_within(ready.output, left_behind, emptied_of="rank-*")
@@ -229,6 +250,22 @@ def _write_orders(
     write(ready.model, run.model_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
+
+
+def happened(ready: Preflight, event: Event) -> None:
+    """Write down what happened, on the node that leads."""
+    if ready.ranks.leads:
+        run.append_record(event, run.events_file(ready.output))
+
+
+def _attempt(ready: Preflight, orders: RankOrders) -> Event:
+    return Attempt(
+        at_unix_s=time.time(),
+        plan=ready.plan.digest,
+        devices=ready.ranks.world,
+        after_step=checkpoint.progress(ready.resumed).step if ready.resumed else 0,
+        predicted_step_s=orders.predicted_step_s,
+    )
 
 
 def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) -> None:
@@ -278,6 +315,7 @@ def _supervise(
 
         def noticed(number: int) -> None:
             shown.say.print(notice.leave_notice(ready.output, number))
+            happened(ready, _incident("notice", notice.name_of(number), after_step=shown.step))
 
     with signals_interrupt(noticed):
         shown.follow(run.metrics_file(ready.output))
@@ -298,7 +336,28 @@ def _supervise(
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
     if bad is not None:
-        raise _bad_end(ready, bad, after_step=shown.step)
+        error = _bad_end(ready, bad, after_step=shown.step)
+        happened(ready, _incident(_cause(error), str(error), after_step=shown.step, bad=bad))
+        raise error
+
+
+def _cause(error: Exception) -> Cause:
+    """Return what an end is evidence of."""
+    if isinstance(error, RankLost):
+        return "crash"
+    return "hang" if isinstance(error, RanksHang) else "program"
+
+
+def _incident(
+    cause: Cause, evidence: str, *, after_step: int, bad: BadEnd | None = None
+) -> Incident:
+    return Incident(
+        at_unix_s=time.time(),
+        cause=cause,
+        rank=bad.cause.rank if bad else None,
+        after_step=after_step,
+        evidence=evidence[:MOST_EVIDENCE] or "nothing was said",
+    )
 
 
 def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
@@ -315,19 +374,21 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         late = faults.behind(ready.output, waited.group)
         others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
         lead = f"{waited.text} after step {after_step}" + (f"; {others}" if others else "")
-        return LaunchError(f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}")
+        return RanksHang(f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}")
     if failure is not None and is_timeout(failure):
         seen = {seen.rank for seen in bad.seen}
         silent = [rank for rank in ready.ranks.devices if rank not in seen]
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
         how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
+        kind: type[LaunchError] = RanksHang
     else:
+        kind = LaunchError
         how = faults.how(ended.code, failure)
     lead = f"rank {ended.rank} {how} after step {after_step}"
     message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
     if faults.device_lost(ended.code, failure, said):
         return RankLost(message, lead=lead, local_rank=ready.ranks.devices[ended.rank])
-    return LaunchError(message)
+    return kind(message)
 
 
 def _way_on(ready: Preflight) -> str:
@@ -350,18 +411,22 @@ def _report(
         if any(record["stopped"] == "notice" for record in own.values()):
             raise HandedOver(f"a notice ended the run{_way_on(ready)}")
         return None
+    ranks = [RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)]
+    done = ranks[0].first_step + len(ranks[0].step_s) - 1
+    stopped = ranks[0].stopped
+    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=stopped, after_step=done))
     report = summarise(
         ready.plan,
         orders,
-        ranks=[RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)],
+        ranks=ranks,
         steps=list(run.read_records(run.metrics_file(ready.output))),
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
+        cost=run.account_of(ready.output),
     )
     file = ready.output / "report.json"
     run.write_json(report, file)
     if report.stopped == "notice":
-        done = report.first_step + report.steps - 1
         raise HandedOver(
             f"a notice ended the run after step {done} of {orders.steps}{_way_on(ready)}, and the "
             f"report is in {file}; start it again with --resume"

@@ -31,7 +31,7 @@ def notice_file(output: Path) -> Path:
 
 def leave_notice(output: Path, number: int) -> str:
     """Tell this node's ranks; return what there is to say of it."""
-    name = signal.Signals(number).name
+    name = name_of(number)
     file = notice_file(output)
     with opened(file, within=output) as written:
         written.write(f"{name}\n".encode())
@@ -39,6 +39,15 @@ def leave_notice(output: Path, number: int) -> str:
         f"{name}: the step under way is the last one, and is saved; a second signal ends all at "
         "once, and the last checkpoint stays"
     )
+
+
+def name_of(number: int) -> str:
+    """Return what a signal is called.
+
+    >>> name_of(15)
+    'SIGTERM'
+    """
+    return signal.Signals(number).name
 
 
 def take_notice() -> Callable[[], bool]:

@@ -10,10 +10,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from planner.documents.document import Document, Part
+from planner.documents.events import StepRecord
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
-from planner.documents.units import Amount, Count, Positive, Text
-from runtime.run import Device, RankOrders, RankRecord, StepRecord, Stopped
+from planner.documents.units import Amount, Count, Positive, Proportion, Text
+from planner.whatif.survival import RunSeconds
+from runtime.run import Device, RankOrders, RankRecord, Stopped
 
 WARM_UP_STEPS = 2
 """Allocations, connections and first kernels make the first step slow and disturb the second."""
@@ -74,6 +76,10 @@ class RunReport(Document):
     metrics: Text
     logs: Text
     checkpoint: Text | None = None
+    goodput: Proportion | None = None
+    """Seconds of steps that count over those of the wall clock, over all attempts of this run."""
+    steps_lost: Count = 0
+    """Of all its attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +140,12 @@ def summarise(
     steps: Sequence[StepRecord],
     wall_s: float,
     files: tuple[str, str],
+    cost: RunSeconds,
 ) -> RunReport:
-    """Put the ranks' records together; `files` are where metrics and logs lie."""
+    """Put the ranks' records together; `files` are where metrics and logs lie.
+
+    `cost` is where the seconds of all attempts of the run went.
+    """
     first = ranks[0].first_step
     slowest_s = [max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)]
     untimed = {step for rank in ranks for step in rank.untimed_steps}
@@ -176,6 +186,8 @@ def summarise(
         metrics=files[0],
         logs=files[1],
         checkpoint=ranks[0].checkpoint,
+        goodput=cost.goodput if cost.trained_s else None,
+        steps_lost=cost.steps_lost,
     )
 
 

@@ -5,7 +5,8 @@ is the same with what was found before the ranks start.  On disk:
 
     OUTPUT/
     ├── orders.yaml  plan.yaml  model.yaml   written before the ranks start
-    ├── metrics.jsonl                        one line per step, by rank 0
+    ├── events.jsonl                         what happens, by rank 0 and its launcher
+    ├── metrics.jsonl                        of these the steps that count, one line each
     ├── tensorboard/                         the same as events, if asked for
     ├── wandb/  wandb-id                     and for Weights & Biases
     ├── logs/rank-00000.log                  all that a rank prints
@@ -35,9 +36,11 @@ from planner.documents.document import (
     unreadable,
     write_text,
 )
+from planner.documents.events import LONGEST_EVENT_BYTES, Event, StepRecord, events_of
 from planner.documents.training import check_lengths
 from planner.documents.units import Amount, Count, Positive, Rate, Text
 from planner.errors import DocumentError, LaunchError
+from planner.whatif.survival import RunSeconds, SaveFigures, account
 from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 
@@ -64,7 +67,7 @@ class LaunchRun(Part):
     checkpoint: Path | None = Field(default=None, description="Save here")
     checkpoint_every: int | None = Field(
         default=None,
-        description="Steps; default: after the last, and by failure rates in a run of over an hour",
+        description="Steps; default: where the least is lost, by failure rates and measured saves",
     )
     keep_checkpoints: int = Field(default=2, description="Keep only the newest N")
     resume: bool = Field(default=False, description="Continue from the newest checkpoint")
@@ -84,6 +87,9 @@ class LaunchRun(Part):
     tensorboard: bool = Field(default=False, description="Write events for TensorBoard too")
     wandb: str | None = Field(
         default=None, description="Log to this project on Weights & Biases too"
+    )
+    logger: tuple[str, ...] = Field(
+        default=(), description="Log by an installed package's logger too: catalog --plugins"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
 
@@ -146,28 +152,10 @@ class RankOrders(LaunchRun, Document):
     peak_step_s: Rate | None = None
     """What a step would take with every device at its peak; divided by a step's time it is the
     MFU."""
-
-
-class StepRecord(Part):
-    """One line of metrics.jsonl."""
-
-    step: Positive
-    loss: float
-    grad_norm: float
-    step_s: Amount
-    tokens_per_s: Amount | None = None
-    samples_per_s: Amount | None = None
-    """Of a script, whose samples need not have tokens."""
-    epoch: Count
-    learning_rate: Amount | None = None
-    mfu: Amount | None = None
-    """Of this step: the model's FLOPs per second over the devices' peak."""
-    eval_loss: float | None = None
-    """On the held-out corpus, after the step."""
-    peak_memory_bytes: Count | None = None
-    """Of rank 0 so far, where the device counts it."""
-    expert_load: float | None = None
-    """Tokens of the busiest expert over the mean, averaged over layers."""
+    predicted_step_s: Rate | None = None
+    saves: SaveFigures | None = None
+    """From these the steps between checkpoints are computed, and again as saves are measured; None
+    where they were asked for."""
 
 
 class RankRecord(Document):
@@ -226,6 +214,11 @@ def metrics_file(output: Path) -> Path:
     return output / "metrics.jsonl"
 
 
+def events_file(output: Path) -> Path:
+    """Return where what happens in a run is written down."""
+    return output / "events.jsonl"
+
+
 def tensorboard_folder(output: Path) -> Path:
     """Return where rank 0 writes events for TensorBoard."""
     return output / "tensorboard"
@@ -262,8 +255,8 @@ def read_failures(output: Path, ranks: int) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.at_unix_s)
 
 
-def append_record(record: StepRecord, path: Path) -> None:
-    """Add a step's line, in one write so that a reader never sees half of it."""
+def append_record(record: StepRecord | Event, path: Path) -> None:
+    """Add a step's or an event's line, in one write so that a reader never sees half of it."""
     try:
         append_line(record, path)
     except OSError as error:
@@ -271,6 +264,15 @@ def append_record(record: StepRecord, path: Path) -> None:
 
 
 _LONGEST_RECORD_BYTES = 1 << 16
+
+
+def account_of(output: Path) -> RunSeconds:
+    """Return where the seconds of all attempts of a run went, as its events say."""
+    path = events_file(output)
+    if not path.exists():
+        return RunSeconds()
+    with _records(path) as lines:
+        return account(events_of(iter(lambda: lines.readline(LONGEST_EVENT_BYTES + 1), b"")))
 
 
 def _records(path: Path) -> BufferedReader:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -34,6 +36,17 @@ from runtime.exchange import agreed, broadcast_json
 from runtime.held import alone_in
 from runtime.parts import WrittenPart
 from runtime.tensor_files import TensorWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSeconds:
+    """What a save behind training took, by this rank's clock."""
+
+    step: int
+    blocked_s: float
+    """That training waited, for its copy and for the ranks that agree on it."""
+    written_s: float = 0.0
+    """From its begin until it counted; 0 before that."""
 
 
 class Saver:
@@ -60,6 +73,8 @@ class Saver:
         """
         self.saved: Path | None = None
         """The last checkpoint that is complete."""
+        self.took: SaveSeconds | None = None
+        """Of the last save behind training that is complete."""
         self._joined = dist.is_initialized()
         self._group = dist.new_group(backend="gloo") if self._joined and group is None else group
         self._run = run or self._of_rank_0(secrets.token_hex(4))
@@ -79,12 +94,14 @@ class Saver:
         Raises LaunchError, on all ranks, where weights or optimizer state are not finite.
         """
         self.finish()
+        begin = time.perf_counter()
         with agreed(self._group):
             _check_finite(state, done.step)
             copied = self._stager.stage(dict(state))
+        blocked = SaveSeconds(step=done.step, blocked_s=time.perf_counter() - begin)
         # A daemon, since a rank that fails must not wait for a disk.
         self._thread = threading.Thread(
-            target=self._behind, args=(copied, done), name="saving", daemon=True
+            target=self._behind, args=(copied, done, blocked), name="saving", daemon=True
         )
         self._thread.start()
 
@@ -116,12 +133,15 @@ class Saver:
         self.saved = self._write(state, done, beside)
         return self.saved
 
-    def _behind(self, copied: Mapping[str, Tensor], done: Progress) -> None:
+    def _behind(self, copied: Mapping[str, Tensor], done: Progress, blocked: SaveSeconds) -> None:
         if self._device is not None:
             # A thread begins on device 0, and would open a context there.
             torch.cuda.set_device(self._device)
         try:
+            begin = time.perf_counter()
             self.saved = self._write(copied, done, {})
+            written_s = blocked.blocked_s + time.perf_counter() - begin
+            self.took = replace(blocked, written_s=written_s)
         except LaunchError as error:
             self._error = error
         except BaseException as error:

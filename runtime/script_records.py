@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from planner.documents.events import StepRecord
 from planner.documents.plan import Plan
 from runtime import run
+from runtime.metrics import Metrics
 from runtime.script_rank import OUTPUT_VARIABLE
 
 
@@ -19,6 +21,7 @@ class ScriptRecords:
 
     def __init__(self, output: Path) -> None:
         self._file = run.metrics_file(output)
+        self._metrics = Metrics(output)
         self._begun = False
 
     @classmethod
@@ -45,8 +48,8 @@ class ScriptRecords:
         if not self._begun:
             run.forget_steps_after(step - 1, self._file)
             self._begun = True
-        run.append_record(
-            run.StepRecord(
+        self._metrics.write(
+            StepRecord(
                 step=step,
                 loss=loss,
                 grad_norm=norm,
@@ -54,6 +57,5 @@ class ScriptRecords:
                 samples_per_s=plan.global_batch / step_s,
                 epoch=0,
                 peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
-            ),
-            self._file,
+            )
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.documents.document import MAX_BYTES, read, read_bytes, write
+from planner.documents.events import StepRecord
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import count_text, seconds_text
@@ -29,7 +30,7 @@ from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import LocalRanks, check_devices, cuda_devices, ranks_of_node
 from runtime.rendezvous import Rendezvous
 from runtime.report import WARM_UP_STEPS, Comparison
-from runtime.run import Device, StepRecord
+from runtime.run import Device
 from runtime.script_rank import OUTPUT_VARIABLE, PLAN_VARIABLE
 from runtime.supervise import BadEnd, last_lines, supervised
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.documents.document import read
-from planner.documents.model import ModelGraph, is_recorded
+from planner.documents.events import StepRecord
+from planner.documents.model import ModelGraph, is_factory, is_recorded
 from planner.documents.plan import Plan
+from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
@@ -34,14 +37,18 @@ from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
 from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
-from runtime.library_model import LibraryModel
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
+from runtime.mesh import Place
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
-from runtime.run import Device, RankOrders, RankRecord, StepRecord, Stopped
+from runtime.run import Device, RankOrders, RankRecord, Stopped
+from runtime.save_schedule import SaveSchedule
 from runtime.saving import Saver
 from runtime.supported import supported
+
+if TYPE_CHECKING:
+    from runtime.token_model import TokenModel
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
@@ -63,16 +70,43 @@ def token_engine(
     `weights` is a local folder of safetensors files; None starts from random weights.  With
     `documents` samples hold several.
     """
-    described: LanguageModel | LibraryModel
-    if is_recorded(plan.model.source):
-        reason = supported(plan, model)
-        if reason:
-            raise LaunchError(reason)
-        described = LibraryModel(plan, device=device, weights=weights, documents=documents)
-    else:
-        described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
+    described = trained_model(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
     return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
+
+
+def trained_model(
+    plan: Plan,
+    model: ModelGraph,
+    *,
+    device: torch.device,
+    weights: Path | None = None,
+    documents: bool = False,
+    place: Place | None = None,
+) -> LanguageModel | TokenModel:
+    """Return what an engine of `launch` trains, by where the model comes from.
+
+    `place` is this rank's if it is not that of all ranks in the plan.
+    """
+    plan.check_model(model)
+    reason = supported(plan, model)
+    if reason:
+        raise LaunchError(reason)
+    how: dict[str, Any] = {
+        "device": device,
+        "weights": weights,
+        "documents": documents,
+        "place": place,
+    }
+    if is_factory(plan.model.source):
+        from runtime.factory import FactoryModel  # noqa: PLC0415 - others need none of it
+
+        return FactoryModel(plan, model, **how)
+    if is_recorded(plan.model.source):
+        from runtime.library_model import LibraryModel  # noqa: PLC0415
+
+        return LibraryModel(plan, **how)
+    return LanguageModel(plan, model, **how)
 
 
 def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
@@ -197,7 +231,8 @@ class Loop:
     def _run(self) -> RankRecord:
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
-        metrics = Metrics(self.orders.output, self._loggers(first)) if self.rank == 0 else None
+        metrics = self._metrics(first)
+        schedule = self._save_schedule()
         step_s: list[float] = []
         compiler = self.engine.compiler
         peak = _Peak(self.orders.device, compiled=compiler is not None)
@@ -219,22 +254,26 @@ class Loop:
                 loss = result.loss
             if metrics is not None and not result.skipped:
                 metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
-            every = self.orders.checkpoint_every
-            if self._saver is not None:
+            if self._saver is not None and schedule is not None:
                 self._saver.check()
-                if ends or step == self.orders.steps or (every and step % every == 0):
+                if ends or step == self.orders.steps or schedule.due(step):
+                    self._saver.finish()
+                    schedule.saves(step, step_s, metrics)
                     state = self.engine.state()
                     self.engine.refuse_drifted()
                     self._saver.begin(state, self._progress(loss))
+                schedule.stepped(step, step_s, metrics)
             if ends is not None:
                 stopped = ends
                 break
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
         self.engine.state()  # a pipeline that never drains does so now
+        saved = self._last_saved()
+        if schedule is not None:
+            schedule.tell(metrics)
         if metrics is not None:
             metrics.close()
-        saved = self._last_saved()
         return RankRecord(
             rank=self.rank,
             stage=self.engine.stage,
@@ -251,15 +290,30 @@ class Loop:
             checkpoint=str(saved) if saved else None,
         )
 
+    def _save_schedule(self) -> SaveSchedule | None:
+        """Return when this run is saved from here on; None where it is not."""
+        if self._saver is None:
+            return None
+        return SaveSchedule(self.orders, self._saver, after_step=self.steps_done)
+
+    def _metrics(self, first: int) -> Metrics | None:
+        """Return what rank 0 writes from step `first` on."""
+        if self.rank != 0:
+            return None
+        orders = self.orders
+        return Metrics(orders.output, self._loggers(first), predicted_s=orders.predicted_step_s)
+
     def _loggers(self, first: int) -> list[Logger]:
         """Return what is told the figures of the run, from step `first` on."""
         output = self.orders.output
+        config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
         result: list[Logger] = []
         if self.orders.tensorboard:
             result.append(TensorBoard(run.tensorboard_folder(output), first=first))
         if self.orders.wandb is not None:
-            config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
             result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
+        for name in self.orders.logger:
+            result.append(loaded("loggers", name)(output=output, first=first, config=config))
         return result
 
     def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.documents.document import write_text
+from planner.documents.events import StepRecord
 from planner.errors import DocumentError
 from planner.process import guarded_files
 from runtime import run
@@ -238,7 +239,7 @@ def log(path: Path) -> None:
 
 
 def metrics(path: Path) -> None:
-    record = run.StepRecord(step=1, loss=1.0, grad_norm=1.0, step_s=1.0, samples_per_s=1.0, epoch=0)
+    record = StepRecord(step=1, loss=1.0, grad_norm=1.0, step_s=1.0, samples_per_s=1.0, epoch=0)
     run.append_record(record, path)
 
 

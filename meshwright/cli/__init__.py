@@ -1,7 +1,8 @@
 """The command line: translate arguments, call one function, show the answer.
 
 Results go to stdout, talk and progress bars to stderr; `--json` prints one JSON object and nothing
-else.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback is our bug.
+else, `{"error": ...}` of a failure.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback
+is our bug.  A command's module names its options; what it needs is imported when it runs.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import os
 import sys
 import traceback
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli import figures, plans, runs, tunes
 from meshwright.cli.console import say
 from meshwright.examples import epilog
-from planner.errors import MeshwrightError
+from planner.errors import DocumentError, MeshwrightError
 from planner.errors.shown import lines
 from planner.process.descriptors import results_apart
 
@@ -81,6 +82,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "catalog": figures.catalog,
 }
 """In the order of the help."""
+INTERRUPTED = 130
+"""What a command returns that Ctrl-C ended, as shells count signals."""
+WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
+"""All errors of arguments; typer names this one of them."""
 
 for _name, _command in COMMANDS.items():
     # Behind `run SCRIPT` come the script's own options.
@@ -93,24 +98,49 @@ def main(arguments: list[str] | None = None) -> int:
     # No process that it starts imports modules that lie in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     words = sys.argv[1:] if arguments is None else arguments
-    apart = results_apart() if "--json" in words else contextlib.nullcontext()
+    json = "--json" in words and words[0] != "run"  # whose words are its script's
+    apart = results_apart() if json else contextlib.nullcontext()
     try:
         with apart:
-            app(args=arguments, standalone_mode=True, prog_name="meshwright")
+            status = app(args=arguments, standalone_mode=False, prog_name="meshwright") or 0
+        if status == INTERRUPTED:
+            say("interrupted")
+            _fail(json, "Interrupted", "interrupted", INTERRUPTED)
     except MeshwrightError as error:
         say(str(error))
-        return error.status
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 1
+        return _fail(json, type(error).__name__, str(error), error.status, _place(error))
+    except WRONG_USAGE as error:
+        error.show()
+        return _fail(json, "UsageError", error.format_message(), error.exit_code)
     except BrokenPipeError:
         return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
-    except Exception:
+    except Exception as error:
+        _fail(json, "Bug", f"{type(error).__name__}: {error}", 1)
         sys.excepthook = _bug  # what is raised may quote a document
         raise
-    return 0
+    return status
+
+
+def _fail(
+    json: bool, kind: str, message: str, status: int, place: dict[str, str] | None = None
+) -> int:
+    """Return the status; with `json`, the failure is the one object that is printed."""
+    if json:
+        from meshwright.answers import as_json
+
+        said = {"kind": kind, "message": message, "status": status, **(place or {})}
+        print(as_json({"error": said}))
+    return status
+
+
+def _place(error: MeshwrightError) -> dict[str, str]:
+    """Return where a document is wrong: its file, and the path in it."""
+    if not isinstance(error, DocumentError):
+        return {}
+    found = {"file": error.file, "path": error.path}
+    return {name: said for name, said in found.items() if said}
 
 
 def _bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright import commands
-from meshwright.answer_texts import catalog_table, defaults_facts, next_fact
-from meshwright.answers import as_json
 from meshwright.cli.console import bar, out
-from meshwright.defaults import of_user
 from meshwright.options import Explain, GlobalBatch, Html, Json, SeqLen
 from planner.errors import DocumentError
 
@@ -28,8 +24,11 @@ def validate(
     json: Json = False,
 ) -> None:
     """Compare predictions with a table of measured runs."""
-    from planner.accuracy.scores.validate import validation_json  # noqa: PLC0415
-    from planner.report.validation_text import validation_text  # noqa: PLC0415 - rules of all
+    from meshwright import commands
+    from meshwright.answer_texts import next_fact
+    from meshwright.answers import as_json
+    from planner.accuracy.scores.validate import validation_json
+    from planner.report.validation_text import validation_text
 
     with bar("predicting rows", quiet=json) as progress:
         result = commands.validate(table, html=html, rows=rows, progress=progress)
@@ -58,9 +57,11 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit the constants of your cluster to measured runs."""
-    from meshwright import calibration  # noqa: PLC0415 - other commands need none of it
-    from planner.accuracy.calibrate.calibration import calibrated_json  # noqa: PLC0415
-    from planner.report.calibration_text import calibration_text  # noqa: PLC0415
+    from meshwright import calibration
+    from meshwright.answer_texts import next_fact
+    from meshwright.answers import as_json
+    from planner.accuracy.calibrate.calibration import calibrated_json
+    from planner.report.calibration_text import calibration_text
 
     result = calibration.calibrate(runs, accelerator=accelerator, profile=profile, output=output)
     if json:
@@ -177,11 +178,14 @@ def whatif(
 
     For each cluster: time, cost and energy of its best plan.
     """
-    from meshwright import studies  # noqa: PLC0415 - other commands need none of it
-    from planner.report.whatif_text import result_facts, result_text  # noqa: PLC0415
-    from planner.whatif.answers import answers  # noqa: PLC0415
-    from planner.whatif.run import result_json  # noqa: PLC0415
-    from planner.whatif.verdicts import verdicts  # noqa: PLC0415
+    from meshwright import studies
+    from meshwright.answer_texts import defaults_facts, next_fact
+    from meshwright.answers import as_json
+    from meshwright.defaults import of_user
+    from planner.report.whatif_text import result_facts, result_text
+    from planner.whatif.answers import answers
+    from planner.whatif.run import result_json
+    from planner.whatif.verdicts import verdicts
 
     mine = of_user()
     if study is None:  # which says everything itself
@@ -220,8 +224,7 @@ def whatif(
     if json:
         said = {"verdict": " ".join(verdicts(found)), "answers": answers(found)}
         print(as_json({**said, **result_json(found)}))
-        return
-    if explain:
+    elif explain:
         out.print(result_text(found))
     else:
         planned = next((one.plan for one in found.outcomes if one.plan), None)
@@ -234,6 +237,10 @@ def whatif(
                 }
             )
         out.print(result_facts(found, [*defaults_facts(mine.said), next_fact("", explain=False)]))
+    if found.interrupted:
+        raise typer.Exit(1)  # what is printed is a part
+    if json:
+        return
     for path in (html, table, write):
         if path:
             out.print(f"written: {path}")
@@ -260,6 +267,9 @@ class Shelf(StrEnum):
 
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    plugins: Annotated[
+        bool, typer.Option("--plugins", help="List what installed packages add instead")
+    ] = False,
     imported: Annotated[
         str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
     ] = None,
@@ -275,10 +285,14 @@ def catalog(
     json: Json = False,
 ) -> None:
     """List what can be named: models, accelerators, prices."""
+    from meshwright import commands
+    from meshwright.answer_texts import catalog_table
+    from meshwright.answers import as_json
+
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
             raise DocumentError("import", "goes with `catalog prices` and the list's --date")
-        from meshwright import studies  # noqa: PLC0415 - loads what-if
+        from meshwright import studies
 
         found = studies.import_prices(imported, provider=provider, date=date, output=output)
         if json:
@@ -288,8 +302,10 @@ def catalog(
                 f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
             )
         return
-    rows = commands.catalog(shelf.value)
+    rows = commands.plugins() if plugins else commands.catalog(shelf.value)
     if json:
         print(as_json(rows))
-        return
-    out.print(catalog_table(rows))
+    elif rows:
+        out.print(catalog_table(rows))
+    else:
+        out.print("no installed package adds anything")

@@ -8,27 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright import commands
-from meshwright.answer_texts import (
-    compared_parts,
-    defaults_facts,
-    imported_facts,
-    improved_parts,
-    next_fact,
-    plan_text,
-    top_table,
-)
-from meshwright.answers import (
-    answer_json,
-    as_json,
-    choices_json,
-    export_json,
-    imported_json,
-    improved_json,
-)
 from meshwright.cli.console import bar, out, say
-from meshwright.defaults import of_user
-from meshwright.inputs import is_plan
 from meshwright.options import (
     BackendOption,
     ClusterOption,
@@ -47,15 +27,7 @@ from meshwright.options import (
     Solver,
     SolverOption,
 )
-from planner.documents.units import bytes_text, count_text
 from planner.errors import DocumentError, MeshwrightError
-from planner.report.facts import Fact, Summary
-from planner.report.solution_text import solution_json, solution_text
-from planner.report.text import answer_text, assumptions_text, job_text, prediction_facts
-from planner.requests.request import SURE_TO_FIT
-from planner.solver.graph_instance import GraphSolution
-from planner.solver.instance import Infeasible, Unfinished
-from planner.stacks.native import CAVEAT_SOURCE
 
 if TYPE_CHECKING:
     from planner.search.answer import Answer
@@ -109,17 +81,25 @@ def plan(
         ),
     ] = ProofLevel.USUAL,
     fit_probability: Annotated[
-        float,
+        float | None,
         typer.Option(
-            "--fit-probability", help="With which plans fit at least; 0.5: as memory is predicted"
+            "--fit-probability",
+            help="With which plans fit at least; 0.5: as memory is predicted; default: 0.95",
         ),
-    ] = SURE_TO_FIT,
+    ] = None,
     output: Output = None,
     html: Html = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and prove it."""
+    from meshwright import commands
+    from meshwright.answer_texts import defaults_facts, next_fact, plan_text, top_table
+    from meshwright.answers import answer_json, as_json
+    from meshwright.defaults import of_user
+    from planner.report.facts import Fact
+    from planner.requests.request import SURE_TO_FIT
+
     mine = of_user()
     with bar("searching layouts", quiet=json) as progress:
         answer = commands.plan(
@@ -139,7 +119,7 @@ def plan(
             backend=mine.take("backend", backend) or "native",
             prefer=prefer.value,
             prove=prove.value,
-            fit_probability=fit_probability,
+            fit_probability=SURE_TO_FIT if fit_probability is None else fit_probability,
             output=output,
             html=html,
             progress=progress,
@@ -177,6 +157,8 @@ def _needed(cluster: str | None) -> str:
 
 def _then(answer: Answer, output: str | None) -> str:
     """Return what a user does with a plan."""
+    from planner.stacks.native import CAVEAT_SOURCE
+
     if output is None:
         return "add -o plan.yaml to keep the plan"
     if answer.plan.backend != "native":
@@ -208,6 +190,10 @@ def compare(
 
     With --best: one plan beside the best of its job, and what each change is worth.
     """
+    from meshwright import commands
+    from meshwright.answer_texts import compared_parts, improved_parts
+    from meshwright.answers import as_json, choices_json, improved_json
+
     if best:
         if len(plans) != 1:
             raise DocumentError("plans", f"are {len(plans)}; --best compares one plan")
@@ -253,6 +239,11 @@ def import_(
 
     Nothing in it is executed; what was assumed and which keys were not read is said.
     """
+    from meshwright import commands
+    from meshwright.answer_texts import imported_facts
+    from meshwright.answers import as_json, imported_json
+    from meshwright.defaults import of_user
+
     mine = of_user()
     found = commands.import_plan(
         file,
@@ -285,6 +276,14 @@ def predict(
     json: Json = False,
 ) -> None:
     """Predict the time and memory of a plan or a layout."""
+    from meshwright import commands
+    from meshwright.answer_texts import defaults_facts, next_fact
+    from meshwright.answers import as_json
+    from meshwright.defaults import of_user
+    from meshwright.inputs import is_plan
+    from planner.report.facts import Fact, Summary
+    from planner.report.text import assumptions_text, job_text, prediction_facts
+
     mine = of_user()
     if not is_plan(model):  # which has its own
         cluster, backend = mine.take("cluster", cluster), mine.take("backend", backend)
@@ -332,6 +331,12 @@ def solve(
     json: Json = False,
 ) -> None:
     """Solve a partition problem that is given in numbers."""
+    from meshwright import commands
+    from meshwright.answers import as_json
+    from planner.report.solution_text import solution_json, solution_text
+    from planner.solver.graph_instance import GraphSolution
+    from planner.solver.instance import Infeasible, Unfinished
+
     solved = commands.solve(problem, solver=solver.value)
     if json:
         print(as_json(solution_json(solved.problem, solved.result)))
@@ -376,6 +381,10 @@ def export(
     json: Json = False,
 ) -> None:
     """Export a plan or a checkpoint for another framework."""
+    from meshwright import commands
+    from meshwright.answers import as_json, export_json
+    from planner.documents.units import bytes_text, count_text
+
     written = commands.export(source, to=to, output=output, dtype=dtype.value)
     if isinstance(written, commands.Configured):
         if json:
@@ -416,6 +425,12 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a plan: text, HTML page, pipeline timeline."""
+    from meshwright import commands
+    from meshwright.answer_texts import next_fact
+    from meshwright.answers import as_json
+    from planner.report.facts import Fact
+    from planner.report.text import answer_text
+
     shown = commands.show(plan, cluster=cluster, profile=profile, html=html, trace=trace)
     if json:
         dump = shown.prediction.model_dump(mode="json", exclude_none=True)

@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright import commands, launches, scripts
-from meshwright.answer_texts import agenda_lines, profile_parts, run_parts, script_parts
-from meshwright.answers import agenda_json, as_json, job_json, run_json
 from meshwright.cli.console import out
-from meshwright.defaults import CommandDefaults
 from meshwright.options import (
     Explain,
     GlobalBatch,
@@ -52,6 +48,10 @@ def launch(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
+    from meshwright import launches
+    from meshwright.answer_texts import run_parts
+    from meshwright.answers import as_json, job_json, run_json
+
     if json and dry_run and where.on == "local":
         raise DocumentError("json", "a dry run here prints commands; leave out --json")
     done = launches.launch(
@@ -98,6 +98,9 @@ def run(
     Options stand before the script's name; what stands behind it is the script's.
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
+    from meshwright import scripts
+    from meshwright.answer_texts import script_parts
+
     done = scripts.run_script(
         plan,
         script,
@@ -158,6 +161,11 @@ def profile(
 
     On several nodes start it once on each: torchrun's, Slurm's and Kubernetes' variables are read.
     """
+    from meshwright import commands
+    from meshwright.answer_texts import agenda_lines, profile_parts
+    from meshwright.answers import agenda_json, as_json
+    from meshwright.defaults import CommandDefaults
+
     if dry_run:
         found = commands.profile_agenda(
             model,

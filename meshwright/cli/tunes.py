@@ -6,10 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.answer_texts import defaults_facts, next_fact
-from meshwright.answers import as_json
 from meshwright.cli.console import bar, out, say
-from meshwright.defaults import of_user
 from meshwright.options import (
     BackendOption,
     ClusterOption,
@@ -77,8 +74,11 @@ def tune(
 
     Interrupted or killed, it goes on with the same command; the plan so far is always valid.
     """
-    from meshwright.tuning import tune as tuned  # noqa: PLC0415 - starts ranks
-    from meshwright.tuning_texts import tuned_json, tuned_parts  # noqa: PLC0415
+    from meshwright.answer_texts import defaults_facts, next_fact
+    from meshwright.answers import as_json
+    from meshwright.defaults import of_user
+    from meshwright.tuning import tune as tuned
+    from meshwright.tuning_texts import tuned_json, tuned_parts
 
     mine = of_user()
     where = mine.take("cluster", cluster)

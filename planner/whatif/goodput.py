@@ -11,8 +11,8 @@ between checkpoints, q the share lost at any size.
 
 A checkpoint counts once it is written, so training of w - δ seconds more is done again.
 
-Source: Young, Comm. ACM 17 (1974) 530; Daly, Future Generation Computer Systems 22 (2006) 303.
-Failures of a spot instance add its interruptions to its devices' own.
+The interval is that of `planner.whatif.survival`.  Failures of a spot instance add its
+interruptions to its devices' own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ import math
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.span import Span
 from planner.whatif.study import Failures
-
-
-def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
-    """Seconds between checkpoints at which the least is lost.
-
-    >>> interval_s(50.0, 10_000.0)
-    1000.0
-    """
-    return math.sqrt(2 * checkpoint_s * between_failures_s)
+from planner.whatif.survival import RunSeconds, SaveFigures, every_s
 
 
 def written_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
@@ -50,30 +42,42 @@ def blocked_s(failures: Failures, *, parameters: float, devices: int, at: str = 
     return min(stall + copied / link, written)
 
 
-def every_s(*, blocked_s: float, written_s: float, between_failures_s: float) -> float:
-    """Seconds between checkpoints at which the least is lost; one is written at a time."""
-    return max(written_s, interval_s(blocked_s, between_failures_s))
+def failures_per_device_hour(failures: Failures, *, observed: int, device_hours: float) -> float:
+    """Return the rate that is believed after so many failures in so many device-hours.
 
+    The rate λ is Gamma distributed, of mean m and shape k.  With f failures in h device-hours,
 
-def steps_between_checkpoints(
-    failures: Failures, *, parameters: float, devices: int, step_s: float
-) -> int:
-    """Steps between checkpoints at which the least is lost, at least 1.
+        λ = (k + f) / (k / m + h)
 
-    405e9 parameters on 16,384 devices: a copy takes 405e9 x 12 / (16,384 x 1e10) = 0.03 s, the
-    stall 0.8 s, and one device fails every 3.1 hours: sqrt(2 x 0.83 x 11,135) = 136 s; it is
-    written in 3.2 s.
+    k is that of a logarithmic normal whose range from low to high is four standard deviations σ:
+    1 / k = exp(σ²) - 1.
 
-    >>> from planner.whatif.study import Failures
-    >>> steps_between_checkpoints(Failures(), parameters=405e9, devices=16_384, step_s=10.0)
-    14
+    >>> believed = failures_per_device_hour(Failures(), observed=0, device_hours=0.0)
+    >>> believed == Failures().per_device_hour.value
+    True
+    >>> f"{failures_per_device_hour(Failures(), observed=40, device_hours=50_000.0):.1e}"
+    '2.4e-04'
     """
-    interval = every_s(
+    usual = failures.per_device_hour
+    deviation = math.log(usual.high / usual.low) / 4
+    shape = 1 / math.expm1(deviation**2) if deviation else math.inf
+    if math.isinf(shape):
+        return usual.value
+    return (shape + observed) / (shape / usual.value + device_hours)
+
+
+def save_figures(
+    failures: Failures, known: RunSeconds, *, parameters: float, devices: int
+) -> SaveFigures:
+    """Return what decides how often a run is saved, before it has measured a save."""
+    rate = failures_per_device_hour(
+        failures, observed=known.failures, device_hours=known.device_hours
+    )
+    return SaveFigures(
+        failures_per_hour=devices * rate,
         blocked_s=blocked_s(failures, parameters=parameters, devices=devices),
         written_s=written_s(failures, parameters=parameters, devices=devices),
-        between_failures_s=SECONDS_PER_HOUR / (devices * failures.per_device_hour.value),
     )
-    return max(1, round(interval / step_s))
 
 
 _OPPOSITE = {"value": "value", "low": "high", "high": "low"}

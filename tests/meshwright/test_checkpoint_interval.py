@@ -1,4 +1,4 @@
-"""A launch of over an hour that is saved at all is saved on its way, and says how often."""
+"""A launch that is saved at all is saved where the least is lost, and says how often."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from pathlib import Path
 import pytest
 
 from meshwright.launches import with_interval
+from planner.whatif.goodput import save_figures
+from planner.whatif.study import Failures
+from planner.whatif.survival import RunSeconds, SaveFigures
 from runtime.run import LaunchRun
 
-LARGE = {"parameters": 405_000_000_000, "devices": 16_384}
+
+def figures(parameters: int = 405_000_000_000, devices: int = 16_384) -> SaveFigures:
+    return save_figures(Failures(), RunSeconds(), parameters=parameters, devices=devices)
 
 
-def test_a_run_of_over_an_hour_has_an_interval_and_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_long_run_has_an_interval_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run = LaunchRun(checkpoint=Path("saved"), steps=1000)
 
-    found = with_interval(run, step_s=10.0, **LARGE)
+    found = with_interval(run, figures(), step_s=10.0)
 
     assert found == run.model_copy(update={"checkpoint_every": 14})
     said = capsys.readouterr().err
     assert "checkpoints are saved every 14 steps" in said
-    assert "1.97e-05 failures a device and hour, in 2.78 hours" in said
+    assert "0.323 failures an hour, in 2.78 hours" in said  # 16,384 x 1.97e-5
 
 
-def test_a_short_run_is_saved_at_its_end_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    run = LaunchRun(checkpoint=Path("saved"), steps=360)
+def test_a_short_run_of_few_devices_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run = LaunchRun(checkpoint=Path("saved"), steps=300)
 
-    assert with_interval(run, step_s=10.0, **LARGE) is run
+    found = with_interval(run, figures(7_000_000_000, 8), step_s=10.0)
+
+    assert found.checkpoint_every is not None
+    assert found.checkpoint_every > run.steps
     assert capsys.readouterr().err == ""
 
 
@@ -37,7 +43,7 @@ def test_few_devices_fail_so_rarely_that_the_end_is_enough(
 ) -> None:
     run = LaunchRun(checkpoint=Path("saved"), steps=500)
 
-    with_interval(run, step_s=10.0, parameters=7_000_000_000, devices=8)
+    with_interval(run, figures(7_000_000_000, 8), step_s=10.0)
 
     assert "saved after the last step alone: the least is lost at one every" in (
         capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_planning_loads_only_what_it_uses() -> None:
     )
 
     assert not {"torch", "networkx", "jinja2", "highspy", "pulp"} & {*run.stderr.split()}
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["plan", "--help"]])
+def test_help_loads_no_planner(words: list[str]) -> None:
+    """0.3 CPU s: typer, rich and pydantic; a second more where a command's work is loaded too."""
+    code = (
+        "import sys\n"
+        "from meshwright.cli import main\n"
+        f"assert main({words!r}) == 0\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(loaded & {'numpy', 'networkx', 'torch', 'pulp', 'highspy', 'profiler'},"
+        " [name for name in sys.modules if name.startswith('planner.search')])\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == "set() []"
 
 
 def test_predict_of_a_plan_is_the_prediction_it_came_with(
@@ -266,6 +284,90 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan"]) == 2
     assert cli.main(["no-such-command"]) == 2
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "status", "said"),
+    [
+        (["plan"], "UsageError", 2, "Missing argument"),
+        (["predict", "gpt2", "--seq-len", "x"], "UsageError", 2, "'--seq-len'"),
+        (["show", "none.yaml"], "DocumentError", 1, "none.yaml"),
+        (["solve", "bad.yaml"], "DocumentError", 1, "bad.yaml"),
+        (["plan", "llama-3.1-405b", "--cluster", "1xl40s"], "NoPlanFits", 1, "GiB"),
+        (["launch", "none.yaml"], "DocumentError", 1, "none.yaml"),
+    ],
+)
+def test_with_json_a_failure_is_one_object_too(
+    words: list[str],
+    kind: str,
+    status: int,
+    said: str,
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (here / "bad.yaml").write_text("format: [")
+
+    assert cli.main([*words, "--json"]) == status
+    output = capfd.readouterr()
+    error = json.loads(output.out)["error"]
+    assert (error["kind"], error["status"]) == (kind, status)
+    assert said in error["message"] and said in output.err
+    if kind == "DocumentError":
+        assert error["file"] == words[1]
+
+
+def test_a_bug_and_an_interruption_are_objects_as_well(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object, **named: object) -> None:
+        raise ZeroDivisionError("nothing to divide by")
+
+    def stopped(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "solve", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["solve", "problem.yaml", "--json"])
+    assert json.loads(capfd.readouterr().out)["error"] == {
+        "kind": "Bug",
+        "message": "ZeroDivisionError: nothing to divide by",
+        "status": 1,
+    }
+
+    monkeypatch.setattr(commands, "solve", stopped)
+    assert cli.main(["solve", "problem.yaml", "--json"]) == 130
+    assert json.loads(capfd.readouterr().out)["error"]["kind"] == "Interrupted"
+
+
+def test_ctrl_c_while_a_command_loads_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Stopped:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stopped())\n"
+        "from meshwright.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (130, "meshwright: interrupted\n")
+
+
+def test_a_part_of_an_answer_is_no_success(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*given: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("planner.whatif.run._evaluated", stopped)
+
+    words = ["--model", "gpt2", "--clusters", "8xa10g", "--tokens", "1e9"]
+    assert cli.main(["whatif", *words]) == 1
+    assert "Interrupted: 0 done, 1 not looked at." in capfd.readouterr().out
 
 
 def test_plans_are_compared_with_the_fastest_of_them(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.trials import Trialled, timed, trial, words_of
+from planner.documents.events import StepRecord
 from planner.documents.plan import Job
 from planner.errors import DocumentError
 from planner.formats.logs import LoggedWork, Said, megatron
 from runtime.run import (
     Failure,
-    StepRecord,
     append_record,
     failure_file,
     metrics_file,

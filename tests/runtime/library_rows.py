@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from planner.catalog.expressions import resolve_model
 from planner.documents.document import read, write
+from planner.documents.events import StepRecord
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan, Training
 from planner.errors import LaunchError
 from runtime import data, run, train
 from runtime import launch as launching
-from runtime.run import RankOrders, StepRecord
+from runtime.run import RankOrders
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, combinations, library_runs
 from tests.runtime.combinations import Bound

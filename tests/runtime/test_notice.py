@@ -12,7 +12,7 @@ import pytest
 from planner.errors import DocumentError
 from runtime import checkpoint, notice
 from runtime.held import signals_interrupt
-from runtime.run import metrics_file, read_records
+from runtime.run import account_of, metrics_file, read_records
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, Room, plan_of
 
@@ -80,6 +80,10 @@ def test_the_step_under_way_is_saved(room: Room) -> None:
     assert newest is not None
     assert checkpoint.progress(newest).step == step
     assert room.ranks() == {}
+    seconds = account_of(room.folder / "out")
+    assert (seconds.attempts, seconds.incidents) == (1, {"notice": 1})
+    assert (seconds.failures, seconds.steps_lost) == (0, 0)
+    assert 0 < seconds.goodput < 1
 
 
 @pytest.mark.ranks

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from planner.documents.events import StepRecord
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.prediction import Prediction, StagePrediction
+from planner.whatif.survival import RunSeconds
 from runtime.report import RunReport, comparison, summarise
-from runtime.run import RankOrders, RankRecord, StepRecord
+from runtime.run import RankOrders, RankRecord
 
 PLAN = Plan(
     model=PlannedModel(name="toy", source="toy", digest="sha256:0"),
@@ -46,7 +48,9 @@ def report(*ranks: RankRecord) -> RunReport:
         StepRecord(step=step, loss=float(step), grad_norm=1.0, step_s=1.0, tokens_per_s=1, epoch=0)
         for step in range(9, 17)
     ]
-    return summarise(PLAN, ORDERS, ranks=ranks, steps=steps, wall_s=20.0, files=("metrics", "logs"))
+    cost = RunSeconds(wall_s=20.0, trained_s=8.0, steps_lost=3)
+    files = ("metrics", "logs")
+    return summarise(PLAN, ORDERS, ranks=ranks, steps=steps, wall_s=20.0, files=files, cost=cost)
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank_once_warm() -> None:
@@ -60,6 +64,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank_once_warm() -> None:
     assert run.step_time_spread == pytest.approx((3.0 - 2.0) / 2.0)
     assert run.tokens_per_s == pytest.approx(4 * 10 / 2.0)
     assert [stage.peak_memory_bytes for stage in run.stages] == [700, 900]
+
+
+def test_a_report_says_what_share_of_the_clock_trained_what_counts() -> None:
+    run = report(rank(0, [1.0] * 6, 1), rank(1, [1.0] * 6, 1))
+
+    assert (run.goodput, run.steps_lost) == (0.4, 3)
 
 
 def test_only_this_runs_losses_are_reported() -> None:

@@ -106,7 +106,7 @@ def test_without_a_stdout_a_command_still_ends(closed: str) -> None:
     ],
     ids=" ".join,
 )
-def test_a_failure_under_json_says_nothing_on_stdout(
+def test_a_failure_under_json_is_one_object_on_stdout(
     words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     from meshwright import cli
@@ -115,7 +115,7 @@ def test_a_failure_under_json_says_nothing_on_stdout(
 
     output = capfd.readouterr()
     assert code in (1, 2)
-    assert output.out == ""
+    assert json.loads(output.out)["error"]["status"] == code
     assert output.err
 
 

@@ -12,11 +12,11 @@ from planner.whatif.goodput import (
     blocked_s,
     goodput_of,
     goodput_share,
-    interval_s,
-    steps_between_checkpoints,
+    save_figures,
     written_s,
 )
 from planner.whatif.study import FAILURE_RATES, Failures
+from planner.whatif.survival import RunSeconds, interval_s
 
 
 def test_goodput_by_hand() -> None:
@@ -98,6 +98,11 @@ def test_the_range_by_hand_for_opt_175b() -> None:
     assert span.low < 33 / 56 < 1.15 * span.low
 
 
+def steps_between_checkpoints(*, step_s: float, parameters: float, devices: int) -> int:
+    figures = save_figures(Failures(), RunSeconds(), parameters=parameters, devices=devices)
+    return figures.every_steps(step_s)
+
+
 def test_published_rates_of_failures_are_a_table_whose_ends_are_the_range() -> None:
     found = Failures().per_device_hour
 
@@ -122,15 +127,13 @@ def test_no_other_number_of_steps_between_checkpoints_loses_less(
     def lost(every: int) -> float:
         return saving_s / (every * step_s) + a_second * every * step_s / 2
 
-    every = steps_between_checkpoints(
-        failures, parameters=parameters, devices=devices, step_s=step_s
-    )
+    every = steps_between_checkpoints(parameters=parameters, devices=devices, step_s=step_s)
 
     assert every == min(range(max(1, least), 20 * every), key=lost)
 
 
 def test_a_step_longer_than_the_interval_is_saved_each_time() -> None:
-    assert steps_between_checkpoints(Failures(), parameters=1e6, devices=100_000, step_s=1e4) == 1
+    assert steps_between_checkpoints(parameters=1e6, devices=100_000, step_s=1e4) == 1
 
 
 def test_the_interval_is_near_the_best_at_both_ends_of_the_stall() -> None:
@@ -146,7 +149,7 @@ def test_the_interval_is_near_the_best_at_both_ends_of_the_stall() -> None:
         return (stall_s + copied_s) / every_s + every_s / 2 / between_s
 
     failures = Failures()
-    every = steps_between_checkpoints(failures, parameters=405e9, devices=16_384, step_s=1.0)
+    every = steps_between_checkpoints(parameters=405e9, devices=16_384, step_s=1.0)
 
     assert every == pytest.approx(math.sqrt(2 * (0.8 + copied_s) * between_s), abs=0.5) == 136
     for stall_s in (failures.checkpoint_stall_s.low, failures.checkpoint_stall_s.high):

@@ -1,0 +1,149 @@
+"""Events of a run: steps, phases, saves, incidents and decisions, each a line of events.jsonl.
+
+The file is the one record of a run.  Every attempt adds to it and none takes from it: a step that
+is done again stands there twice, so that what failures cost can be read from it
+(`planner.whatif.survival`).  metrics.jsonl, TensorBoard and Weights & Biases are readers of it.
+Seconds that were predicted stand beside those that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from planner.documents.document import Part
+from planner.documents.units import Amount, Count, Positive, Text
+
+LONGEST_EVENT_BYTES = 1 << 16
+Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
+"""What a run does beside its steps."""
+Cause = Literal[
+    "crash", "device", "node", "hang", "out_of_memory", "not_a_number", "program", "notice", "user"
+]
+"""What ended an attempt, as far as it is known."""
+Reaction = Literal["interval", "restart", "spare", "shrink", "grow", "hand_over", "stop"]
+
+
+class StepRecord(Part):
+    """What a step was; one line of metrics.jsonl."""
+
+    step: Positive
+    loss: float
+    grad_norm: float
+    step_s: Amount
+    tokens_per_s: Amount | None = None
+    samples_per_s: Amount | None = None
+    """Of a script, whose samples need not have tokens."""
+    epoch: Count
+    learning_rate: Amount | None = None
+    mfu: Amount | None = None
+    """Of this step: the model's FLOPs per second over the devices' peak."""
+    eval_loss: float | None = None
+    """On the held-out corpus, after the step."""
+    peak_memory_bytes: Count | None = None
+    """Of rank 0 so far, where the device counts it."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean, averaged over layers."""
+
+
+class _Event(Part):
+    at_unix_s: Amount
+
+
+class Attempt(_Event):
+    """Ranks are about to start."""
+
+    event: Literal["attempt"] = "attempt"
+    plan: Text
+    """Its digest."""
+    devices: Positive
+    after_step: Count = 0
+    """The step that it goes on from."""
+    predicted_step_s: Amount | None = None
+
+
+class StepDone(_Event):
+    """A step was done."""
+
+    event: Literal["step"] = "step"
+    record: StepRecord
+    predicted_s: Amount | None = None
+
+
+class PhaseDone(_Event):
+    """Something beside steps was done."""
+
+    event: Literal["phase"] = "phase"
+    phase: Phase
+    measured_s: Amount
+    predicted_s: Amount | None = None
+
+
+class Saved(_Event):
+    """A checkpoint was written."""
+
+    event: Literal["saved"] = "saved"
+    step: Count
+    blocked_s: Amount
+    """That training waited for it."""
+    written_s: Amount
+    """From its begin until it counted."""
+    predicted_blocked_s: Amount | None = None
+    predicted_written_s: Amount | None = None
+
+
+class Incident(_Event):
+    """Something went wrong, or was announced."""
+
+    event: Literal["incident"] = "incident"
+    cause: Cause
+    rank: Count | None = None
+    node: Count | None = None
+    after_step: Count = 0
+    evidence: Text
+
+
+class Decision(_Event):
+    """What is done next."""
+
+    event: Literal["decision"] = "decision"
+    reaction: Reaction
+    why: Text
+    predicted_s: Amount | None = None
+    """Until training goes on."""
+    every_steps: Positive | None = None
+    """Between checkpoints from here on."""
+    devices: Positive | None = None
+    plan: Text | None = None
+
+
+class AttemptEnded(_Event):
+    """Ranks have ended, as they should."""
+
+    event: Literal["ended"] = "ended"
+    stopped: Text
+    after_step: Count
+
+
+Event = Annotated[
+    Attempt | StepDone | PhaseDone | Saved | Incident | Decision | AttemptEnded,
+    Field(discriminator="event"),
+]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def events_of(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Yield the events of a file's lines; a line that is none, or was cut off, is left out.
+
+    >>> line = b'{"event": "ended", "at_unix_s": 1.0, "stopped": "steps", "after_step": 3}'
+    >>> [event.event for event in events_of([b"{", line, b'{"event": "ended"}'])]
+    ['ended']
+    """
+    for line in lines:
+        if len(line) <= LONGEST_EVENT_BYTES:
+            try:
+                yield _EVENT.validate_json(line)
+            except ValueError:
+                continue
