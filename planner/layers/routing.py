@@ -50,7 +50,7 @@ class Routing:
         stay where they are count too.
 
         >>> [round(copies, 2) for copies in Routing(256, 8, 8, 4).hops(64, 8)]
-        [3.63, 7.58]
+        [3.63, 7.36]
         """
         return self.distinct(ranks // near), self.distinct(ranks)
 
