@@ -322,8 +322,8 @@ class TorchOptimizers(Gradients):
         order = sorted(held, key=lambda slot: -slot.parameter.numel()) if gathered else held
         for slot in order:
             if not (gathered and _is_divided(slot)):
-                # `data` has a version counter of its own: in-flight backwards do not need the values
-                # that an update leaves.
+                # `data` has a version counter of its own: backwards under way do not need the
+                # values that an update leaves.
                 parts.append(_ParameterPart(slot, nn.Parameter(slot.local.data)))
                 continue
             group, _ = _division(slot)

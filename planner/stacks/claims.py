@@ -63,6 +63,7 @@ LAUNCH: Mapping[str, Claim] = {
             "scales",
             "weight_wire",
             "dispatch",
+            "relay",
             "loss",
             "compile",
             "tensor_overlap",
@@ -108,6 +109,7 @@ SCRIPT: Mapping[str, Claim] = {
         "of language models"
     ),
     "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
+    "relay": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
     "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(
         "it goes with tensor 1: what divides your modules calls collectives that no graph has",
