@@ -78,7 +78,8 @@ class StepResult:
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
-    """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
+    """A launcher was told that its machine will be taken away; `launch` saves now, and ends.  A
+    script saves, and raises meshwright.HandedOver."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
