@@ -47,10 +47,10 @@ from profiler.chain import plan_of, short_chain, whole_stage
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
 from runtime.adapter import Adapter
+from runtime.language_model import adapter_of
 from runtime.mesh import Place, place_of
 from runtime.recompute import wrapped
 from runtime.rehearsal import _NoValues, _shapes_apart
-from runtime.source import adapter_of
 from runtime.tensor import divide
 from runtime.torch_internals import fake_store
 
@@ -270,7 +270,6 @@ def _runtime_layers(model: ModelGraph, plan: Plan, place: Place, kinds: Mapping[
         seq_len=plan.seq_len,
         dtype=torch.bfloat16,
         device=CPU,
-        seed=0,
         weights=None,
     )
     stage = whole_stage(plan, adapter, place, CPU)

@@ -42,7 +42,7 @@ from runtime.compiled import Compiler
 from runtime.context import WHOLE
 from runtime.eight_bits import products_of
 from runtime.initialize import materialize
-from runtime.source import adapter_of
+from runtime.language_model import adapter_of
 from runtime.torch_internals import compiled_code
 from runtime.train import token_engine
 from runtime.weight_gradients import defer
@@ -91,7 +91,6 @@ def block(
         seq_len=positions,
         dtype=dtype,
         device=CPU,
-        seed=0,
         weights=None,
         context=WHOLE,
     )

@@ -30,6 +30,7 @@ from planner.costs.layout_costs import refusal
 from planner.costs.predict import layout_prediction, plan_timeline
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
+from planner.documents import plugins as installed
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Job, Plan
@@ -744,6 +745,20 @@ def validate(
 
         document.write_text(validation_page(result), html)
     return result
+
+
+def plugins() -> list[dict[str, str]]:
+    """Return what installed packages add, as rows; none of it is loaded."""
+    return [
+        {
+            "kind": plugin.kind,
+            "name": plugin.name,
+            "package": f"{plugin.package} {plugin.version}",
+            "is": plugin.value,
+        }
+        for kind in installed.GROUPS
+        for plugin in installed.plugins(kind).values()
+    ]
 
 
 def catalog(shelf: str) -> list[dict[str, str | float | None]]:

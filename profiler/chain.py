@@ -23,25 +23,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.documents.cluster import Precision
-from planner.documents.model import ModelGraph
+from planner.documents.model import ModelGraph, is_own
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.profile import Recompute
 from planner.schedules import PLAIN
 from runtime import recompute as recomputing
-from runtime.adapter import TOKENS, Adapter
+from runtime.adapter import Adapter
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel
+from runtime.gradients import Slot
+from runtime.language_model import adapter_of
+from runtime.loss import counted
 from runtime.mesh import Place
+from runtime.optimizer import slots_of
 from runtime.parallelize import activation_type
-from runtime.source import adapter_of
-from runtime.transforms import Staged, language_stage, repeats
+from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.token_model import TokenModel
+from runtime.train import trained_model
+from runtime.transforms import Staged, is_block, language_stage, repeats
 
 SAME_KIND = 2
 """Layers of one kind in the chain: the second one finds the caches as in a deep model."""
 MOST_SAMPLES = 2**20
 """Of a micro-batch: seeds of different ranks lie so far apart."""
-BYTES = 256
-"""Numbers of tokens where nothing says how many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -117,72 +121,108 @@ class Chain:
         self.division = Division(tensor=tensor, context=context, expert=expert)
         self.device = device
         every = {name: layer.kind for name, layer in model.chain}
-        self.kinds = short_chain(model) if layers is None else {n: every[n] for n in layers}
+        # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
+        # are in the type that they compute in.
+        self._dtype = activation_type(precision)
+        self._model = model
+        self._compiled: dict[tuple[Recompute, int], dict[str, nn.Module]] = {}
+        if is_own(model.source or ""):
+            names = list(every) if layers is None else list(layers)
+            rest = [name for name in every if name not in set(names)]
+            self._record(self._plan([*names, *rest]), names, short=layers is None)
+        else:
+            self._describe(self._plan(list(short_chain(model)) if layers is None else layers))
+        self.kinds = {name: every[name] for name in self.parts}
         """Kind by layer, in order."""
         self.whole = list(self.kinds)[-1] == list(every)[-1]
         """It ends in the model's last layer, and so in a loss."""
-        # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
-        # are in the type that they compute in.
-        dtype = activation_type(precision)
+        self._positions = self.place.context.positions(seq_len)
+        self._data_rank = self.place.data_rank
+
+    def _plan(self, names: Sequence[str]) -> Plan:
         # Of ZeRO, which experts on ranks of their own ask for, nothing is done: see `_place`.
         mesh = self.division.mesh
-        plan = plan_of(
-            model, [list(self.kinds)], seq_len=seq_len, mesh=mesh, zero=int(mesh.data_shard > 1)
-        )
-        self.place = place = _place(plan, device)
-        self._adapter = adapter_of(
+        zero = int(mesh.data_shard > 1)
+        return plan_of(self._model, [list(names)], seq_len=self.seq_len, mesh=mesh, zero=zero)
+
+    def _describe(self, plan: Plan) -> None:
+        """Make the layers of a language model."""
+        model = self._model
+        self.place = _place(plan, self.device)
+        self.adapter = adapter_of(
             model,
             source=model.source or model.name,
-            seq_len=seq_len,
-            dtype=dtype,
-            device=device,
-            seed=0,
+            seq_len=self.seq_len,
+            dtype=self._dtype,
+            device=self.device,
             weights=None,
-            context=place.context,
+            context=self.place.context,
         )
-        stage = whole_stage(plan, self._adapter, place, device)
-        self.parts = stage.layers
-        """The layers by name, in order."""
-        self.module = stage.module.to(dtype)
-        self._compiled: dict[tuple[Recompute, int], dict[str, nn.Module]] = {}
-        self._positions = place.context.positions(seq_len)
-        self._data_rank = place.data_rank
-        names = list(self.kinds)
-        before = dict(zip(names, [TOKENS, *names], strict=False))
-        of_graph = getattr(self._adapter, "reads", {}) if model.edges else {}
-        self.reads: dict[str, tuple[str, ...]] = {
-            name: tuple(of_graph.get(name, (before[name],))) for name in names
-        }
-        """What each layer takes: the tokens, or outputs of layers before it."""
-        self.vocabulary = (
-            model.architecture.vocab_size if model.architecture else self._least_vocabulary()
-        )
-
-    def _least_vocabulary(self) -> int:
-        """Return how many numbers all tables know that read tokens, and the last layer predicts."""
-        readers = [name for name, reads in self.reads.items() if TOKENS in reads]
-        tables = [
-            part.num_embeddings
-            for name in readers
-            for part in self.parts[name].modules()
-            if isinstance(part, nn.Embedding) and part.num_embeddings > self.seq_len
-        ]
-        tokens = torch.zeros((1, self.seq_len), dtype=torch.int64)
-        predicted = self._adapter.boundary(list(self.kinds)[-1], tokens).shape[-1]
-        return min([*tables, predicted, BYTES])
-
-    def done_after(self) -> dict[str, tuple[str, ...]]:
-        """Return the outputs that nobody reads behind each layer."""
-        last = {read: name for name, reads in self.reads.items() for read in reads}
-        result: dict[str, tuple[str, ...]] = dict.fromkeys(self.reads, ())
-        for read, name in last.items():
-            result[name] += (read,)
-        return result
-
-    @property
-    def adapter(self) -> Adapter:
         """What made the layers."""
-        return self._adapter
+        self._recorded: TokenModel | None = None
+        stage = whole_stage(plan, self.adapter, self.place, self.device)
+        self.parts: dict[str, nn.Module] = stage.layers
+        """The layers by name, in order; each takes what the one before it made."""
+        self.every = self.parts
+        """All layers of `module`, also those that are not run one by one."""
+        self.module = stage.module.to(self._dtype)
+        assert model.architecture is not None
+        self.vocabulary = model.architecture.vocab_size
+
+    def _record(self, plan: Plan, names: Sequence[str], *, short: bool) -> None:
+        """Cut a module that is recorded into its layers."""
+        self.place = _place(plan, self.device)
+        self._recorded = recorded = _recorded_model(plan, self._model, self.device, self.place)
+        (self._stage,) = recorded.stages(None)
+        self.module = self._stage.module.to(self._dtype)
+        recording = recorded.recorder.first
+        kinds = {name: layer.kind for name, layer in self._model.chain}
+        taken: dict[str, int] = {}
+        self.parts, self.every = {}, {}
+        for at, name in enumerate(names):
+            self.every[name] = part = RecordedStage(
+                recorded.module, recorded.recorder, at, at + 1
+            ).train()
+            taken[kinds[name]] = taken.get(kinds[name], 0) + 1
+            passes = [*map(_alike, part.received(recording))]
+            alike = bool(at) and passes == [*map(_alike, part.sent(recording))]
+            # One that takes what it makes can be left out between others.
+            if not short or taken[kinds[name]] <= SAME_KIND or not alike:
+                self.parts[name] = part
+            if at == len(kinds) - 1:
+                part.loss = lambda made, micro: self._total(made, micro.batch)
+        self.vocabulary = recorded.vocabulary
+
+    def _total(self, made: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert self._recorded is not None
+        return counted(self._recorded.loss(made, batch), len(batch[1])).total
+
+    def loss(self, made: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of losses of what the last layer made."""
+        return made if self._recorded is not None else self.adapter.loss(made, targets)[0]
+
+    def whole_loss(self, module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of losses of all layers as one stage."""
+        batch = tokens, targets
+        made = module(micro=MicroBatch(batch))
+        return self._total(made, batch) if self._recorded else self.adapter.loss(made, targets)[0]
+
+    def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what a layer makes."""
+        made = layer(*taken)
+        return made if isinstance(made, tuple) else (made,)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return what an optimizer has of the layers where each rank has all."""
+        if self._recorded is not None:
+            return self._recorded.slots([self._stage])
+        return tuple(slots_of(self.module, self.adapter, Place(degrees=Mesh(), mesh=None)))
+
+    def anew(self, plan: Plan, place: Place) -> Staged:
+        """Return the same layers under a plan that has all of them in one stage."""
+        if self._recorded is not None:
+            return _recorded_model(plan, self._model, self.device, place).stages(None)[0]
+        return whole_stage(plan, self.adapter, place, self.device)
 
     def layers(self, case: Case) -> dict[str, nn.Module]:
         """Return the layers in order, each recomputing itself, and compiled, as a case asks."""
@@ -198,10 +238,26 @@ class Chain:
         if case.compiled:
             compiler = Compiler(self.device)
             for name, layer in layers.items():
-                if repeats(self._adapter.model, name):
+                if self._recorded is not None:
+                    layers[name] = self._compiled_part(name, case.recompute, compiler)
+                elif repeats(self._model, name):
                     compiler.compile(name, layer)
             self._compiled[key] = layers
         return layers
+
+    def _compiled_part(self, name: str, recompute: Recompute, compiler: Compiler) -> nn.Module:
+        """Return a recorded layer whose units with parts are graphs."""
+        part = self.parts[name]
+        assert isinstance(part, RecordedStage) and self._recorded is not None
+        at = [layer.name for layer in self._recorded.recorder.first.layers].index(name)
+        made = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
+        made.micro_batches, made.loss = part.micro_batches, part.loss
+        for path, unit in part.units.items():
+            if is_block(unit):
+                own = recomputing.wrapped(_OwnForward(unit), recompute)
+                compiler.compile(path, own)
+                made.place(path, own)
+        return made
 
     def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and targets of one micro-batch.
@@ -214,7 +270,11 @@ class Chain:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self.division.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
-        return inputs.to(self.device), targets.to(self.device)
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        for part in self.parts.values():
+            if isinstance(part, RecordedStage):  # it replays a micro-batch
+                part.micro_batches = (MicroBatch((inputs, targets)),)
+        return inputs, targets
 
     def loss_context(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the runtime computes a loss over a divided vocabulary."""
@@ -253,14 +313,24 @@ class _OwnForward(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, *args: Any) -> Any:
-        return self.layer(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+def _recorded_model(
+    plan: Plan, model: ModelGraph, device: torch.device, place: Place
+) -> TokenModel:
+    made = trained_model(plan, model, device=device, place=place)
+    assert isinstance(made, TokenModel)
+    return made
+
+
+def _alike(value: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return value.shape, value.dtype
 
 
 def short_chain(model: ModelGraph) -> dict[str, str]:
-    """Return kind by layer name: the first layers of each kind in a chain, all of a graph."""
-    if model.edges:
-        return {name: layer.kind for name, layer in model.chain}
+    """Return kind by layer name: the first layers of each kind."""
     taken: dict[str, int] = {}
     result = {}
     for name, layer in model.chain:

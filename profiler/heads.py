@@ -18,7 +18,7 @@ from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock
 from profiler.layer_bytes import bytes_of, least, looks_at
 from profiler.layers import LayerSamples, in_step, measurement, of_all_ranks
-from runtime.adapter import HEAD, TOKENS
+from runtime.adapter import HEAD
 from runtime.chunked_loss import in_chunks
 
 WARM_UP, ROUNDS = 1, 6
@@ -76,14 +76,12 @@ def _passes(head: nn.Module, hidden: Tensor, clock: Clock) -> tuple[float, float
 
 def _before_head(chain: Chain, tokens: Tensor) -> Tensor:
     """Return what the head reads of a micro-batch: [sample, this rank's positions, hidden]."""
-    held = {TOKENS: tokens}
+    made = tokens
     with torch.no_grad():
         for name, layer in chain.parts.items():
-            if name == HEAD:
-                break
-            held[name] = layer(*(held[read] for read in chain.reads[name]))
-    (read,) = chain.reads[HEAD]
-    return held[read].detach().clone()
+            if name != HEAD:
+                made = layer(made)
+    return made.detach().clone()
 
 
 class _OfTargets(nn.Module):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from profiler.chain import SAME_KIND, Case, Chain
-from runtime.adapter import TOKENS
 from runtime.live_memory import LiveMemory
 
 DIVIDED_LOOKS = 3
@@ -37,30 +36,26 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
     tokens, targets = chain.batch(case.micro_batch)
     layers = chain.layers(case)
     result: dict[str, MeasuredLayerBytes] = {}
-    held = {TOKENS: tokens}
+    made: tuple[Tensor, ...] = (tokens,)
     measured: dict[str, int] = {}
-    done = chain.done_after()
     with chain.loss_context():
         for index, (name, layer) in enumerate(layers.items()):
-            values = [held[read] for read in chain.reads[name]]
             loss = None
             if index == len(layers) - 1:
                 loss = partial(_loss, chain, targets)
             kind = chain.kinds[name]
             if measured.get(kind, 0) < SAME_KIND or loss is not None:
                 measured[kind] = measured.get(kind, 0) + 1
-                looks = [bytes_of(layer, values, loss) for _ in range(looks_at(chain))]
-                result[name], held[name] = least(held for held, _ in looks), looks[-1][1]
+                looks = [bytes_of(layer, made, loss) for _ in range(looks_at(chain))]
+                result[name], made = least(held for held, _ in looks), looks[-1][1]
             else:
                 with torch.no_grad():
-                    held[name] = layer(*values)
-            for read in done[name]:
-                del held[read]
+                    made = chain.run(layer, made)
     return result
 
 
 def _loss(chain: Chain, targets: Tensor, output: Tensor) -> Tensor:
-    return chain.adapter.loss(output, targets)[0]
+    return chain.loss(output, targets)
 
 
 def looks_at(chain: Chain) -> int:
@@ -80,8 +75,8 @@ def least(every: Iterable[MeasuredLayerBytes]) -> MeasuredLayerBytes:
 
 def bytes_of(
     layer: nn.Module, values: Sequence[Tensor], loss: Callable[..., Tensor] | None
-) -> tuple[MeasuredLayerBytes, Tensor]:
-    """Run one layer forward and backward by itself; return its bytes and its output's value."""
+) -> tuple[MeasuredLayerBytes, tuple[Tensor, ...]]:
+    """Run one layer forward and backward by itself; return its bytes and its outputs' values."""
     gc.collect()
     with LiveMemory(existing=values) as live:
         hooks = [p.register_hook(live.leave_out) for p in layer.parameters() if p.requires_grad]
@@ -103,11 +98,12 @@ def bytes_of(
         del inputs
         without_input_bytes = live.current_bytes
         # From here on until backward begins, only this function's own tensors come.
-        result = output.detach().clone()
-        root = output if loss is not None else _End.apply(output)
+        outputs = output if isinstance(output, tuple) else (output,)
+        result = tuple(one.detach().clone() for one in outputs)
+        root = output if loss is not None else _End.apply(*outputs)
         one = torch.ones_like(root)
         own_bytes = live.current_bytes - without_input_bytes
-        del output
+        del output, outputs
         if loss is not None:
             own_bytes += root.nbytes
         begin_bytes = live.current_bytes
@@ -134,11 +130,13 @@ class _End(torch.autograd.Function):
     """A scalar whose backward makes the gradient of an activation, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.like = x.shape, x.dtype, x.device
-        return x.new_zeros(())
+    def forward(ctx: Any, *made: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) if x.requires_grad else None for x in made]
+        return made[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.ones(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(
+            None if like is None else torch.ones(like[0], dtype=like[1], device=like[2])
+            for like in ctx.like
+        )

@@ -32,7 +32,6 @@ from profiler.clock import Clock, Moment, median, slowest, spread
 from profiler.kept import Parts
 from profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
 from profiler.noise import Watch
-from runtime.adapter import TOKENS
 from runtime.exchange import all_gather_json
 
 LEAST_ROUNDS = 3
@@ -246,22 +245,16 @@ def trial(
     layers = chain.layers(case)
     names = list(layers)
     arrived: dict[str, Moment] = {}
-    done = chain.done_after()
     with in_step(), chain.loss_context(), contextlib.ExitStack() as noted:
         begin = {names[0]: clock.moment()}
-        held = {TOKENS: tokens}
+        made: tuple[Tensor, ...] = (tokens,)
         for name, following in zip(names, [*names[1:], None], strict=True):
-            value = layers[name](*(held[read] for read in chain.reads[name]))
+            made = chain.run(layers[name], made)
             if following is not None:
                 begin[following] = clock.moment()
-                if value.requires_grad:
-                    value.register_hook(_noting(arrived, name, clock))
-            held[name] = value
-            for read in done[name]:
-                del held[read]
-        held.clear()
-        loss, _ = chain.adapter.loss(value, targets)
-        del value
+                _note_all(made, arrived, name, clock)
+        loss = chain.loss(made[0], targets)
+        del made
         middle = clock.moment()
         spans: dict[str, list[Moment]] = {}
         if again is not None and case.recompute != "none" and not case.compiled:
@@ -281,6 +274,13 @@ def trial(
             clock.between_s(backward_begin, backward_end),
         )
     return result
+
+
+def _note_all(made: Sequence[Tensor], moments: dict[str, Moment], name: str, clock: Clock) -> None:
+    """Note when the last of the gradients of what a layer made arrives."""
+    for value in made:
+        if value.requires_grad:
+            value.register_hook(_noting(moments, name, clock))
 
 
 def _noting(moments: dict[str, Moment], name: str, clock: Clock) -> Callable[[Tensor], None]:
@@ -318,9 +318,9 @@ def _once(chain: Chain, clock: Clock) -> dict[str, float]:
 
 
 def _short(chain: Chain, once_s: Mapping[str, float]) -> list[str]:
-    """Return the layers that read tokens alone and are a small part of the chain."""
+    """Return the layer that reads tokens, if it is a small part of the chain."""
     most_s = SHORT * sum(once_s.values())
-    return [n for n, reads in chain.reads.items() if reads == (TOKENS,) and once_s[n] < most_s]
+    return [name for name in list(chain.parts)[:1] if once_s[name] < most_s]
 
 
 def looked_at_again(
@@ -336,10 +336,11 @@ def looked_at_again(
         with in_step():
             other.add_(1.0)
             begin = clock.moment()
-            value = layer(tokens)
+            made = chain.run(layer, (tokens,))
             middle = clock.moment()
-            value.register_hook(_noting(arrived, name, clock))
-            value.backward(torch.ones_like(value))
+            _note_all(made, arrived, name, clock)
+            trained = [value for value in made if value.requires_grad]
+            torch.autograd.backward(trained, [torch.ones_like(value) for value in trained])
             end = clock.moment()
         forwards.append(clock.between_s(begin, middle))
         backwards.append(clock.between_s(arrived[name], end))

@@ -37,14 +37,13 @@ from planner.documents.training import Training
 from planner.layers.architecture import graph_of
 from planner.schedules import PLAIN, schedule
 from planner.schedules.simulate import timeline
-from profiler.chain import Case, Chain, plan_of, whole_stage
+from profiler.chain import Case, Chain, plan_of
 from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
 from runtime.gradients import Slot
 from runtime.mesh import Place, place_of
-from runtime.optimizer import adamw, slots_of
+from runtime.optimizer import adamw
 from runtime.parallelize import activation_type
-from runtime.recorded_stage import MicroBatch
 from runtime.replicas import Replicas
 from runtime.torch_optimizers import TorchOptimizers
 from runtime.train import token_engine
@@ -180,7 +179,7 @@ def shard_costs(
     gathered, reduced_bytes = (
         [
             sum(p.numel() * width(p) for p in layer.parameters() if p.requires_grad)
-            for layer in chain.parts.values()
+            for layer in chain.every.values()
         ]
         for width in (Tensor.element_size, lambda _: REDUCED_BYTES)
     )
@@ -253,13 +252,13 @@ def _over_data(chain: Chain, model: ModelGraph, *, zero: int, device: torch.devi
     mesh = Mesh(data_shard=world) if zero else Mesh(data_replicate=world)
     plan = plan_of(
         model,
-        [list(chain.kinds)],
+        [list(chain.every)],
         seq_len=chain.seq_len,
         mesh=mesh,
         zero=zero,
         precision=chain.precision,
     )
-    return whole_stage(plan, chain.adapter, place_of(plan, device), device)
+    return chain.anew(plan, place_of(plan, device))
 
 
 def _micro_batch(
@@ -282,7 +281,7 @@ def _micro_batch(
     else:
         chain.gradients_exist()
     begin = clock.moment()
-    loss, _ = chain.adapter.loss(modules(micro=MicroBatch((tokens, targets))), targets)
+    loss = chain.whole_loss(modules, tokens, targets)
     middle = clock.moment()
     loss.backward()
     if replicas is not None:
@@ -329,7 +328,7 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     A micro-batch before each step leaves in the caches what training leaves there.
     """
     place = Place(degrees=Mesh(), mesh=None)
-    slots = tuple(slots_of(chain.module, chain.adapter, place))
+    slots = chain.slots()
     groups = adamw(slots, Training(), device=clock.device)
     optimizer = TorchOptimizers(slots, groups, place, device=clock.device, divisor=1.0)
     totals = torch.ones(2, dtype=torch.float64, device=clock.device)

@@ -22,7 +22,7 @@ from typing import Any
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.layout_costs import refusal
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import ModelGraph, is_factory, trains_as_module
+from planner.documents.model import ModelGraph, is_factory, is_script
 from planner.documents.plan import Job, Layout
 from planner.documents.profile import Birth, Finding, MeasuredDevice, MeasuredNode, Profile
 from planner.errors import DocumentError, LaunchError
@@ -213,11 +213,11 @@ def _agreed(
     model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
 ) -> tuple[Intended, list[dict[str, Any]]]:
     """Meet the other nodes; return what all will measure, and what each said of itself."""
-    if trains_as_module(model.source or ""):
+    if is_script(model.source or ""):
         raise DocumentError(
             "model.source",
-            f"is {model.source}, whose layers are known by a recording, and are not measured; plan "
-            "without a profile, or with one of the cluster's constants",
+            f"is {model.source}, whose module its own script builds, and is not measured here; "
+            "plan without a profile, or with one of the cluster's constants",
         )
     own = resolve_cluster(cluster)
     said = rendezvous.all_gather(

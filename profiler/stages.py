@@ -21,7 +21,6 @@ from planner.documents.profile import StageMeasurement
 from profiler.chain import Case, Chain
 from profiler.clock import Clock, median, slowest, spread
 from profiler.layer_bytes import looks_at
-from runtime.adapter import TOKENS
 from runtime.exchange import all_gather_json
 from runtime.live_memory import LiveMemory
 
@@ -116,30 +115,30 @@ def _pass(stage: Chain, case: Case, clock: Clock) -> tuple[float, float]:
     layers = stage.layers(case)
     with _alone(stage):
         begin = clock.moment()
-        root, gradient = _rooted(stage, _through(stage, layers, tokens), targets)
+        roots, gradients = _rooted(stage, _through(stage, layers, tokens), targets)
         middle = clock.moment()
-        root.backward(gradient)
+        torch.autograd.backward(roots, gradients)
         end = clock.moment()
     return clock.between_s(begin, middle), clock.between_s(middle, end)
 
 
-def _through(stage: Chain, layers: dict[str, torch.nn.Module], tokens: Tensor) -> Tensor:
-    done = stage.done_after()
-    held = {TOKENS: tokens}
-    value = tokens
-    for name, layer in layers.items():
-        value = layer(*(held[read] for read in stage.reads[name]))
-        held[name] = value
-        for read in done[name]:
-            del held[read]
-    return value
+def _through(
+    stage: Chain, layers: dict[str, torch.nn.Module], tokens: Tensor
+) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = (tokens,)
+    for layer in layers.values():
+        made = stage.run(layer, made)
+    return made
 
 
-def _rooted(stage: Chain, value: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return from where backward goes, and the gradient that arrives there."""
+def _rooted(
+    stage: Chain, made: tuple[Tensor, ...], targets: Tensor
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return from where backward goes, and the gradients that arrive there."""
     if stage.whole:
-        return stage.adapter.loss(value, targets)[0], None
-    return value, torch.ones_like(value)
+        return [stage.loss(made[0], targets)], [None]
+    roots = [value for value in made if value.requires_grad]
+    return roots, [torch.ones_like(value) for value in roots]
 
 
 def _bytes(stage: Chain, case: Case) -> tuple[int, int, int]:
@@ -159,13 +158,13 @@ def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:
         hooks = list(_left_out(live, stage.module.parameters()))
         empty_bytes = live.current_bytes
         live.reset_peak()
-        root, gradient = _rooted(stage, _through(stage, layers, tokens), targets)
-        own = [root] if gradient is None else [root, gradient]
+        roots, gradients = _rooted(stage, _through(stage, layers, tokens), targets)
+        own = [*roots, *(gradient for gradient in gradients if gradient is not None)]
         begin_bytes = live.current_bytes
         stored = begin_bytes - empty_bytes - sum(t.untyped_storage().nbytes() for t in own)
         forward = live.peak_bytes - begin_bytes
         live.reset_peak()
-        root.backward(gradient)
+        torch.autograd.backward(roots, gradients)
         backward = live.peak_of_rest_bytes - begin_bytes
         for hook in hooks:
             hook.remove()

@@ -24,8 +24,6 @@ TensorStyle = Literal[
 
 EMBEDDING = "embedding"
 HEAD = "head"
-TOKENS = "tokens"
-"""What a layer that reads the model's input names; no layer has this name."""
 
 
 class Adapter(Protocol):

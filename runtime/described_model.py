@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
 from planner.documents.plan import Plan
-from runtime.adapter import HEAD, TOKENS, Adapter
-from runtime.factory import FactoryModel
+from runtime.adapter import HEAD, Adapter
 from runtime.recording import Leaf, Made, Node, RecordedLayer, Recording, Value
 
 _TOKENS, _TARGETS, _STARTS = Leaf(0), Leaf(1), Leaf(2)
@@ -33,14 +32,9 @@ class DescribedModel:
         self._adapter, self._tokens = adapter, tokens
         self._divided = plan.mesh.tensor
         names = [item.layer for stage in plan.stages for item in stage.layers]
-        reads = adapter.reads if isinstance(adapter, FactoryModel) and adapter.model.edges else {}
-        before = dict(zip(names, [TOKENS, *names], strict=False))
-        value = {name: Value(at) for at, name in enumerate(names)}
         nodes = []
         for at, name in enumerate(names):
-            leaves: list[Any] = [
-                value.get(one, _TOKENS) for one in reads.get(name, (before[name],))
-            ]
+            leaves: list[Any] = [Value(at - 1) if at else _TOKENS]
             chunked = plan.loss is not None and name == HEAD
             if chunked:
                 leaves.append(_TARGETS)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ from runtime.compiled import Compiler
 from runtime.gradient_wire import Mean, PowerSGD
 from runtime.gradients import Slot, StepMeasurement
 from runtime.language_model import LanguageModel
-from runtime.library_model import LibraryModel
 from runtime.loss import Totals, divisor_near
 from runtime.loss_scale import LossScale
 from runtime.own_model import OwnModel
@@ -56,6 +55,9 @@ from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
+
+if TYPE_CHECKING:
+    from runtime.token_model import TokenModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ class Engine:
     @classmethod
     def of(
         cls,
-        model: LanguageModel | LibraryModel,
+        model: LanguageModel | TokenModel,
         *,
         clip_norm: float = 0.0,
         compare_every: int = COMPARED_EVERY,
@@ -243,7 +245,9 @@ class Engine:
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
-            pipeline = self._passes.pipeline_of([MicroBatch(example)])
+            pipeline = self._passes.pipeline_of(
+                [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
+            )
             assert isinstance(pipeline, StalePipeline)
             self._late = LateUpdates(pipeline, self._optimizers, clip_norm)
         self._optimizers.participation = model.participation

@@ -19,20 +19,23 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
 from runtime import document_attention, lora
+from runtime.adapter import Adapter
 from runtime.compiled import Compiler
+from runtime.context import WHOLE, Context
 from runtime.described_model import DescribedModel
 from runtime.experts import imbalance
 from runtime.gradients import Slot
 from runtime.huggingface import LM_HEAD, HuggingFace
 from runtime.learning_rate import learning_rate
+from runtime.library_families import has_config
 from runtime.loss import IGNORED
 from runtime.mesh import Place, place_of
 from runtime.optimizer import adamw, slots_of
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.published import Weights
-from runtime.source import adapter_of
-from runtime.supported import documents_refused, supported
+from runtime.reference import Reference
+from runtime.supported import documents_refused
 from runtime.torch_optimizers import ParameterGroup
 from runtime.transforms import Staged, language_stage
 
@@ -52,17 +55,14 @@ class LanguageModel:
         device: torch.device,
         weights: Path | None = None,
         documents: bool = False,
+        place: Place | None = None,
     ) -> None:
         """`weights` is a local folder of safetensors files; None starts from random weights.
 
         With `documents` samples hold several, and batches say where each begins.
         """
-        plan.check_model(model)
-        reason = supported(plan, model)
-        if reason:
-            raise LaunchError(reason)
         self.plan = plan
-        self.place = place_of(plan, device)
+        self.place = place or place_of(plan, device)
         self.aliases: dict[str, str] = {}
         self.counts = plan.seq_len
         """How much of each sample the loss is expected to count."""
@@ -73,7 +73,6 @@ class LanguageModel:
             seq_len=plan.seq_len,
             dtype=activation_type(plan.precision),
             device=device,
-            seed=plan.training.seed,
             weights=weights,
             context=self.place.context,
             documents=documents,
@@ -236,3 +235,35 @@ def inputs_and_targets(
             )
         targets = targets.where(counts.to(device, non_blocking=True), IGNORED)
     return inputs, targets, starts
+
+
+def adapter_of(
+    model: ModelGraph,
+    *,
+    source: str,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Path | None,
+    context: Context = WHOLE,
+    documents: bool = False,
+) -> Adapter:
+    """Return the adapter for a model that `supported` has nothing against.
+
+    `dtype` is the type of activations.  `weights` is a folder whose config.json, if it has one,
+    gives the settings that ModelGraph's figures leave open.  `context` says which positions of a
+    sequence the layers are given; with `documents` samples hold several.
+    """
+    assert model.architecture is not None
+    if model.architecture.family == "reference":
+        return Reference(model, seq_len=seq_len, dtype=dtype, device=device, context=context)
+    folder = next((f for f in (weights, Path(source)) if f and has_config(f)), None)
+    return HuggingFace(
+        model,
+        folder=folder,
+        seq_len=seq_len,
+        dtype=dtype,
+        device=device,
+        context=context,
+        documents=documents,
+    )

@@ -9,7 +9,7 @@ plan's seed, or those of a folder of safetensors files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,13 @@ from planner.documents.document import refuse_irregular
 from planner.documents.model import ModelGraph, recorded_file
 from planner.documents.plan import Plan
 from planner.documents.units import name_of
-from planner.errors import DocumentError, LaunchError, MeshwrightError
+from planner.errors import LaunchError
 from runtime.adapter import next_token_loss
 from runtime.export import DType
-from runtime.gradients import Slot
-from runtime.language_model import inputs_and_targets
-from runtime.learning_rate import learning_rate
-from runtime.optimizer import adamw
-from runtime.own_model import OwnModel
-from runtime.script_model import MOST_CHECKED, SAMPLES, script_model
-from runtime.torch_optimizers import ParameterGroup
+from runtime.mesh import Place
+from runtime.script_model import MOST_CHECKED, script_model
+from runtime.script_start import built
+from runtime.token_model import TokenModel, recording_of, samples
 from runtime.trial import copied
 
 
@@ -38,27 +35,16 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
 
     `source` is `PATH:recorded`.  Raises DocumentError where the library or the recording refuses.
     """
-    tokens = torch.empty(SAMPLES, seq_len, dtype=torch.int64, device="meta")
-    try:
+    with recording_of(source):
         with torch.device("meta"):
             module = _built(_configuration(source))
         name = name_of(recorded_file(source))
-        made = script_model(module, (tokens, tokens), _inputs, loss=_loss, name=name)
-    except DocumentError:
-        raise
-    except MeshwrightError as error:
-        raise DocumentError("", str(error), file=source) from error
-    except Exception as error:  # whatever the library's own code says of these settings
-        raise DocumentError(
-            "", f"transformers cannot run it: {type(error).__name__}: {error}", file=source
-        ) from error
-    return made.model_copy(update={"source": source})
+        graph = script_model(module, samples(seq_len), _inputs, loss=_loss, name=name)
+    return graph.model_copy(update={"source": source})
 
 
-class LibraryModel(OwnModel):
+class LibraryModel(TokenModel):
     """What an Engine trains, on tokens, of a model that only the library knows."""
-
-    by_plan = True
 
     def __init__(
         self,
@@ -67,54 +53,20 @@ class LibraryModel(OwnModel):
         device: torch.device,
         weights: Path | None = None,
         documents: bool = False,
+        place: Place | None = None,
     ) -> None:
         """`weights` is a local folder of safetensors files; None draws first values."""
-        if documents:
-            raise LaunchError(
-                f"documents: {plan.model.name} is recorded, and its attention is not kept within "
-                "documents; train on text"
-            )
         self._config = _configuration(plan.model.source)
-        shape = (plan.global_batch, plan.seq_len)
-        tokens = torch.randint(
-            self._config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
-        )
-        self.example = (tokens, tokens)
         super().__init__(
-            lambda: _built(self._config, weights),
+            built(lambda: _built(self._config, weights), plan),
             plan,
-            loss=self.loss,
-            optimizer=torch.optim.AdamW,
-            batch=self.example,
             inputs=_inputs,
-            groups=None,
-            units=None,
-            tensor=None,
+            loss=_loss,
             device=device,
+            documents=documents,
+            place=place,
         )
-        self.counts = plan.seq_len
-        _refuse_sight_of_targets(self._module, self._config, tokens[:1])
-
-    @staticmethod
-    def loss(outputs: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of next tokens, and how many count."""
-        return _loss(outputs, batch)
-
-    def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
-        """Return what this rank trains by the settings of the plan's training."""
-        return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
-
-    def batch(self, given: Any) -> tuple[Tensor, ...]:
-        """Return inputs and targets of a row of tokens; see LanguageModel.batch."""
-        inputs, targets, starts = inputs_and_targets(
-            given, self.plan, self.place, device=self._device
-        )
-        assert starts is None, "documents are refused"
-        return inputs, targets
-
-    def learning_rate(self, steps: int) -> float | None:
-        """Return that of the update behind so many."""
-        return learning_rate(self.plan.training, steps)
+        _refuse_sight_of_targets(self.module, self._config, self.example[0][:1])
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as the library has it."""

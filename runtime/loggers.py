@@ -1,6 +1,8 @@
 """Loggers: where a run's figures go beside its own lines, TensorBoard or Weights & Biases.
 
 A logger is anything with `log` and `close`; rank 0 has them.  What is written is the same for all.
+Installed packages add others (`planner/documents/plugins.py`): a function of `output` (the run's
+folder), `first` (the step from which it is told) and `config` (the plan) that returns a logger.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from runtime import batches, inner_loss
 from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Slot, copies_of
-from runtime.mesh import place_of
+from runtime.mesh import Place, place_of
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
@@ -32,6 +32,7 @@ from runtime.script_stage import (
     modules_of,
     refuse_hooks,
     refuse_plan,
+    refuse_shared_memory,
     refuse_sparse,
     refuse_without_products,
     script_stage,
@@ -66,11 +67,16 @@ class OwnModel:
         units: Sequence[str] | None,
         tensor: Styles | None,
         device: torch.device,
+        place: Place | None = None,
     ) -> None:
-        """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made."""
+        """See Engine; `wanted` is a plan, or fields of a layout, of which a plan is made.
+
+        `place` is this rank's if it is not that of all ranks in the plan.
+        """
         module = built(build, wanted)
         refuse_hooks(module)
         refuse_sparse(module)
+        refuse_shared_memory(module)
         few, asked = few_samples(batch, SAMPLES), inner_loss.times_asked()
         recorder = Recorder.of(module, few, inputs, units=units)
         changing = check_replay(module, recorder, few)
@@ -106,10 +112,12 @@ class OwnModel:
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
         self.participation: Participation | None = Participation()
-        self._module = module
+        self.module = module
+        """All of it, on the host, whose parts stages have taken."""
         self._device = device
         self._styles = styles_by_name(plan, module, recorder, tensor)
-        self.place = place_of(plan, device)  # last: a plan that no module goes with needs no ranks
+        # Last: a plan that no module goes with needs no ranks.
+        self.place = place or place_of(plan, device)
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
@@ -131,7 +139,7 @@ class OwnModel:
             )
             for stage, own in zip(
                 numbers,
-                modules_of(plan, self._module, self.recorder, self.place, numbers),
+                modules_of(plan, self.module, self.recorder, self.place, numbers),
                 strict=True,
             )
         )

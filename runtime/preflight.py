@@ -20,6 +20,7 @@ from planner.catalog.expressions import located, resolve_beside
 from planner.documents.document import is_file, plain, read, read_text
 from planner.documents.model import ModelGraph, is_own
 from planner.documents.plan import Plan, PlannedModel
+from planner.documents.plugins import loaded
 from planner.documents.prediction import ALLOCATOR
 from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError
@@ -264,6 +265,8 @@ def _check_loggers(run: LaunchRun) -> None:
                 f"{name}: is not installed; install it with: pip install {name}, or read the same "
                 "figures in metrics.jsonl"
             )
+    for name in run.logger:
+        loaded("loggers", name)
 
 
 def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) -> list[str]:

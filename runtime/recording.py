@@ -155,6 +155,27 @@ class Recording:
         """Return the bytes of what crosses a cut."""
         return sum(self.values[value].size_bytes for value in self.live(cut))
 
+    def made_by(self, layer: RecordedLayer) -> set[int]:
+        """Return the values that a layer makes."""
+        return {value for node in self._own(layer) for _, value in node.made}
+
+    def read_by(self, layer: RecordedLayer) -> set[int]:
+        """Return the values that a layer reads; the last one also what the module returns."""
+        read = {value for node in self._own(layer) for value in values_of(node.leaves)}
+        return read | (values_of(self.result) if layer.last == len(self.nodes) else set())
+
+    def output_bytes(self) -> list[int]:
+        """[layer] Return the bytes of what each makes for others, or returns."""
+        found = []
+        for layer in self.layers:
+            made = self.made_by(layer)
+            handed_on = (value for value in made if self.last_read.get(value, -1) >= layer.last)
+            found.append(sum(self.values[value].size_bytes for value in handed_on))
+        return found
+
+    def _own(self, layer: RecordedLayer) -> list[Node]:
+        return [self.nodes[at] for at in range(layer.first, layer.last) if at not in self.derived]
+
     def with_layers(self, layers: tuple[RecordedLayer, ...]) -> Recording:
         """Return the same, cut into layers."""
         return replace(self, layers=layers)

@@ -88,6 +88,9 @@ class LaunchRun(Part):
     wandb: str | None = Field(
         default=None, description="Log to this project on Weights & Biases too"
     )
+    logger: tuple[str, ...] = Field(
+        default=(), description="Log by an installed package's logger too: catalog --plugins"
+    )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from planner.documents.model import BatchLeaf, DividedLayer, Layer, LayerTrace, ModelGraph
+from planner.documents.model import BatchLeaf, DividedLayer, Edge, Layer, LayerTrace, ModelGraph
 from planner.documents.plan import Plan
 from planner.documents.units import name_of
 from planner.errors import BatchError, PlanError, RecordError
@@ -53,11 +53,13 @@ def script_model(
     optimizer: Factory | None = None,
     groups: GroupOf | None = None,
     degrees: Sequence[int] = (),
+    branches: bool = False,
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
     An `optimizer` is tried for the bytes of its state; without one they are AdamW's.  `degrees`
-    are those of a tensor axis, for which units are tried on random numbers.
+    are those of a tensor axis, for which units are tried on random numbers.  With `branches` the
+    layers form a graph: the module takes its units in any order that a plan chose.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -73,6 +75,7 @@ def script_model(
             optimizer=optimizer,
             groups=groups,
             degrees=degrees,
+            branches=branches,
         )
 
 
@@ -86,9 +89,15 @@ def _graph_of(
     optimizer: Factory | None,
     groups: GroupOf | None,
     degrees: Sequence[int],
+    branches: bool,
 ) -> ModelGraph:
     recording = recorder.first
     figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
+    if branches:  # what a layer passes on of others is theirs
+        figures = [
+            trace.model_copy(update={"output_bytes": size // SAMPLES})
+            for trace, size in zip(figures, recording.output_bytes(), strict=True)
+        ]
     gathered = (
         gathered_names(grouped(module.named_parameters(), optimizer, groups))
         if (optimizer)
@@ -120,10 +129,22 @@ def _graph_of(
     return ModelGraph(
         name=name_of(name),
         source=f"script:{name}",
-        recording=recording.digest,
+        recording=None if branches else recording.digest,
         optimizer_bytes=_optimizer_bytes(module, optimizer, groups) if optimizer else None,
         layers=tuple(layers),
+        edges=_edges(recording) if branches else (),
     )
+
+
+def _edges(recording: Recording) -> tuple[Edge, ...]:
+    """Return which layers read which."""
+    pairs = (
+        (source.name, layer.name)
+        for layer in recording.layers
+        for source in recording.layers
+        if source is not layer and recording.made_by(source) & recording.read_by(layer)
+    )
+    return tuple(Edge(source=source, target=target) for source, target in pairs)
 
 
 def _optimizer_bytes(module: nn.Module, optimizer: Factory, groups: GroupOf | None) -> float:

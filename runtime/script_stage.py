@@ -68,7 +68,8 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
             f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
             "and leave it out"
         )
-    obstacle = script_obstacle(planned_model(plan), plan.job, plan.layout)
+    # What is by the plan was asked for by `supported`.
+    obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
     if obstacle is not None:
         yield str(obstacle)
     if plan.training.lora is not None and plan.mesh.tensor > 1:
@@ -218,6 +219,43 @@ def refuse_sparse(module: nn.Module) -> None:
             )
 
 
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Refuse numbers that belong to several elements of parameters: plans would tell them apart."""
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for name, one in module.named_parameters():
+        if _overlaps_itself(one):
+            raise LaunchError(
+                f"{name}: has elements that stand several times in the same memory; make it "
+                "contiguous"
+            )
+        pairs = zip(one.shape, one.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in pairs) if one.numel() else 0
+        begin = int(one.storage_offset()) * one.element_size()
+        end = begin + span * one.element_size()
+        others = seen.setdefault(one.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in others:
+            if begin < other_end and other_begin < end:
+                raise LaunchError(
+                    f"{name} and {other} share memory as two parameters; let both modules hold one "
+                    "parameter, or clone one of them"
+                )
+        others.append((begin, end, name))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements of a tensor may be the same in memory.
+
+    They are not if each stride leads beyond all that the smaller ones reach.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def adapt(plan: Plan, module: nn.Module, recorder: Recorder) -> None:
     """Put the plan's adapters of low rank on a module's Linears, and freeze all else.
 
@@ -257,6 +295,10 @@ def script_stage(
     # What nothing reads lies whole on every rank of the first stage: no gradient ever moves it.
     unused = made.keep(recorder.unused if stage == 0 else (), module)
     made.to(device)
+    for parameter in made.parameters():
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            # Other memory lies between, and fused updates run through all of it.
+            parameter.data = parameter.data.contiguous()
     wraps = wraps_stages(plan, place)
     if wraps and recorder.refused is not None:
         # What runs between units is not known, and ranks may run other units: gathered whole.

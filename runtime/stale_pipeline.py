@@ -105,7 +105,8 @@ class StalePipeline(RecordedPipeline):
         self._steps = 0
         self._filled = False
         self._due: list[int] = []
-        self._in_flight: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        """What each micro-batch under way was given and made, by its step and number."""
         self._grads: dict[int, list[Tensor | None]] = {}
         self._under_way: list[tuple[dist.Work, Tensor]] = []
 
@@ -150,36 +151,41 @@ class StalePipeline(RecordedPipeline):
     def _forward(self, step: int, micro_batch: int) -> list[Tensor]:
         """Run a micro-batch forward; return its loss, if this is the last stage."""
         self.versions.use(max(0, step - 1))
-        x: list[Tensor] = []
-        if self._part.stage:
-            (like,) = self._part.inputs
-            x = [self._received(like, self._part.stage - 1).requires_grad_()]
+        taken = [
+            self._received(like, self._part.stage - 1).requires_grad_(like.requires_grad)
+            for like in (self._part.inputs if self._part.stage else ())
+        ]
         self._module.select(micro_batch)
-        output = self._part.module(*x)
+        made = self._part.module(*taken)
+        made = (made,) if self._last_stage else made
         if not self._last_stage:
-            (output,) = output
-            self._send(output.detach(), self._group, self._part.stage + 1)
-        self._in_flight[step, micro_batch] = x, output
-        return [output] if self._last_stage else []
+            for output in made:
+                self._send(output.detach(), self._group, self._part.stage + 1)
+        self._in_flight[step, micro_batch] = taken, made
+        return list(made) if self._last_stage else []
 
     def _backward(self, step: int, micro_batch: int) -> None:
         """Run a micro-batch backward, on the weights of its forward, into its step's gradients."""
         self.versions.use(max(0, step - 1))
-        x, output = self._in_flight.pop((step, micro_batch))
-        gradient = None
-        if not self._last_stage:
-            gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+        taken, made = self._in_flight.pop((step, micro_batch))
+        made = tuple(output for output in made if output.requires_grad)
+        gradients = [
+            torch.empty_like(output, memory_format=torch.contiguous_format)
+            for output in (() if self._last_stage else made)
+        ]
+        for gradient in gradients:
             dist.recv(gradient, group=self._gradient_group, group_src=self._part.stage + 1)
         known = self._grads.get(step) or [None] * len(self._parameters)
         for parameter, grad in zip(self._parameters, known, strict=True):
             parameter.grad = grad
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(made, gradients or None)
         self._grads[step] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        for received in x:
-            assert received.grad is not None
-            self._send(received.grad, self._gradient_group, self._part.stage - 1)
+        for received in taken:
+            if received.requires_grad:
+                grad = torch.zeros_like(received) if received.grad is None else received.grad
+                self._send(grad, self._gradient_group, self._part.stage - 1)
 
     def _send(self, tensor: Tensor, group: dist.ProcessGroup, stage: int) -> None:
         tensor = tensor.contiguous()

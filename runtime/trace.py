@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.documents.model import LayerTrace
-
-
-@dataclass(frozen=True, slots=True)
-class TracedLayer:
-    """A layer's figures and its output, or the loss, a fake tensor."""
-
-    figures: LayerTrace
-    output: Tensor
-
-
-def traced(
-    layers: Sequence[nn.Module],
-    inputs: Tensor,
-    reads: Sequence[Sequence[int]] | None = None,
-    *,
-    loss: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[TracedLayer]:
-    """Trace layer by layer, forward and backward.  Call it under a FakeTensorMode.
-
-    `reads` are the places of the layers whose outputs each one takes, -1 for `inputs`; a chain
-    needs none.  A tensor that several layers save counts for each of them.  `loss` of the last
-    layer's output belongs to that layer, as in measurements; then it has no output here.
-
-    Stored bytes are what autograd saves, each storage once, parameters left out.  Transient bytes
-    are the larger of two peaks: in forward above what remains after it, in backward above what was
-    there before it (the output's gradient included, parameters' gradients left out).
-    """
-    made: list[Tensor] = []
-    for at, layer in enumerate(layers):
-        places = reads[at] if reads is not None else (at - 1,)
-        taken = [
-            x.detach().requires_grad_(x.is_floating_point())
-            for x in (made[place] if place >= 0 else inputs for place in places)
-        ]
-        last = at == len(layers) - 1
-        figures, output = traced_call(
-            functools.partial(_output_of, layer, taken),
-            owned=(*layer.parameters(), *layer.buffers()),
-            loss=loss if last else None,
-        )
-        yield TracedLayer(figures, output[0])
-        made.append(output[0].detach())
 
 
 def traced_call(
@@ -69,8 +25,13 @@ def traced_call(
 ) -> tuple[LayerTrace, tuple[Tensor, ...]]:
     """Return what a forward and its backward cost, and its outputs or the loss made of them.
 
-    `owned` are parameters and buffers, which count neither as stored nor, their gradients, as
-    transient.  The rest is as `traced` has it.
+    Call it under a FakeTensorMode.  `owned` are parameters and buffers, which count neither as
+    stored nor, their gradients, as transient.
+
+    Stored bytes are what autograd saves, each storage once.  Transient bytes are the larger of two
+    peaks: in forward above what remains after it, in backward above what was there before it (the
+    output's gradient included).  `loss` of the outputs belongs to the layer, as in measurements;
+    then it is what is returned.
     """
     saved: dict[int, int] = {}
     flops, forward = FlopCounterMode(display=False), _Allocations()
@@ -88,13 +49,6 @@ def traced_call(
         output_bytes=sum(handed_on.values()),
     )
     return figures, outputs
-
-
-def _output_of(layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor]:
-    output = layer(*taken)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"{type(layer).__name__} returns {type(output).__name__}, no tensor")
-    return (output,)
 
 
 def _backward_peak(outputs: Sequence[Tensor], owned: Sequence[Tensor]) -> int:

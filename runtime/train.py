@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from planner.documents.document import read
 from planner.documents.events import StepRecord
-from planner.documents.model import ModelGraph, is_recorded
+from planner.documents.model import ModelGraph, is_factory, is_recorded
 from planner.documents.plan import Plan
+from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
@@ -35,15 +37,18 @@ from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
 from runtime.language_model import LanguageModel
 from runtime.learning_rate import learning_rate
-from runtime.library_model import LibraryModel
 from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
+from runtime.mesh import Place
 from runtime.metrics import Metrics
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.save_schedule import SaveSchedule
 from runtime.saving import Saver
 from runtime.supported import supported
+
+if TYPE_CHECKING:
+    from runtime.token_model import TokenModel
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
@@ -65,16 +70,43 @@ def token_engine(
     `weights` is a local folder of safetensors files; None starts from random weights.  With
     `documents` samples hold several.
     """
-    described: LanguageModel | LibraryModel
-    if is_recorded(plan.model.source):
-        reason = supported(plan, model)
-        if reason:
-            raise LaunchError(reason)
-        described = LibraryModel(plan, device=device, weights=weights, documents=documents)
-    else:
-        described = LanguageModel(plan, model, device=device, weights=weights, documents=documents)
+    described = trained_model(plan, model, device=device, weights=weights, documents=documents)
     clip_norm = plan.training.clip_norm
     return Engine.of(described, clip_norm=clip_norm, compare_every=compare_every, device=device)
+
+
+def trained_model(
+    plan: Plan,
+    model: ModelGraph,
+    *,
+    device: torch.device,
+    weights: Path | None = None,
+    documents: bool = False,
+    place: Place | None = None,
+) -> LanguageModel | TokenModel:
+    """Return what an engine of `launch` trains, by where the model comes from.
+
+    `place` is this rank's if it is not that of all ranks in the plan.
+    """
+    plan.check_model(model)
+    reason = supported(plan, model)
+    if reason:
+        raise LaunchError(reason)
+    how: dict[str, Any] = {
+        "device": device,
+        "weights": weights,
+        "documents": documents,
+        "place": place,
+    }
+    if is_factory(plan.model.source):
+        from runtime.factory import FactoryModel  # noqa: PLC0415 - others need none of it
+
+        return FactoryModel(plan, model, **how)
+    if is_recorded(plan.model.source):
+        from runtime.library_model import LibraryModel  # noqa: PLC0415
+
+        return LibraryModel(plan, **how)
+    return LanguageModel(plan, model, **how)
 
 
 def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
@@ -274,12 +306,14 @@ class Loop:
     def _loggers(self, first: int) -> list[Logger]:
         """Return what is told the figures of the run, from step `first` on."""
         output = self.orders.output
+        config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
         result: list[Logger] = []
         if self.orders.tensorboard:
             result.append(TensorBoard(run.tensorboard_folder(output), first=first))
         if self.orders.wandb is not None:
-            config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
             result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
+        for name in self.orders.logger:
+            result.append(loaded("loggers", name)(output=output, first=first, config=config))
         return result
 
     def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:

@@ -34,6 +34,7 @@ READS: dict[tuple[str, str], str] = {
     ("planner/documents/document.py", "yaml.load"): CHECKED,
     ("planner/documents/document.py", "yaml.parse"): CHECKED,
     ("planner/catalog/__init__.py", "read_text"): PROGRAM,
+    ("planner/documents/plugins.py", "read_text"): PROGRAM,
     ("planner/report/html.py", "read_text"): PROGRAM,
     ("planner/report/validation.py", "read_text"): PROGRAM,
     ("planner/report/whatif_html.py", "read_text"): PROGRAM,

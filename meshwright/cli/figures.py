@@ -267,6 +267,9 @@ class Shelf(StrEnum):
 
 def catalog(
     shelf: Annotated[Shelf, typer.Argument(help="Which list")] = Shelf.MODELS,
+    plugins: Annotated[
+        bool, typer.Option("--plugins", help="List what installed packages add instead")
+    ] = False,
     imported: Annotated[
         str | None, typer.Option("--import", help="A price list of SkyPilot or gpuhunt (CSV)")
     ] = None,
@@ -299,8 +302,10 @@ def catalog(
                 f"{len(found.rents)} rents written to {output}; use: whatif --prices {output}"
             )
         return
-    rows = commands.catalog(shelf.value)
+    rows = commands.plugins() if plugins else commands.catalog(shelf.value)
     if json:
         print(as_json(rows))
-        return
-    out.print(catalog_table(rows))
+    elif rows:
+        out.print(catalog_table(rows))
+    else:
+        out.print("no installed package adds anything")

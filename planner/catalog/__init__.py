@@ -25,6 +25,7 @@ from planner.documents.cluster import (
     Precision,
 )
 from planner.documents.document import Document, Part, nearest, plain
+from planner.documents.plugins import installed
 from planner.documents.stack import Stack, stack_of, with_options
 from planner.documents.units import (
     Amount,
@@ -317,8 +318,13 @@ class _Sources(Document):
 
 @cache
 def accelerators() -> dict[str, AcceleratorEntry]:
-    """Return every accelerator by name."""
-    return _with_sources(_Accelerators, "accelerators.yaml").accelerators
+    """Return every accelerator by name, those of installed packages too."""
+    own = _with_sources(_Accelerators, "accelerators.yaml").accelerators
+
+    def made(name: str, data: dict[str, Any]) -> AcceleratorEntry:
+        return _Accelerators.of({"format": 1, "accelerators": {name: data}}).accelerators[name]
+
+    return own | installed("accelerators", own, made)
 
 
 def pcie(entry: AcceleratorEntry) -> tuple[LinkTier, ...]:
@@ -352,17 +358,33 @@ def models() -> dict[str, ModelEntry]:
 
 @cache
 def stacks() -> dict[str, Stack]:
-    """Return every stack by name: one file each in `stacks/`."""
-    return read_stacks(resources.files(__package__).joinpath("stacks"))
+    """Return every stack by name: one file each in `stacks/`, and those of installed packages."""
+    data = _data_of(resources.files(__package__).joinpath("stacks"))
+    own = _stacks(data)
+
+    def made(name: str, found: dict[str, Any]) -> Stack:
+        if found.get("name") != name:
+            raise DocumentError("name", f"is not '{name}', as the entry point says")
+        return stack_of(found, data)
+
+    return own | installed("stacks", own, made)
 
 
 def read_stacks(folder: Traversable) -> dict[str, Stack]:
     """Return the stacks of a folder by name, each with what it extends filled in."""
+    return _stacks(_data_of(folder))
+
+
+def _data_of(folder: Traversable) -> dict[str, dict[str, Any]]:
     data: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         found = plain(file.read_text(encoding="utf-8"))
         assert isinstance(found, dict)
         data[found["name"]] = found
+    return data
+
+
+def _stacks(data: dict[str, dict[str, Any]]) -> dict[str, Stack]:
     result = {}
     for name, found in data.items():
         try:

@@ -16,6 +16,7 @@ from planner.documents.cluster import ClusterSpec
 from planner.documents.document import nearest
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
+from planner.documents.plugins import loaded, plugins
 from planner.documents.stack import base_of
 from planner.errors import DocumentError
 from planner.formats import (
@@ -53,19 +54,37 @@ def configuration(
 
     Frameworks of NEED_NODES are told of the cluster's nodes too.
     """
-    if to not in FRAMEWORKS:
-        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, list(FRAMEWORKS))}")
+    if not is_written(to):
+        known = [*FRAMEWORKS, *plugins("exporters")]
+        raise DocumentError("to", f"is '{to:.40}'; {nearest(to, known)}")
     found = obstacles(plan, model, to, cluster)
     if found:
         raise DocumentError("to", f"{to} cannot run this plan: {'; '.join(found)}")
-    return FRAMEWORKS[to].text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
+    return _writer(to).text(FrameworkPlan(plan=plan, model=model, cluster=cluster))
+
+
+def is_written(to: str) -> bool:
+    """Tell whether plans are written for a framework, by us or by an installed package."""
+    return to in FRAMEWORKS or to in plugins("exporters")
+
+
+def _writer(to: str) -> Written:
+    """Return how plans are written for a framework; our own go before those of packages."""
+    if to in FRAMEWORKS:
+        return FRAMEWORKS[to]
+    found = loaded("exporters", to)
+    if not isinstance(found, Written):
+        raise DocumentError(
+            "to", f"{plugins('exporters')[to].value} is no planner.formats.configuration.Written"
+        )
+    return found
 
 
 def obstacles(
     plan: Plan, model: ModelGraph, to: str, cluster: ClusterSpec | None = None
 ) -> list[str]:
     """Return what of a plan a framework does not do."""
-    wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), FRAMEWORKS[to]
+    wanted, how = FrameworkPlan(plan=plan, model=model, cluster=cluster), _writer(to)
     return [*for_all(wanted, how.says), *how.obstacles(wanted)]
 
 
@@ -78,7 +97,7 @@ def caveats(plan: Plan, model: ModelGraph, cluster: ClusterSpec) -> tuple[str, .
     request = Request.of_plan(plan, model, cluster)
     found = rules_of(request.stack)(model, cluster, plan.job, layout)
     reasons = [] if found is None else [found.removeprefix(f"{request.stack.name}: ")]
-    if backend in FRAMEWORKS:
+    if is_written(backend):
         reasons += obstacles(plan, model, backend, cluster)
     told = "; ".join(dict.fromkeys(reasons))
     return (f"{plan.backend} cannot run this plan: {told}",) if told else ()
@@ -100,7 +119,7 @@ def in_the_script(
 ) -> list[str]:
     """Return what of a plan is set elsewhere: in the training script, or where it is started."""
     wanted = FrameworkPlan(plan=plan, model=model, cluster=cluster)
-    return [*FRAMEWORKS[to].outside(wanted), *own_text(wanted)]
+    return [*_writer(to).outside(wanted), *own_text(wanted)]
 
 
 FRAMEWORKS = {

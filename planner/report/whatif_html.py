@@ -18,8 +18,8 @@ import jinja2
 
 from planner.catalog import Quantity
 from planner.documents.units import bytes_text, seconds_text
-from planner.report.whatif_text import provenance_text
-from planner.whatif.answers import answers
+from planner.report.whatif_text import MOST_ASKED, provenance_text
+from planner.whatif.answers import answers, asked_texts, nearest_texts
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.page_data import page_data
 from planner.whatif.ranking import figure as compared
@@ -27,7 +27,7 @@ from planner.whatif.ranking import measured_first, ordered_by
 from planner.whatif.run import Result
 from planner.whatif.span import exact
 from planner.whatif.study import Assumptions
-from planner.whatif.verdicts import verdicts
+from planner.whatif.verdicts import overall_texts, verdicts
 from planner.whatif.words import days_text, usd_text
 
 ARITHMETIC = (
@@ -63,6 +63,7 @@ def study_page(result: Result, *, served: bool = False) -> str:
     return environment.get_template("whatif.html").render(
         study=result.study,
         verdicts=verdicts(result),
+        asked=[*overall_texts(result), *asked_texts(result), *nearest_texts(result)][:MOST_ASKED],
         served=served,
         solved=any(offer.solve is not None for offer in result.study.offers),
         static=list(_static(result, environment)),

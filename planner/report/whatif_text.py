@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
-from planner.whatif.answers import answers, asked_texts, slack_days
+from planner.whatif.answers import answers, asked_texts, nearest_texts, slack_days
 from planner.whatif.break_even import BreakEven
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.ranking import Rank, measured_first
@@ -22,12 +22,14 @@ from planner.whatif.words import days_text, listed, price_ages, range_text
 
 FEW = 3
 """Candidates of a model that are told in ten lines."""
+MOST_ASKED = 3
+"""Sentences that answer what is asked beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)
 
 
 def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
     """Return the verdict, the first candidates of each model, and what to measure, in ten lines."""
-    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:1]
+    headlines, asked = max(1, len(result.ranks)), asked_texts(result)[:MOST_ASKED]
     longest = 4 if asked else 5
     facts = [
         Fact(
@@ -38,7 +40,10 @@ def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
         )
         for place, sentence in enumerate(verdicts(result))
     ]
-    facts += [Fact(label="asked", text=sentence) for sentence in asked]
+    facts += [
+        Fact(label="" if place else "asked", text=sentence, detail=place > 0)
+        for place, sentence in enumerate(asked)
+    ]
     for model, ranks in result.ranks.items():
         for index, rank in enumerate(ranks[:FEW]):
             facts.append(
@@ -48,10 +53,16 @@ def result_facts(result: Result, said: Sequence[Fact] = ()) -> Summary:
                     detail=bool(asked) or index > 0,
                 )
             )
+    if len(result.ranks) == 1:  # before the last of three
+        at = len(facts) - (len(ranks) >= FEW)
+        near = nearest_texts(result)[-1:]
+        facts[at:at] = [Fact(label="", text=sentence, detail=True) for sentence in near]
     misfits = [outcome.candidate for outcome in result.outcomes if not outcome.fits]
     if misfits:
         facts.append(Fact(label="no plan", text=", ".join(misfits)))
-    facts += [Fact(label="", text=sentence, detail=True) for sentence in answers(result)]
+    told = {fact.text for fact in facts}
+    others = [sentence for sentence in answers(result) if sentence not in told]
+    facts += [Fact(label="", text=sentence, detail=True) for sentence in others]
     title = result.study.question or result.study.name
     return Summary(title, [*facts, *said])
 

@@ -18,7 +18,7 @@ from planner.whatif.economics import SECONDS_PER_DAY
 from planner.whatif.financing import AT_ONCE
 from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.queue import load, shortest_first_h, wait_h
-from planner.whatif.ranking import sure, tie
+from planner.whatif.ranking import measured_first, sure, tie
 from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 
@@ -28,6 +28,7 @@ NOTHING = 0.005
 """Changes of time below this share are called none."""
 HURTS = 0.05
 """Share of a step from which something that is missing is called felt."""
+NEITHER = "does not fit either"
 
 
 def answers(result: Result) -> list[str]:
@@ -38,9 +39,11 @@ def answers(result: Result) -> list[str]:
         *_fitting(result),
         *year_texts(result),
         *_changed_candidates(result),
+        *_felt(result),
         *_against_the_first(result),
         *worth_of_a_day(result),
         *_worth(result),
+        *_most_of_curves(result),
         *_plan_changes(result),
         *_solved(result),
         *_fewest(result),
@@ -58,10 +61,37 @@ def answers(result: Result) -> list[str]:
 
 
 def asked_texts(result: Result) -> list[str]:
-    """Return the sentences that answer what a study asks beside the best cluster."""
+    """Return sentences that answer what a study asks beside the best cluster, the nearest first.
+
+    What is asked is read off its fields: jobs, tunings, changes, curves, terms, sizes, caps.
+    """
     if result.interrupted:
         return []
-    return [*year_texts(result), *worth_of_a_day(result), *financed_texts(result)]
+    single = len(result.study.rows) == 1
+    said = [
+        *(_fitting(result) if single else ()),
+        *year_texts(result),
+        *worth_of_a_day(result),
+        *financed_texts(result),
+        *_felt(result),
+        *(text for text in _changed_candidates(result) if not text.endswith(f"{NEITHER}.")),
+        *_worth(result),
+        *_most_of_curves(result),
+        *_domain_and_chip(result),
+        *_buying(result),
+        *_solved(result),
+        *_fewest(result),
+        *_under_a_cap(result),
+    ]
+    return list(dict.fromkeys(said))
+
+
+def nearest_texts(result: Result) -> list[str]:
+    """Return how the first compares with the next, and what to measure first."""
+    if result.interrupted or result.best is None:
+        return []
+    measure = [f"Measure first: {text}." for text in measured_first(result.study, result.best)]
+    return [*list(_against_the_first(result))[:1], *measure[:1]]
 
 
 def _fitting(result: Result) -> Iterator[str]:
@@ -111,24 +141,28 @@ def _hours_text(hours: float) -> str:
 
 def _changed_candidates(result: Result) -> Iterator[str]:
     """Say what products that nobody sells would be worth against those that are."""
-    outcomes = {(o.model, o.candidate): o for o in result.outcomes}
-    every = list(result.candidates.values())
-    for before, after in _pairs(every):
-        words = ", ".join(f"{WORDS[change]} x {factor:g}" for change, factor in after.changes)
-        said, felt = [], []
-        for model in result.study.rows:
-            pair = outcomes.get((model, before.name)), outcomes.get((model, after.name))
-            if pair[0] is None or pair[1] is None:
-                continue
+    for before, after in _pairs(list(result.candidates.values())):
+        said = []
+        for model, one, other in _outcomes_of_pair(result, before, after):
             of_model = f" for {model}" if len(result.study.rows) > 1 else ""
-            said.append(_difference(pair[0], pair[1]) + of_model)
-            if _time_ratio(pair[0], pair[1]) < 1 - HURTS:
-                felt.append(pair[0])
+            said.append(_difference(one, other) + of_model)
         if said:
             sold = ", which is not sold" if after.hypothetical else ""
-            yield f"{before.name} with {words}{sold}: {', '.join(said)}."
-        if len(result.study.rows) > 1 and said:
-            yield _felt(before.name, words, felt)
+            yield f"{before.name} with {_changes_text(after)}{sold}: {', '.join(said)}."
+
+
+def _outcomes_of_pair(
+    result: Result, before: Candidate, after: Candidate
+) -> Iterator[tuple[str, CandidateOutcome, CandidateOutcome]]:
+    outcomes = {(o.model, o.candidate): o for o in result.outcomes}
+    for model in result.study.rows:
+        one, other = outcomes.get((model, before.name)), outcomes.get((model, after.name))
+        if one is not None and other is not None:
+            yield model, one, other
+
+
+def _changes_text(candidate: Candidate) -> str:
+    return ", ".join(f"{WORDS[change]} x {factor:g}" for change, factor in candidate.changes)
 
 
 def _time_ratio(before: CandidateOutcome, after: CandidateOutcome) -> float:
@@ -137,11 +171,19 @@ def _time_ratio(before: CandidateOutcome, after: CandidateOutcome) -> float:
     return after.step_s.value / before.step_s.value
 
 
-def _felt(name: str, words: str, felt: Sequence[CandidateOutcome]) -> str:
-    if not felt:
-        return f"For want of {words}, {name} loses less than {100 * HURTS:.0f} % with every model."
-    least = min(felt, key=lambda outcome: outcome.parameters)
-    return f"For want of {words}, {name} loses more than {100 * HURTS:.0f} % from {least.model} on."
+def _felt(result: Result) -> Iterator[str]:
+    """Say from which model on what is not sold is missed, where there are several."""
+    if len(result.study.rows) == 1:
+        return
+    for before, after in _pairs(list(result.candidates.values())):
+        pairs = list(_outcomes_of_pair(result, before, after))
+        felt = [one for _, one, other in pairs if _time_ratio(one, other) < 1 - HURTS]
+        least = min(felt, key=lambda outcome: outcome.parameters, default=None)
+        text = f"For want of {_changes_text(after)}, {before.name} loses"
+        if least is not None:
+            yield f"{text} more than {100 * HURTS:.0f} % from {least.model} on."
+        elif pairs:
+            yield f"{text} less than {100 * HURTS:.0f} % with every model."
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
@@ -160,7 +202,7 @@ def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candida
 def _difference(before: CandidateOutcome, after: CandidateOutcome) -> str:
     if not before.fits or not after.fits:
         if before.fits == after.fits:
-            return "does not fit either"
+            return NEITHER
         return "fits then" if after.fits else "fits no more"
     ratio = _time_ratio(before, after)
     price = before.usd_per_device_hour
@@ -282,6 +324,20 @@ def _price_of_a_day(base: CandidateOutcome, change: Changed) -> str:
     if extra <= 0.001 * base.usd.value:
         return f"{change.words} saves {days:,.2g} days at no more cost in all."
     return f"{change.words} saves {days:,.2g} days at {extra / days:,.0f} USD each."
+
+
+def _most_of_curves(result: Result) -> Iterator[str]:
+    """Say what each curve gains at most."""
+    for curve in result.curves:
+        known = [change for change in curve if change.outcome.fits]
+        if known:
+            most = min(known, key=lambda change: (round(change.time / NOTHING), change.factor))
+            saves = most.time < 1 - NOTHING
+            yield (
+                f"Step by step, most saves {_gain(most)}."
+                if saves
+                else f"Step by step, {WORDS[most.change]} saves nothing."
+            )
 
 
 def _plan_changes(result: Result) -> Iterator[str]:

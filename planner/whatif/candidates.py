@@ -97,7 +97,7 @@ class DevicePrice:
     how: str = "no price known"
     """Commitment, date and source, in words."""
     cause: str = ""
-    """The quotes that it rests on, where they are the catalogue's."""
+    """The quotes that it rests on: prices of the same quotes move together."""
 
     @property
     def at_once_usd_per_device(self) -> float | None:
@@ -372,7 +372,7 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
         return DevicePrice(
             quote=exact(price.usd_per_device_hour),
             hourly=_used_alone(exact(price.usd_per_device_hour)),
-            how=f"{price.commitment}, {price.date}, {price.source}",
+            how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
     return _rented(assumed, offer.rent or Rental(), cluster, known)
 
@@ -491,10 +491,11 @@ def _rented(
             rental.usd_per_device_hour, rental.low, rental.high, rental.currency, assumed
         )
         _check_spot(price.value, rental, cluster, known)
-        how = f"{rental.commitment}, {rental.date}, {rental.source}"
+        how = f"{commitment_words(rental.commitment)}, {rental.date}, {rental.source}"
         if rental.currency != "USD":
             rate = assumed.currencies[rental.currency]
             how += f", {rental.currency} at {rate.usd:g} USD of {rate.date}"
+        cause = quote_cause(how, price)
     else:
         found = rent_of(rental, cluster, known)
         if found.usd_per_device_hour is None:
@@ -518,6 +519,24 @@ def _rented(
         how=f"{how}, {term_words(reservation)}",
         cause=cause,
     )
+
+
+def quote_cause(how: str, price: Span) -> str:
+    """Return what moves a quoted price: another figure of the same source is another quote.
+
+    >>> quote_cause("bought, 2026-11, a quote", exact(25_000.0))
+    'bought, 2026-11, a quote at 25000.000000'
+    """
+    return f"{how} at {price.value:.6f}"
+
+
+def commitment_words(commitment: str) -> str:
+    """Return how something is rented, as people write it.
+
+    >>> commitment_words("on_demand")
+    'on demand'
+    """
+    return commitment.replace("_", " ")
 
 
 def term_words(reservation: Reservation) -> str:
@@ -567,10 +586,10 @@ def _bought(
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
     purchase = purchase_of(assumed, price, network, cluster, power_limit)
-    cause = ""
+    cause = quote_cause(how, price)
     if buying.loan is not None:
         purchase = replace(purchase, instalments=instalments_of(buying.loan, assumed.years))
-        cause, how = how, f"{how}, {loan_words(buying.loan)}"
+        how = f"{how}, {loan_words(buying.loan)}"
     return DevicePrice(
         quote=price,
         network=network,
@@ -605,11 +624,13 @@ def _leased(
     """Return what leased devices cost: the lease for its hardware, all else as if bought."""
     price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
     purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
+    how = f"leased for {lease.term_months} months, {lease.date}, {lease.source}"
     return DevicePrice(
         quote=price,
         hourly=purchase.hourly,
         purchase=purchase,
-        how=f"leased for {lease.term_months} months, {lease.date}, {lease.source}",
+        how=how,
+        cause=quote_cause(how, price),
     )
 
 

@@ -66,7 +66,7 @@ class CandidateOutcome:
     price: str = ""
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
-    """The quotes that it rests on, where they are the catalogue's."""
+    """The quotes that it rests on: prices of the same quotes move together."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
     minimum_hours: float = 0.0

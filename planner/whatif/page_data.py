@@ -27,6 +27,7 @@ from planner.whatif.study import (
     Rental,
     Study,
 )
+from planner.whatif.verdicts import largest_that_meets
 from planner.whatif.words import price_dates
 
 PER_SPAN = ("value", "low", "high")
@@ -38,6 +39,7 @@ def page_data(result: Result) -> dict[str, Any]:
     return {
         "document": document_of(study),
         "models": list(study.rows),
+        "model": largest_that_meets(result) or study.rows[0],
         "question": study.question or study.name,
         "goal": {
             **study.goal.model_dump(mode="json"),
@@ -132,6 +134,7 @@ def _candidate(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         "how": candidate.priced.how,
         "cause": candidate.priced.cause,
         "dates": price_dates(candidate.priced.how),
+        "undated": "undated" in candidate.priced.how,
         "assumed": None if own is None else assumed_data(candidate.assumed),
         "own": [] if own is None else _named(own.model_dump(exclude_unset=True)),
         "plan": _plan(outcome),

@@ -32,10 +32,13 @@ export function figureOf(outcome, by) {
 /** Whether it is sold and misses no goal at its midpoint. */
 export const eligible = (outcome) => !outcome.misses.length && !outcome.candidate.hypothetical;
 
+/** Whether it keeps each goal as likely as the study wants. */
+export const sure = (goal, outcome) => outcome.chance >= goal.confidence;
+
 /** Outcomes in order, the first one first: as ranking.py says. */
 export function ordered(goal, outcomes, by = orderedBy(goal, outcomes)) {
   const keys = (o) => [
-    o.candidate.hypothetical, o.misses.length > 0, o.chance < goal.confidence, figureOf(o, by),
+    o.candidate.hypothetical, o.misses.length > 0, !sure(goal, o), figureOf(o, by),
   ].map(Number);
   const rows = outcomes.map((outcome) => ({ outcome, keys: keys(outcome) }));
   rows.sort((a, b) => {
@@ -53,6 +56,7 @@ export function ranked(goal, outcomes, tie, orders = ORDERS) {
   const chances = firstChances(list, orders);
   return list.map((outcome, index) => {
     const tied = index > 0 && eligible(outcome) && eligible(first)
+      && sure(goal, outcome) === sure(goal, first)
       && tiedFigures(figureOf(first, by), figureOf(outcome, by), tie);
     return {
       outcome, tied, place: tied || index === 0 ? 1 : index + 1,

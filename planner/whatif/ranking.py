@@ -63,7 +63,8 @@ def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
     their range, then those that miss it, and last products that nobody sells.  Within each come
     last those whose figure is not known, for want of a price or of a power.
 
-    Two are tied with the best if their figures differ by no more than the margin of the larger.
+    Those that keep the goal as surely as the best are tied with it if their figures differ by no
+    more than the margin of the larger.
     """
     by = ordered_by(study, outcomes)
     fitting = sorted(
@@ -83,6 +84,7 @@ def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
         first = fitting[0]
         tied = (
             index > 0
+            and sure(study, outcome) == sure(study, first)
             and not (outcome.misses or outcome.hypothetical)
             and not (first.misses or first.hypothetical)
             and tie(figure(first, by), figure(outcome, by), study.assumptions.tie)
@@ -228,11 +230,12 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
     if len(meeting) < 2:
         return []
     by = ordered_by(study, [rank.outcome for rank in ranks])
-    best = figure(meeting[0].outcome, by)
+    first = meeting[0].outcome
     return [
         rank.outcome.candidate
         for rank in meeting[1:]
-        if figure(rank.outcome, by) * (1 - margin) < best * (1 + margin)
+        if sure(study, rank.outcome) == sure(study, first)
+        and figure(rank.outcome, by) * (1 - margin) < figure(first, by) * (1 + margin)
     ]
 
 

@@ -9,9 +9,9 @@ import { figureOf, ordered } from "./ranking.mjs";
 const HALVINGS = 12; // of a factor of 25: to 0.1 %
 
 /**
- * @typedef {{id: string, label: string, unit: string, now: number, low: number, high: number,
+ * @typedef {{id: string, ids: string[], label: string, unit: string, now: number, low: number, high: number,
  *   least: number, most: number, touches: function(object): boolean}} Input
- *   low, high: its range; least, most: how far a flip is looked for; touches: which candidates
+ *   ids: what moves with it, it too; low, high: its range; least, most: how far a flip is looked for; touches: which candidates
  * @typedef {{input: Input, low: number, high: number, flips: {at: number, to: string}[]}} Bar
  *   low, high: the first one's figure at the ends of the range
  */
@@ -22,15 +22,15 @@ const HALVINGS = 12; // of a factor of 25: to 0.1 %
  * @param {object} goal
  * @param {string} by       what candidates are ranked by
  * @param {object[]} base   outcomes as things stand, without draws
- * @param {function(Input, number): object[]} moved  the outcomes that an input touches at a value
+ * @param {function(Input, number): object[]} outcomesAt  the outcomes that an input touches at a value
  */
-export function tornado(inputs, goal, by, base, moved) {
+export function tornado(inputs, goal, by, base, outcomesAt) {
   const first = ordered(goal, base, by)[0];
   if (!first) return [];
   const name = first.candidate.name;
   const bars = inputs.map((input) => {
     const at = (value) => {
-      const changed = new Map(moved(input, value).map((o) => [o.candidate.name, o]));
+      const changed = new Map(outcomesAt(input, value).map((o) => [o.candidate.name, o]));
       const all = base.map((outcome) => changed.get(outcome.candidate.name) ?? outcome);
       return { first: ordered(goal, all, by)[0].candidate.name, all };
     };
@@ -49,6 +49,9 @@ export function tornado(inputs, goal, by, base, moved) {
 }
 
 const compare = (a, b) => (a === b ? 0 : a - b);
+
+/** What the page's controls are where an input has a value. */
+export const moved = ({ ids }, value) => Object.fromEntries(ids.map((id) => [id, value]));
 
 /** How far a flip lies, in widths of the input's range to that side. */
 function distance({ now, low, high }, at) {

@@ -15,8 +15,9 @@ from planner.whatif.outcome import CandidateOutcome
 from planner.whatif.queue import load
 from planner.whatif.ranking import Rank, figure, ordered_by, sure
 from planner.whatif.run import Result
+from planner.whatif.span import exact
 from planner.whatif.study import Order
-from planner.whatif.words import days_text, listed, price_ages, usd_text
+from planner.whatif.words import days_text, listed, price_ages, range_text, usd_text
 
 
 def verdicts(result: Result) -> list[str]:
@@ -35,6 +36,24 @@ def verdicts(result: Result) -> list[str]:
         *_old_prices(result, datetime.date.today()),
         *_mixed(result),
     ]
+
+
+def overall_texts(result: Result) -> list[str]:
+    """Return what headlines say of all models together, and of ways to use what is owned."""
+    if result.interrupted:
+        return []
+    several = len(result.ranks) > 1
+    return [
+        *(_largest(result) if several else ()),
+        *(_crossover(result) if several else ()),
+        *_mixed(result),
+    ]
+
+
+def largest_that_meets(result: Result) -> str | None:
+    """Return the largest model that something sold trains within the goal; None if none does."""
+    firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
+    return max(firsts, key=lambda best: best.parameters).model if firsts else None
 
 
 def _of_model(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -108,19 +127,18 @@ def _old_prices(result: Result, today: datetime.date) -> Iterator[str]:
     """Warn of a first candidate whose price is old or has no date."""
     firsts = [best for best in map(result.best_of, result.ranks) if best is not None]
     for price in dict.fromkeys(first.price for first in firsts):
-        ages = price_ages(price, today)
-        if "undated" in price:
-            yield f"A price of the first has no date: ask for a quote ({_begin(price)})."
-        elif ages and ages[0] > OLD_MONTHS:
+        # A cluster that is had on several terms has several quotes.
+        quotes = price.split("; ")
+        undated = next((quote for quote in quotes if "undated" in quote), None)
+        dated = [(ages[0], quote) for quote in quotes if (ages := price_ages(quote, today))]
+        age, oldest = max(dated, default=(0, ""))
+        if undated is not None:
+            yield f"A price of the first has no date: ask for a quote ({undated})."
+        if age > OLD_MONTHS and oldest != undated:
             yield (
-                f"The oldest price of the first is {ages[0]} months old: ask for a new quote "
-                f"({_begin(price)})."
+                f"The oldest price of the first is {age} months old: ask for a new quote "
+                f"({oldest})."
             )
-
-
-def _begin(how: str) -> str:
-    """Return a price's words without what other offers ask."""
-    return how.partition("; ")[0]
 
 
 def _brief(result: Result, model: str, ranks: Sequence[Rank]) -> str:
@@ -162,17 +180,18 @@ def _kept(outcome: CandidateOutcome) -> str:
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
-def _kept_texts(outcome: CandidateOutcome) -> list[str]:
+def _kept_texts(outcome: CandidateOutcome, digits: str = ".2f") -> list[str]:
     return [
-        f"{goal} kept with probability {chance:.2f}" for goal, chance in outcome.chances.items()
+        f"{goal} kept with probability {chance:{digits}}"
+        for goal, chance in outcome.chances.items()
     ]
 
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first keeps the goals, and how surely it is the best of all."""
-    said = _kept_texts(best)
+    said = _kept_texts(best, ".2f" if sure(result.study, best) else ".3g")
     if not sure(result.study, best):
-        said.append("which is its midpoint only")
+        said[-1] += _surest_text(result, best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
         said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
@@ -180,11 +199,34 @@ def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -
     chances = {rank.outcome.candidate: rank.first[by] for rank in ranks if by in rank.first}
     if len(chances) > 1 and best.candidate in chances:
         word = FIRST_IN[by]
-        text = f"{word} of {len(chances)} with probability {chances.pop(best.candidate):.2f}"
+        own = chances.pop(best.candidate)
         rival = max(chances, key=lambda name: chances[name])
-        said.append(f"{text}, {rival} with {chances[rival]:.2f}")
+        text = f"{word} of {len(chances) + 1} with probability {own:.2f}, {rival} with "
+        said.append(f"{text}{chances[rival]:.2f}{_why_likelier(result, best, ranks, rival, by)}")
     text = "; ".join(said)
     return f"{text[0].upper()}{text[1:]}. " if text else ""
+
+
+def _surest_text(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
+    """Say that the goal is kept less surely than asked, and by which candidate most surely."""
+    text = f", less than the {result.study.goal.confidence:g} asked for"
+    sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
+    surest = max(sold, key=lambda outcome: (outcome.chance, outcome is best))
+    if surest is best:
+        return text
+    usd = f", {range_text(exact(surest.usd.value))} USD" if surest.usd is not None else ""
+    return f"{text}, and most surely by {surest.candidate}, {surest.chance:.3g}{usd}"
+
+
+def _why_likelier(
+    result: Result, best: CandidateOutcome, ranks: Sequence[Rank], rival: str, by: Order
+) -> str:
+    """Say that a rival which is the best oftener, by a wider range, is not so at the midpoint."""
+    chances = {rank.outcome.candidate: rank.first.get(by, 0.0) for rank in ranks}
+    other = next(rank.outcome for rank in ranks if rank.outcome.candidate == rival)
+    if chances[rival] <= chances[best.candidate] or not sure(result.study, other):
+        return ""
+    return " at a midpoint that is no lower"
 
 
 def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
@@ -257,16 +299,23 @@ def _mixed(result: Result) -> Iterator[str]:
         known = {name: way for name, way in ways.items() if way is not None}
         if "keep" not in known or len(known) < 2:
             continue
+        split = known.pop("split", None)
         said = [
             f"{name}, {days:,.0f} days and {usd:,.0f} USD" for name, (days, usd) in known.items()
         ]
+        apart = ""
+        if split is not None:
+            apart = (
+                " Two runs at once, one on each kind of device, would take "
+                f"{split[0]:,.0f} days and {split[1]:,.0f} USD."
+            )
         limit = result.study.goal.deadline_days
         outcomes = _outcomes_of_ways(result, model)
         unsure = {n for n, outcome in outcomes.items() if not sure(result.study, outcome)}
         kept = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
         within = {n: w for n, w in kept.items() if n not in unsure} or kept
         if not within:
-            yield f"No way keeps the deadline: {'; '.join(said)}."
+            yield f"No run keeps the deadline: {'; '.join(said)}.{apart}"
             continue
         cheapest = min(within, key=lambda name: within[name][1])
         fastest = min(within, key=lambda name: within[name][0])
@@ -277,7 +326,7 @@ def _mixed(result: Result) -> Iterator[str]:
                 if fastest != cheapest
                 else ""
             )
-            + f". {'; '.join(said)}."
+            + f". {'; '.join(said)}.{apart}"
         )
 
 
@@ -288,10 +337,10 @@ def _a_day(ways: dict[str, tuple[float, float]], slow: str, fast: str) -> str:
 
 
 def ways_of(result: Result, model: str) -> dict[str, tuple[float, float] | None]:
-    """Return days and dollars of each way to train: keep, split, mix, replace; None if unknown.
+    """Return days and dollars of each way to train: keep, mix, replace; None if unknown.
 
-    Split is a run on each kind of device at once, of tokens as each trains them: the run ends when
-    both end together, and each is paid for those hours.
+    Split is no way to train one model: a run on each kind of device at once, of tokens as each
+    trains them.  Both end together, and each is paid for those hours.
     """
     outcomes = _outcomes_of_ways(result, model)
     if "keep" not in outcomes or not {"mix", "mix, bought"} & set(outcomes):

@@ -12,12 +12,12 @@ MOST_NAMES = 5
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names, five at most.
+    """Return names, five at most; a name with a comma stands in quotes.
 
-    >>> listed("abcdefg")
-    'a, b, c, d, e and 2 more'
+    >>> listed("abcdefg"), listed(["lent, 8xl4", "b"])
+    ('a, b, c, d, e and 2 more', '"lent, 8xl4", b')
     """
-    every = list(names)
+    every = [f'"{name}"' if ", " in name else name for name in names]
     more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
     return ", ".join(every[:MOST_NAMES]) + more
 

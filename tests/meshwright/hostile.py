@@ -322,6 +322,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prices", "--import", "hunt.csv", "--date", "2026-01"),
         ("models",),
         ("accelerators",),
+        ("--plugins",),
     ),
 }
 """Of each command, arguments that are right; words with @ are drawn."""

@@ -263,11 +263,12 @@ def test_ranks_refuse_a_file_that_is_not_the_planned_one(planned: Callable[[], b
 
     from runtime.factory import FactoryModel
 
-    graph = document.read(Plan, "plan.yaml").model.graph
+    plan = document.read(Plan, "plan.yaml")
+    graph = plan.model.graph
     assert graph is not None
 
     def build(model: Any) -> None:
-        FactoryModel(model, "mine.py:factory", seed=0, dtype=torch.float32)
+        FactoryModel(plan, model, device=torch.device("cpu"))
 
     build(graph)
     assert planned()

@@ -19,7 +19,7 @@ from planner.search.search import search
 from profiler import layer_bytes, layers
 from profiler.chain import Case, Chain
 from runtime.factory import graph_of_factory
-from tests.runtime import cases, whole_networks
+from tests.runtime import cases, chains, whole_networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train
 
@@ -85,13 +85,13 @@ def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
     held = layer_bytes.layer_bytes(network, Case(tensor=1, micro_batch=2, recompute="none"))
 
     tokens, _ = network.batch(2)
-    values = {"tokens": tokens}
+    values: tuple[Tensor, ...] = (tokens,)
     for layer, module in network.parts.items():
-        inputs = [values[read].clone() for read in network.reads[layer]]
+        inputs = [value.clone() for value in values]
         fresh = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
         saved: dict[int, int] = {}
         outside = {p.untyped_storage()._cdata for p in module.parameters()}
-        outside |= {x.untyped_storage()._cdata for x in inputs if not x.is_floating_point()}
+        outside.add(tokens.untyped_storage()._cdata)
 
         def pack(
             tensor: Tensor, saved: dict[int, int] = saved, outside: set[int] = outside
@@ -102,6 +102,17 @@ def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            values[layer] = module(*fresh).detach()
+            values = tuple(value.detach() for value in network.run(module, fresh))
         if layer in held and layer != list(network.kinds)[-1]:  # that one has the loss too
             assert held[layer].stored == sum(saved.values()), layer
+
+
+def test_of_layers_that_are_alike_two_are_run() -> None:
+    model = graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
+    network = Chain(model, seq_len=cases.SEQ_LEN, precision="fp32", tensor=1, device=CPU)
+
+    assert list(network.every) == ["0", "1", "2", "3", "4", "5"]
+    assert list(network.parts) == ["0", "1", "2", "4", "5"]
+    stage = Chain(model, seq_len=16, precision="fp32", device=CPU, layers=["0", "1", "2", "3"])
+    assert list(stage.parts) == ["0", "1", "2", "3"]
+    assert not stage.whole

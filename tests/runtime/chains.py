@@ -54,8 +54,12 @@ def tied() -> list[nn.Module]:
     return [embed, CausalMix(32), Tied(embed.table)]
 
 
+def normalised() -> list[nn.Module]:
+    return [Embed(), nn.BatchNorm1d(16), nn.Linear(WIDTH, VOCABULARY)]
+
+
 def dropping() -> list[nn.Module]:
-    return [Embed(), nn.Sequential(nn.Linear(WIDTH, VOCABULARY), nn.Dropout(0.1))]
+    return [Embed(), nn.Dropout(0.5), CausalMix(32), nn.Linear(WIDTH, VOCABULARY)]
 
 
 def broken() -> list[nn.Module]:

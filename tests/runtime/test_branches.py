@@ -145,7 +145,7 @@ def test_a_plan_that_turns_an_edge_round_is_refused() -> None:
     plain = cases.plan(model, pipeline=2)
     backwards = Plan(**{**dict(plain), "stages": plain.stages[::-1]})
 
-    with pytest.raises(DocumentError, match="'up2' stands before 'middle', whose output it reads"):
+    with pytest.raises(DocumentError, match="'up2' stands before 'down1', whose output it reads"):
         backwards.check_model(model)
 
 

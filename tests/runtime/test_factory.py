@@ -27,23 +27,17 @@ def graph(name: str = "factory") -> ModelGraph:
 def test_alike_modules_are_one_kind() -> None:
     layers = graph().layers
 
-    assert [(layer.kind, layer.repeat) for layer in layers] == [
-        ("embed", 1),
-        ("causal_mix", 3),
-        ("causal_mix_2", 1),
-        ("linear", 1),
-    ]
-    assert [name for name, _ in graph().chain] == [
-        "embed",
-        "causal_mix.0",
-        "causal_mix.1",
-        "causal_mix.2",
-        "causal_mix_2",
-        "linear",
+    assert [(layer.name, layer.kind) for layer in layers] == [
+        ("0", "embed"),
+        ("1", "causal_mix"),
+        ("2", "causal_mix"),
+        ("3", "causal_mix"),
+        ("4", "causal_mix_2"),
+        ("5", "linear"),
     ]
     assert [layer.parameters for layer in layers] == [
         V * W,
-        2 * W + (W + 1) * 32 + (32 + 1) * W,
+        *3 * (2 * W + (W + 1) * 32 + (32 + 1) * W,),
         2 * W + (W + 1) * 48 + (48 + 1) * W,
         (W + 1) * V,
     ]
@@ -54,8 +48,8 @@ def test_a_last_layer_and_its_loss_cost_what_arithmetic_says() -> None:
 
     assert trace is not None
     assert trace.forward_flops == 2 * S * W * V
-    # Its input; of the loss the logarithms, the targets and one number.
-    assert trace.stored_bytes == 4 * S * W + 4 * S * V + 8 * S + 4
+    # Its input; of the loss the logarithms, the targets and of two samples one number.
+    assert trace.stored_bytes == 4 * S * W + 4 * S * V + 8 * S + 4 // 2
     assert trace.output_bytes == 4 * S * V
     # Backward makes the gradient of the logarithms, and out of it that of the logits.
     assert trace.transient_bytes == 2 * 4 * S * V
@@ -66,9 +60,9 @@ def test_a_block_stores_what_autograd_saves() -> None:
 
     assert trace is not None
     assert trace.forward_flops == 2 * 2 * S * W * 32
-    # The norm's input with its mean and 1/std, the divisor (int64), the mean over positions, and
-    # both sides of the gelu.  The scale is a buffer.
-    assert trace.stored_bytes == 4 * (S * W + S + S + 2 * S + S * W + S * 32 + S * 32)
+    # The norm's input with its mean and 1/std, of two samples a divisor (int64), the mean over
+    # positions, and both sides of the gelu.  The scale is a buffer.
+    assert trace.stored_bytes == 4 * (S * W + S + S + S + S * W + S * 32 + S * 32)
 
 
 def test_a_shared_weight_counts_once() -> None:
@@ -80,7 +74,7 @@ def test_a_shared_weight_counts_once() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dropping", "has a Dropout with p=0.1; set p=0"),
+        ("normalised", "has a BatchNorm1d; use a norm over one sample"),
         ("broken", "raised ValueError: no luck"),
         ("number", r"number\(\) must return a module, a list of modules, or a dict"),
         ("missing", "has no function 'missing'"),
@@ -134,7 +128,7 @@ def test_a_chain_of_another_length_is_refused() -> None:
         name="short", source=whole.source, files=whole.files, layers=whole.layers[1:]
     )
 
-    with pytest.raises(LaunchError, match="returns 6 modules, and the plan's model has 5"):
+    with pytest.raises(LaunchError, match="the plan has 5 layers and the module 6"):
         token_engine(cases.plan(other), other, device=CPU)
 
 

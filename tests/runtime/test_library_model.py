@@ -14,7 +14,8 @@ from torch.nn import functional
 from meshwright.inputs import model_of
 from planner.documents.model import ModelGraph
 from planner.errors import DocumentError, LaunchError
-from profiler.profile import profile
+from profiler.chain import Case, Chain
+from profiler.layers import measurements
 from runtime.export import to_huggingface
 from runtime.library_model import graph_of_library
 from runtime.saving import Saver
@@ -220,8 +221,14 @@ def test_a_run_is_exported_as_the_library_reads_it(folder: Path, tmp_path: Path)
         torch.testing.assert_close(read(engine._model.example[0]).logits, logits)
 
 
-def test_a_recorded_model_is_not_measured(folder: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_a_recorded_model_are_measured(compiled: bool, folder: Path) -> None:
     model = graph("gpt_neox", folder)
+    chain = Chain(model, seq_len=cases.SEQ_LEN, precision="bf16", tensor=1, device=CPU)
+    case = Case(tensor=1, micro_batch=2, recompute="full", compiled=compiled)
 
-    with pytest.raises(DocumentError, match="known by a recording, and are not measured"):
-        profile(model, "local:1", lambda machine: cases.plan(model).job)
+    with torch.compiler.set_stance("force_eager"):  # a graph takes long to make
+        rows = measurements([chain], [case], budget_s=0.0)
+
+    assert [row.kind for row in rows] == list(dict.fromkeys(layer.kind for layer in model.layers))
+    assert all(row.forward_s > 0 and row.resident_bytes > 0 for row in rows)

@@ -13,9 +13,10 @@ from torch import nn
 from planner.documents.model import ModelGraph
 from planner.schedules import schedule
 from runtime.engine import Engine
+from runtime.factory import graph_of_factory
 from runtime.stale_pipeline import WeightVersions
 from runtime.train import token_engine
-from tests.runtime import cases
+from tests.runtime import cases, networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, Run, errors, train
 
@@ -86,6 +87,17 @@ def test_weights_are_those_of_the_stale_rule(
     for index, (model, layout) in enumerate(rows):
         found = errors([runs[index] for runs in per_rank], simulated(cases.transformer(**model)))
         assert max(found.values()) < TOLERANCE, (layout, found)
+
+
+@pytest.mark.ranks
+def test_stages_between_which_several_tensors_cross_follow_the_rule() -> None:
+    graph = graph_of_factory(f"{networks.__file__}:unet", seq_len=cases.SEQ_LEN)
+    plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2)
+
+    runs = on_ranks(2, train, plan, graph, 3)
+
+    found = errors(runs, simulated(graph, 3))
+    assert all(error < TOLERANCE for error in found.values()), found
 
 
 def test_the_rule_differs_from_training_without_staleness() -> None:

@@ -69,7 +69,7 @@ export function controlsOf(data) {
       ? ` at ${candidate.provider}` : "";
     const offer = data.document.offers[candidate.place];
     prices.set(id, {
-      id, label: `${offer.name ?? offer.cluster}${provider}`, ranged: true, path: [],
+      id, label: `${(offer.name ?? offer.cluster).replace("{n}x", "nodes of ").replace("{n}", "n")}${provider}`, ranged: true, path: [],
       unit: lease ? "USD per device and month" : bought ? "USD per device" : `USD per device-hour, ${commitment.replace("_", " ")}`,
       now: quote === null ? null : quote.value, least: bought ? 1 : 0.001, most: bought ? 1e7 : 1e4,
     });
@@ -92,11 +92,12 @@ function repriced(data, candidate, value) {
   const { terms, place } = candidate, first = firstOf(data, candidate);
   const words = terms.lease
     ? `leased for ${terms.lease.term_months} months, ${data.made}, ${sourceOf(place)}`
-    : `${terms.commitment}, ${data.made}, ${sourceOf(place)}`;
+    : `${terms.commitment.replace("_", " ")}, ${data.made}, ${sourceOf(place)}`;
   const whole = [words, terms.term_words, terms.loan_words].filter(Boolean).join(", ");
   const how = terms.kind === "part" ? terms.words_beside.join(whole) : whole;
   return {
-    ...candidate, how, cause: terms.loan_words && terms.kind !== "part" ? words : "", dates: [data.made.slice(0, 7)], hypothetical: false,
+    ...candidate, how, dates: [data.made.slice(0, 7)],
+    cause: terms.kind === "part" && terms.bought ? "" : `${words} at ${value.toFixed(6)}`, undated: false, hypothetical: false,
     terms: {
       ...terms, kind: terms.kind === "none" ? (terms.bought ? "bought" : "rented") : terms.kind,
       quote: scaled(first.terms.quote, value),

@@ -3,8 +3,8 @@ import { bond, breakEven, cashUsd, comparable, overYears, presentValueUsd } from
 import { hourlyAt } from "../../whatif/economics.mjs";
 import { load, shortestFirstH, waitH } from "../../whatif/queue.mjs";
 import { dataUsdOf } from "../../whatif/evaluate.mjs";
-import { figureOf, orderedBy, ranked } from "../../whatif/ranking.mjs";
-import { tornado } from "../../whatif/sensitivity.mjs";
+import { figureOf, orderedBy, ranked, sure } from "../../whatif/ranking.mjs";
+import { moved, tornado } from "../../whatif/sensitivity.mjs";
 import { times } from "../../whatif/span.mjs";
 import { planAgain } from "./again.mjs";
 import { bar, COLOURS, fit, key, lines, safe, scatter, short } from "./charts.mjs";
@@ -26,9 +26,15 @@ const at = (id) => document.getElementById(id);
 const data = JSON.parse(at("data").textContent);
 const controls = controlsOf(data);
 const page = {
-  model: data.models[0], values: valuesFrom(location.hash.slice(1), controls), chosen: new Set(),
+  model: modelFrom(location.hash) ?? data.model, values: valuesFrom(location.hash.slice(1), controls), chosen: new Set(),
   sort: { column: 0, down: false },
 };
+
+/** The model that an address names, if the study has it. */
+function modelFrom(hash) {
+  const named = new URLSearchParams(hash.slice(1)).get("model");
+  return data.models.includes(named) ? named : null;
+}
 
 const COLUMNS = [
   ["place", (r) => r.place, (r) => `${r.tied ? "=" : ""}${r.place}${r.pareto ? "*" : ""}`],
@@ -76,7 +82,8 @@ function update() {
   const ranks = ranked(goal, outcomes, data.assumed.tie, orders);
   page.ranks = ranks;
   const by = ranks.length ? orderedBy(goal, outcomes) : "cost";
-  at("verdict").textContent = verdict(goal, ranks);
+  at("verdict").textContent = (data.models.length > 1 ? `${page.model}. ` : "")
+    + verdict(goal, ranks, data.assumed.tie);
   const found = ranks.length ? provenance(ranks[0].outcome, new Date()) : { text: "", warning: "" };
   at("price").textContent = found.text;
   at("warning").textContent = found.warning;
@@ -88,6 +95,7 @@ function update() {
   drawSizes(ranks);
   drawTable(ranks);
   const changed = Object.keys(page.values).length;
+  if (at("asked")) at("asked").hidden = changed > 0; // it is the study's
   at("changed").textContent = changed ? `${changed} figure${changed > 1 ? "s" : ""} changed from the study`
     : "As the study has it";
   page.again();
@@ -118,22 +126,22 @@ function drawChoice(ranks) {
 }
 
 function drawTornado(ranks, by) {
-  const { values, model } = page, near = ranks.slice(0, MOST_COMPARED);
-  const sure = near.filter(({ outcome }) => !outcome.misses.length
-    && outcome.chance >= goalOf(data, values).confidence);
-  const compared = new Set((sure.includes(near[0]) ? sure : near).map((r) => r.outcome.candidate.name));
+  const { values, model } = page;
+  const near = ranks.filter(({ outcome }) => !outcome.candidate.hypothetical).slice(0, MOST_COMPARED);
+  const asSure = near.filter(({ outcome }) => !outcome.misses.length && sure(goalOf(data, values), outcome));
+  const compared = new Set((asSure.includes(near[0]) ? asSure : near).map((r) => r.outcome.candidate.name));
   const goal = midpointGoal(data, values);
   const light = (moved, touches) => outcomesOf(data, model, moved, {
     drawn: false, only: (c) => compared.has(c.name) && touches(c),
   });
   const base = light(values, () => true);
-  const known = base.length && figureOf(ranks[0].outcome, by) < Infinity;
+  const known = base.length && figureOf(near[0].outcome, by) < Infinity;
   const found = known ? tornado(inputsOf(data, model, values, base), goal, by, base,
-    (input, value) => light({ ...values, [input.id]: value }, input.touches)) : [];
-  at("flips").textContent = found.length ? flipText(found, by) : "";
+    (input, value) => light({ ...values, ...moved(input, value) }, input.touches)) : [];
+  at("flips").textContent = found.length ? flipText(found, by, compared.size) : "";
   at("decision").hidden = !found.length;
   if (!found.length) return;
-  const first = base.find((o) => o.candidate.name === ranks[0].outcome.candidate.name);
+  const first = base.find((o) => o.candidate.name === near[0].outcome.candidate.name);
   const now = figureOf(first, by), rows = found.slice(0, MOST_BARS);
   const ends = [now, ...rows.flatMap(({ low, high }) => [low, high])].filter(Number.isFinite);
   const [least, most] = [Math.min(...ends), Math.max(...ends)];
@@ -328,7 +336,8 @@ function changed() {
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
-    history.replaceState(null, "", `#${fragmentOf(page.values)}`);
+    const named = page.model === data.model ? {} : { model: page.model };
+    history.replaceState(null, "", `#${fragmentOf({ ...page.values, ...named })}`);
     update();
   });
 }
@@ -386,7 +395,7 @@ function bind() {
   at("model").addEventListener("change", ({ target }) => {
     page.model = target.value;
     page.chosen.clear();
-    update();
+    changed();
   });
   at("by").addEventListener("change", ({ target }) => {
     if (target.value === data.goal.by) delete page.values.by;
@@ -396,6 +405,8 @@ function bind() {
   addEventListener("resize", () => requestAnimationFrame(update));
   addEventListener("hashchange", () => {
     page.values = valuesFrom(location.hash.slice(1), controls);
+    page.model = modelFrom(location.hash) ?? data.model;
+    at("model").value = page.model;
     for (const control of controls) control.show();
     update();
   });
@@ -406,6 +417,7 @@ buildTable();
 buildControls();
 for (const control of controls) control.show();
 at("by").value = page.values.by ?? data.goal.by;
+at("model").value = page.model;
 bind();
 update();
 globalThis.meshwright = { // what a test reads

@@ -1,7 +1,7 @@
 /** Figures and verdicts of a study in words. */
-import { eligible, orderedBy } from "../../whatif/ranking.mjs";
+import { eligible, orderedBy, sure } from "../../whatif/ranking.mjs";
 import { load } from "../../whatif/queue.mjs";
-import { times } from "../../whatif/span.mjs";
+import { exact, times } from "../../whatif/span.mjs";
 
 const OLD_MONTHS = 6;
 
@@ -36,8 +36,8 @@ const priceRange = ({ value, low, high }) => (low === high ? price(value)
 const WORDS = { cost: "cheapest", time: "fastest", energy: "lowest in energy", carbon: "lowest in CO2",
   weighted: "best by cost and days together" };
 
-/** The verdict in one sentence, and what stands beside it. */
-export function verdict(goal, ranks) {
+/** The verdict in one sentence, and what stands beside it. @param {number} tie  share */
+export function verdict(goal, ranks, tie) {
   const [first] = ranks, by = ranks.length ? orderedBy(goal, ranks.map((r) => r.outcome)) : "cost";
   if (!first) return "No candidate that is planned fits; the reasons are below.";
   const { outcome } = first, name = outcome.candidate.name;
@@ -59,28 +59,46 @@ export function verdict(goal, ranks) {
     const rival = rivals.filter((r) => r !== first)
       .reduce((a, b) => (a.first[by] >= b.first[by] ? a : b));
     sentence += `: ${WORDS[by]} of ${rivals.length} with probability ${first.first[by].toFixed(2)}`
-      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)}${unsureText(goal, rival)})`;
+      + ` (next: ${rival.outcome.candidate.name}, ${rival.first[by].toFixed(2)}${unsureText(goal, first, rival)}`
+      + `${rival.first[by] > first.first[by] && sure(goal, rival.outcome) ? " at a midpoint that is no lower" : ""})`;
   }
-  const unsure = outcome.chance < goal.confidence;
+  const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
+  if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
+  const unsure = !sure(goal, outcome);
   const kept = Object.entries(outcome.chances).map(([goalName, chance]) =>
-    `${goalName} kept with probability ${chance.toFixed(2)}`);
+    `${goalName} kept with probability ${unsure ? Number(chance.toPrecision(3)) : chance.toFixed(2)}`);
   return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}${unsure
-    ? `, less than the ${goal.confidence} asked for` : ""}.` : ""}`.trim();
+    ? surestText(goal, ranks) : ""}.` : ""}`.trim();
+}
+
+/** That the goal is kept less surely than asked, and by which candidate most surely. */
+function surestText({ confidence }, ranks) {
+  const sold = ranks.map((rank) => rank.outcome).filter((o) => !o.candidate.hypothetical);
+  const surest = sold.reduce((a, b) => (a.chance >= b.chance ? a : b));
+  const usd = surest.usd ? `, ${ranged(exact(surest.usd.value))} USD` : "";
+  return `, less than the ${confidence} asked for${surest === ranks[0].outcome ? ""
+    : `, and most surely by ${surest.candidate.name}, ${Number(surest.chance.toPrecision(3))}${usd}`}`;
 }
 
 /** Why a rival is not the first although it may be so oftener: it keeps a goal too seldom. */
-function unsureText(goal, { outcome }) {
-  if (outcome.chance >= goal.confidence) return "";
+function unsureText(goal, first, { outcome }) {
+  if (sure(goal, outcome) || !sure(goal, first.outcome)) return "";
   const [name, chance] = Object.entries(outcome.chances).reduce((a, b) => (a[1] <= b[1] ? a : b));
   return `, which keeps the ${name} with probability ${chance.toFixed(2)} alone`;
 }
+
+const MOST_NAMES = 5;
+
+/** Names, five at most; a name with a comma stands in quotes. */
+const listed = (names) => names.slice(0, MOST_NAMES).map((name) => (name.includes(", ") ? `"${name}"` : name)).join(", ")
+  + (names.length > MOST_NAMES ? ` and ${names.length - MOST_NAMES} more` : "");
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 /** What signing means on a candidate's terms. */
 function verb({ candidate: { terms } }) {
   if (terms.lease) return "Lease: ";
-  if (terms.kind === "bought") return "Buy: ";
+  if (terms.bought) return "Buy: ";
   if (terms.kind === "owned") return "Use: ";
   return terms.commitment === "reserved" ? "Reserve: " : "Rent: ";
 }
@@ -91,22 +109,33 @@ export function monthsSince(month, today) {
   return Math.max(0, 12 * (today.getFullYear() - year) + today.getMonth() + 1 - number);
 }
 
-/** What the first one's price rests on, and whether it is old. @returns {{text, warning}} */
+/**
+ * What the first one's price rests on, and whether it is old.
+ * @param {Date|string} today
+ * @returns {{text: string, warning: string}}
+ */
 export function provenance(outcome, today) {
-  const { how, dates, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
+  const { how, dates, undated, terms } = outcome.candidate, hourly = outcome.usdPerDeviceHour;
   const unit = terms.lease ? "USD per device and month" : terms.bought ? "USD per device" : "USD per device-hour";
   const asked = terms.quote ? `${priceRange(terms.quote)} ${unit}. ` : "";
   const useful = hourly && (terms.bought || terms.commitment === "reserved")
     ? `${price(hourly.value)} USD per useful device-hour. ` : "";
-  const ages = dates.map((month) => monthsSince(month, today));
+  const ages = dates.map((month) => monthsSince(month, new Date(today)));
   const oldest = Math.max(...ages);
-  const warning = !dates.length && terms.quote ? "The price has no date: ask for a quote."
-    : oldest > OLD_MONTHS ? `The oldest of these prices is ${oldest} months old: ask for a new quote.` : "";
-  return { text: `Price: ${asked}${useful}${capital(how)}.`, warning };
+  const warnings = [];
+  if (terms.quote && (undated || !dates.length)) {
+    warnings.push(dates.length ? "One of these prices has no date: ask for a quote."
+      : "The price has no date: ask for a quote.");
+  }
+  if (oldest > OLD_MONTHS) {
+    warnings.push(`The oldest of these prices is ${oldest} months old: ask for a new quote.`);
+  }
+  return { text: `Price: ${asked}${useful}${capital(how)}.`, warning: warnings.join(" ") };
 }
 
-/** The nearest flips in a sentence. */
-export function flipText(bars, by) {
+/** The nearest flips in a sentence. @param {number} compared  candidates */
+export function flipText(bars, by, compared) {
+  if (compared < 2) return "No other candidate can be the first, so no input changes it.";
   const flips = bars.filter((bar) => bar.flips.length).slice(0, 3).map(({ input, flips: [first, ...rest] }) => {
     const near = rest.reduce((a, b) => (Math.abs(Math.log(b.at / input.now))
       < Math.abs(Math.log(a.at / input.now)) ? b : a), first);

@@ -38,7 +38,7 @@ const worked = studies.map(({ data, model, values }) => {
   const base = light(values, () => true);
   const bars = sensitivity.tornado(inputs.inputsOf(data, model, values, base),
     inputs.midpointGoal(data, values), "cost", base,
-    (input, value) => light({ ...values, [input.id]: value }, input.touches));
+    (input, value) => light({ ...values, ...sensitivity.moved(input, value) }, input.touches));
   const flips = Object.fromEntries(bars.map((bar) => [bar.input.id, bar.flips]));
   return { figures, ranks, flips, document: documents.yamlText(state.changedDocument(data, values)) };
 });

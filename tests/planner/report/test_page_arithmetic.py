@@ -421,10 +421,13 @@ def of_year(asked: Study, plan: Planned) -> Planned:
 
 @without_node
 def test_the_decision_flips_where_two_prices_meet(plans: dict[str, Planned]) -> None:
-    """By hand: of one plan at 2.00 and 2.20 an hour, the first loses above 2.20, or below 2.00."""
+    """By hand: of one plan at 2.00 and 2.20 an hour, the first loses above 2.20, or below 2.00.
+
+    What rests on the first one's quote moves with it, so it does not flip the decision.
+    """
     offers = [
-        {"name": "x", "cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.0, **QUOTE}},
-        {"name": "y", "cluster": "8xa10g", "rent": {"usd_per_device_hour": 2.2, **QUOTE}},
+        {"name": name, "cluster": "8xa10g", "rent": {"usd_per_device_hour": usd, **QUOTE}}
+        for name, usd in (("x", 2.0), ("y", 2.2), ("x too", 2.0))
     ]
     shown = page_data(worked_out(study(offers=offers), plans))
 
@@ -432,4 +435,53 @@ def test_the_decision_flips_where_two_prices_meet(plans: dict[str, Planned]) -> 
 
     assert flips["price.0"] == [{"at": pytest.approx(2.2, rel=2e-3), "to": "y"}]
     assert flips["price.1"] == [{"at": pytest.approx(2.0, rel=2e-3), "to": "y"}]
+    assert "price.2" not in flips
     assert flips["tokens"] == []
+
+
+@without_node
+def test_the_page_says_what_the_terminal_says_of_ties_dates_and_a_lone_candidate() -> None:
+    words = "../report/page/words"
+    terms = {"quote": {"value": 2.0, "low": 2.0, "high": 2.0}, "commitment": "on_demand"}
+    candidate = {"how": "one rent, undated; one, 2026-11", "dates": ["2026-11"], "terms": terms}
+    rents = [{**candidate, "undated": undated} for undated in (True, False)]
+    outcomes = [{"candidate": each, "usdPerDeviceHour": terms["quote"]} for each in rents]
+    calls = [
+        *(
+            {"module": words, "name": "provenance", "arguments": [o, "2026-11-26"]}
+            for o in outcomes
+        ),
+        {"module": words, "name": "flipText", "arguments": [[], "cost", 1]},
+    ]
+
+    bought = {
+        "candidate": {
+            "name": "x",
+            "terms": {"kind": "part", "bought": True},
+            "hypothetical": False,
+        },
+        "misses": [],
+        "jobs": [],
+        "hours": None,
+        "usd": None,
+        "chance": 0.5,
+        "chances": {"deadline": 0.5},
+        "tokensPerS": {"value": 1.0},
+        "resultHours": None,
+    }
+    ranks = [{"outcome": bought, "first": {}, "tied": False}]
+    calls.append(
+        {
+            "module": words,
+            "name": "verdict",
+            "arguments": [{"by": "time", "confidence": 0.8}, ranks, 0.15],
+        }
+    )
+
+    undated, dated, alone, verdict = node(calls, [])["results"]
+
+    assert undated["warning"] == "One of these prices has no date: ask for a quote."
+    assert dated["warning"] == ""
+    assert alone.startswith("No other candidate can be the first")
+    kept = "Deadline kept with probability 0.5, less than the 0.8 asked for."
+    assert verdict == f"Buy: x. {kept}"

@@ -12,7 +12,7 @@ import pytest
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import plan_timeline
 from planner.documents.plan import Job, Layout
-from planner.documents.units import GIB
+from planner.documents.units import GIB, seconds_text
 from planner.report.html import memory_of_ranks, page, resident_gib
 from planner.report.mesh_picture import axes_of, coordinates, mesh_picture
 from planner.report.text import layers_text, plan_table
@@ -125,6 +125,25 @@ def test_the_page_says_why_and_the_alternatives_before_anything_else(
     places = [text.index(head) for head in ("<p>Why: ", "Alternatives", "Mesh on", "Stages</h2>")]
     assert places == sorted(places)
     assert text.index("Memory over a step") > text.index("Pipeline timeline")
+
+
+def test_the_page_has_the_bounds_and_the_simulated_plans_of_the_proof(
+    answer: tuple[Request, Answer],
+) -> None:
+    request, found = answer
+    [loser], [finalist] = found.certificate.runners_up, found.certificate.finalists
+
+    text = page(
+        found.plan, found.prediction, cluster=request.cluster, certificate=found.certificate
+    )
+
+    bound, step = (
+        f'<td class="n">{seconds_text(of)}</td>'
+        for of in (loser.lower_bound_s, finalist.step_time_s)
+    )
+    assert bound != step
+    assert f"<td>{loser.layout}</td>{bound}<td>{loser.reason}</td>" in text
+    assert f"<td>{finalist.layout}</td>{step}" in text
 
 
 def test_a_rank_of_several_stages_has_one_memory_and_the_names_of_its_stages() -> None:

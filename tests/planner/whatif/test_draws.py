@@ -127,6 +127,35 @@ def test_one_quote_moves_all_prices_that_rest_on_it() -> None:
     assert chances_to_be_first(twins, "cost") == [0.5, 0.5]
 
 
+def test_two_figures_of_one_source_are_two_quotes() -> None:
+    """By hand: ln y/x is normal about ln 1.1, with two independent widths of ln 1.3 / 1.2816.
+
+    ln 1.1 / (sqrt 2 x 0.2047) = 0.329, and the normal distribution has 0.629 below it.
+    """
+
+    def rent(usd: float) -> dict[str, Any]:
+        ends = {"low": usd / 1.3, "high": usd * 1.3}
+        return {"usd_per_device_hour": usd, **ends, "date": "2026-11", "source": "a quote"}
+
+    offers = [
+        {"name": "x", "cluster": "8xa10g", "rent": rent(2.0)},
+        {"name": "y", "cluster": "8xa10g", "rent": rent(2.2)},
+        {"name": "same as x", "cluster": "8xa10g", "rent": rent(2.0)},
+    ]
+    priced = [candidate.priced for candidate in candidates_of(study(offers=offers))]
+    x, y, twin = (
+        replace(
+            outcome(p.how, "a", (p.quote.value, p.quote.low, p.quote.high), p.how),
+            price_cause=p.cause,
+        )
+        for p in priced
+        if p.quote is not None
+    )
+
+    assert chances_to_be_first([x, y], "cost") == pytest.approx([0.629, 0.371], abs=0.01)
+    assert chances_to_be_first([x, twin], "cost") == [0.5, 0.5]
+
+
 def test_a_minimum_of_hours_is_paid_in_every_future() -> None:
     one = outcome("x", "a", (2.0, 2.0, 2.0), "one quote")
     # Its run takes 3.1 h and its contract 40, which no future exceeds.

@@ -47,7 +47,7 @@ def test_signing_binds_to_the_part_that_is_bought_and_waits_for_it() -> None:
     assert 12 * half.priced.at_once_usd_per_device == pytest.approx(4 * 4_700 * 1.03)
     assert half.lead_days is not None and half.lead_days.value == 60
     assert "4 of 12 devices: bought" in half.priced.how
-    assert "8 of 12 devices: on_demand" in half.priced.how
+    assert "8 of 12 devices: on demand" in half.priced.how
 
 
 def test_cash_and_present_value_add_up() -> None:

@@ -12,7 +12,7 @@ import pytest
 from planner.whatif.answers import answers
 from planner.whatif.candidates import Candidate, candidates_of
 from planner.whatif.outcome import CandidateOutcome
-from planner.whatif.ranking import ranked
+from planner.whatif.ranking import flips, ranked
 from planner.whatif.run import Result
 from planner.whatif.span import Span, exact
 from planner.whatif.study import Study
@@ -176,14 +176,14 @@ def test_keep_split_mix_or_replace_by_hand() -> None:
     # A run on each: 1 / (1 / 30 + 1 / 60) = 20 days of 10 and of 20 USD a day.
     assert ways["split"] == pytest.approx((20.0, 600.0))
     said = verdicts(found)[-1]
-    assert said.startswith(
-        "Verdict: keep, the cheapest way; split if days count: 10 days sooner at "
-    )
-    assert "30 USD each" in said
-    # Within 22 days only a run on each kind is done.
-    assert verdicts(result(mixed_study(deadline_days=22.0), outcomes))[-1].startswith(
-        "Verdict: split"
-    )
+    # Together 5 days sooner for 600 more.
+    assert said.startswith("Verdict: keep, the cheapest way; mix if days count: 5 days sooner at ")
+    assert "120 USD each" in said
+    apart = "Two runs at once, one on each kind of device, would take 20 days and 600 USD."
+    assert said.endswith(apart)
+    # Two runs of parts of the tokens are no way to train one model, within 22 days either.
+    late = verdicts(result(mixed_study(deadline_days=22.0), outcomes))[-1]
+    assert late.startswith("No run keeps the deadline: keep, 30 days") and late.endswith(apart)
 
 
 def test_the_verdict_of_ways_is_none_that_keeps_the_deadline_too_seldom() -> None:
@@ -283,6 +283,68 @@ def test_an_old_price_and_one_without_a_date_are_warned_of() -> None:
 
         assert warning in said
         assert ("ask for" in said) == bool(warning)
+
+
+def test_of_several_quotes_the_one_that_is_old_or_undated_is_named() -> None:
+    asked = study(offers=TWO[:1])
+    [old] = candidates_of(asked)
+    price = "4 of 12 devices: bought, 2025-01, a vendor; 8 of 12 devices: one rent, undated"
+
+    said = verdicts(result(asked, [outcome(old, "gpt2", 1.0, 1.0, price=price)]))
+
+    warnings = [text for text in said if "ask for" in text]
+    assert [text.partition("(")[2] for text in warnings] == [
+        "8 of 12 devices: one rent, undated).",
+        "4 of 12 devices: bought, 2025-01, a vendor).",
+    ]
+
+
+def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() -> None:
+    """It ranks behind what keeps the goal, however cheap it is."""
+    asked = study(offers=TWO)
+    old, new = candidates_of(asked)
+    sure = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.9})
+    for chance, tied in ((0.9, True), (0.6, False)):
+        other = outcome(new, "gpt2", 10.0, 62.0, chances={"deadline": chance})
+
+        ranks = ranked(asked, [sure, other])
+
+        assert [rank.tied for rank in ranks] == [False, tied]
+        assert [rank.place for rank in ranks] == [1, 1 if tied else 2]
+        assert flips(asked, ranks) == (["new"] if tied else [])
+
+
+def test_where_nothing_keeps_the_goal_as_surely_as_asked_the_surest_is_named() -> None:
+    asked = study(offers=TWO)
+    old, new = candidates_of(asked)
+    cheap = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.52})
+    surer = outcome(new, "gpt2", 10.0, 90.0, chances={"deadline": 0.798})
+
+    said = verdicts(result(asked, [cheap, surer]))[0]
+
+    assert said.startswith("old for gpt2")
+    assert (
+        "Deadline kept with probability 0.52, less than the 0.8 asked for, and most surely by new, "
+        "0.798, 90.0 USD;" in said
+    )
+    alone = verdicts(result(asked, [replace(surer, usd=None)]))[0]
+    assert "0.798, less than the 0.8 asked for. Bound" in alone
+
+
+def test_a_rival_that_is_the_cheapest_oftener_is_said_to_be_no_lower_at_its_midpoint() -> None:
+    """By hand: ln 2.02 / 2.00 = 0.01 lies 0.018 widths (ln 2.02 / 1.2816) below: 0.49."""
+    asked = study(offers=[*TWO, {"name": "third", "cluster": "4xl4", "rent": PRICE}])
+    old, new, third = candidates_of(asked)
+    alike: dict[str, Any] = {"devices": 8, "accelerator": "a10g"}
+    exactly = {**alike, "usd_per_device_hour": exact(2.0), "price": "one"}
+    pair = [outcome(each, "gpt2", 10.0, 160.0, **exactly) for each in (old, third)]
+    wide = {**alike, "usd_per_device_hour": Span(value=2.02, low=1.0, high=2.1)}
+    rival = outcome(new, "gpt2", 10.0, 161.6, price="another", **wide)
+
+    both, alone = (verdicts(result(asked, [*some, rival]))[0] for some in (pair, pair[:1]))
+
+    assert "with probability 0.25, new with 0.49 at a midpoint that is no lower." in both
+    assert "with probability 0.51, new with 0.49." in alone
 
 
 def test_a_price_that_decides_between_one_node_and_several_is_said() -> None:

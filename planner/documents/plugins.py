@@ -1,0 +1,124 @@
+"""Stacks, accelerators, exporters and loggers of other packages, by their entry points.
+
+A package names them in its `pyproject.toml`; `docs/adding.md` says what each is:
+
+    [project.entry-points."meshwright.stacks"]
+    ours = "our_package:STACK"
+
+They are used by name, as the catalogue's own are; no document makes one load that is not installed,
+and none takes the place of something that is there already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from planner.documents.document import nearest, plain
+from planner.errors import DocumentError
+
+GROUPS = ("stacks", "accelerators", "exporters", "loggers")
+OFF = "MESHWRIGHT_PLUGINS"
+"""Set to 0, this environment variable leaves out all plugins."""
+
+
+class _Entry(Protocol):
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+class Plugin(NamedTuple):
+    """One entry point of an installed package."""
+
+    kind: str
+    """Of GROUPS."""
+    name: str
+    package: str
+    version: str
+    value: str
+    """Where it is, `module:object`."""
+
+
+@cache
+def plugins(kind: str) -> Mapping[str, Plugin]:
+    """Return what installed packages add of a kind, by name; nothing of them is loaded.
+
+    DocumentError where two packages add the same name.
+
+    >>> plugins("stacks").keys() & {"native"}
+    set()
+    """
+    if os.environ.get(OFF) == "0":
+        return {}
+    found: dict[str, Plugin] = {}
+    for point in metadata.entry_points(group=f"meshwright.{kind}"):
+        package, version = ("", "") if point.dist is None else (point.dist.name, point.dist.version)
+        plugin = Plugin(kind, point.name, package, version, point.value)
+        before = found.setdefault(point.name, plugin)
+        if before.package != package:
+            raise DocumentError(
+                "plugins",
+                f"{before.package} and {package} both add '{point.name}' to {kind}; uninstall one",
+            )
+    return found
+
+
+def loaded(kind: str, name: str) -> Any:
+    """Return the object that a plugin names; DocumentError names its package if it cannot be had.
+
+    >>> loaded("loggers", "absent")
+    Traceback (most recent call last):
+    planner.errors.DocumentError: loggers: no installed package adds 'absent'; none adds any
+    """
+    known = plugins(kind)
+    if name not in known:
+        which = nearest(name, list(known)) if known else "none adds any"
+        raise DocumentError(kind, f"no installed package adds '{name:.60}'; {which}")
+    plugin = known[name]
+    try:
+        return metadata.EntryPoint(name, plugin.value, f"meshwright.{kind}").load()
+    except Exception as error:
+        raise _unusable(plugin, f"{type(error).__name__}: {error}") from error
+
+
+def installed(
+    kind: str, own: Mapping[str, E], made: Callable[[str, dict[str, Any]], E]
+) -> dict[str, E]:
+    """Return what plugins that are YAML files add to `own`, the catalogue's, each `made` of data.
+
+    DocumentError names the package of what cannot be read, or has a name or alias of another.
+    """
+    result: dict[str, E] = {}
+    for name, plugin in plugins(kind).items():
+        file = loaded(kind, name)
+        try:
+            data = plain(file.read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise DocumentError("", "its file is no mapping of keys to values")
+            entry = made(name, data)
+        except DocumentError as error:
+            raise _unusable(plugin, str(error)) from error
+        except Exception as error:
+            raise _unusable(plugin, f"{plugin.value} is no file: {type(error).__name__}") from error
+        others = {**own, **result}
+        taken = {word.lower() for at, one in others.items() for word in (at, *one.aliases)}
+        for word in (name, *entry.aliases):
+            if word.lower() in taken:
+                raise _unusable(plugin, f"there is '{word:.60}' already; take another name")
+        result[name] = entry
+    return result
+
+
+def _unusable(plugin: Plugin, why: str) -> DocumentError:
+    """Return what is wrong with a plugin, and how to go on without it."""
+    return DocumentError(
+        f"plugin {plugin.name}",
+        f"of package {plugin.package} {plugin.version} cannot be used: {why}. "
+        f"Set {OFF}=0 to go on without plugins",
+    )

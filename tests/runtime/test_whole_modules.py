@@ -1,0 +1,69 @@
+"""Modules as one writes them are cut where their blocks are, and train like one process."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from planner.documents.model import ModelGraph
+from planner.errors import DocumentError
+from runtime.factory import graph_of_factory
+from tests.runtime import cases, whole_networks
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import TOLERANCE, train
+
+NETWORKS = ("resnet50", "unet", "vit", "encoder_decoder", "two_towers")
+
+
+@functools.cache
+def graph(name: str) -> ModelGraph:
+    return graph_of_factory(f"{whole_networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
+
+
+def test_a_u_net_hands_on_its_skips() -> None:
+    layers = graph("unet").layers
+    sizes = {layer.name: layer.trace.output_bytes for layer in layers if layer.trace}
+
+    # Channels of 16, 4, 1, 1, 4 and 16 pixels; a way up reads what the way down left.
+    table, first, middle, last = 8 * 16, 12 * 4, 16, 8 * 16
+    assert sizes["downs.0"] == 4 * (table + first)
+    assert sizes["middle"] == 4 * (table + first + middle)
+    assert sizes["ups.0"] == 4 * (table + first)
+    assert sizes["ups.1"] == 4 * last
+
+
+def test_blocks_that_are_alike_are_one_kind() -> None:
+    kinds = [layer.kind for layer in graph("resnet50").layers if "bottleneck" in layer.kind]
+
+    assert len(kinds) == 16
+    # The first of each stage, the others of each, and the last one with what runs behind it.
+    assert len(set(kinds)) == 2 * 4 + 1
+
+
+def test_a_forward_that_looks_at_values_is_refused_by_its_line() -> None:
+    with pytest.raises(DocumentError, match=r"whole_networks\.py:\d+: Undecided cannot be run"):
+        graph("undecided")
+
+
+@pytest.mark.spread(1)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("resnet50", "unet") else pytest.param(name, marks=pytest.mark.matrix)
+        for name in NETWORKS
+    ],
+)
+def test_two_stages_train_like_one_process(name: str) -> None:
+    model = graph(name)
+    (one,) = on_ranks(1, train, cases.plan(model), model)
+
+    runs = on_ranks(2, train, cases.plan(model, pipeline=2), model)
+
+    weights = {parameter: value for run in runs for parameter, value in run.weights.items()}
+    assert weights.keys() == one.weights.keys()
+    for parameter, value in one.weights.items():
+        np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
+    assert runs[0].losses == pytest.approx(one.losses, rel=TOLERANCE)
