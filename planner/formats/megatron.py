@@ -17,7 +17,7 @@ from planner.formats.wanted import (
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan = wanted.plan
     yield from other_schedule(wanted, "megatron")
     if plan.offload != "none":
@@ -213,7 +213,7 @@ def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan Megatron-DeepSpeed has no words for beside that."""
+    """Yield what of a plan Megatron-DeepSpeed does not support beside that."""
     plan = wanted.plan
     yield from obstacles(wanted)
     yield from degrees_above(wanted, context=1, expert=1)

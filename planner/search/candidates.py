@@ -2,7 +2,7 @@
 
 Bounds come in steps, each dearer than the one before.  For a whole family:
 
-    computation     layers and actions at their fastest, nothing shared or sent, under the best of
+    computation     layers and actions at their fastest, nothing communicated, under the best of
                     its schedules
 
 for the part of it that has one ZeRO level and one schedule:
@@ -264,7 +264,7 @@ class Candidates:
                     yield layout
 
     def computation_s(self) -> bounds.Floats:
-        """[family] Least seconds of a step by layers and pipeline actions, nothing shared or sent.
+        """[family] Least seconds of a step by layers and pipeline actions, nothing communicated.
 
         A family of several timetables has the least of theirs.
         """
