@@ -186,6 +186,8 @@ def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
         axis = _OPTIONS_OF.get(option, "expert")
         if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
+    if wanted.plan.relay is not None:  # what its kernels do that send a token once to a node
+        yield from _OPTIONS["deepep"]
 
 
 def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:

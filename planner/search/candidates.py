@@ -521,7 +521,7 @@ class Candidates:
         versions = schedule_of(part.timetables[0].schedule).weight_versions
         once = part.micro_batches == 1
         alike = id(sharings), versions, once, part.savings[0], loss, part.weight_wire
-        key = (*alike, part.micro_batch, part.compile, part.dispatch)
+        key = (*alike, part.micro_batch, part.compile, part.dispatch, part.relay)
         found = self._known_moved.get(key)
         if found is None:
             known = self._known_traffic.get(alike)
