@@ -26,6 +26,7 @@ from planner.whatif.economics import (
     prepaid_factor,
     residual_share,
     summed,
+    terms_begun,
 )
 from planner.whatif.financing import (
     Instalments,
@@ -47,6 +48,7 @@ from planner.whatif.study import (
     Study,
     Tuning,
 )
+from planner.whatif.words import price_dates
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
@@ -106,14 +108,22 @@ class DevicePrice:
             return self.purchase.hardware_usd.value * self.purchase.bound_share
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
-    def outlay_usd_per_device(self, utilisation: float) -> Span | None:
+    def outlay_usd_per_device(
+        self, utilisation: float, run_hours: Span | None = None
+    ) -> Span | None:
         """Return what binding terms take out of a budget for each device; None on others.
 
-        A purchase takes its price and what its years cost, a contract its whole term.
+        A purchase takes its price and what its years cost, a contract its whole term; a run that
+        takes longer takes more of both.
         """
         if self.purchase is not None:
-            return self.purchase.outlay_usd(utilisation)
-        return None if self.reservation is None else self.reservation.term_usd_per_device
+            return self.purchase.outlay_usd(utilisation, run_hours)
+        if self.reservation is None:
+            return None
+        once = self.reservation.term_usd_per_device
+        if run_hours is None:
+            return once
+        return product([once, terms_begun(run_hours, self.reservation.years * HOURS_PER_YEAR)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,9 +379,10 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
         return _bought(assumed, offer.buy, cluster, offer.power_limit)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
+        quote = _quoted(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
         return DevicePrice(
-            quote=exact(price.usd_per_device_hour),
-            hourly=_used_alone(exact(price.usd_per_device_hour)),
+            quote=quote,
+            hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
     return _rented(assumed, offer.rent or Rental(), cluster, known)
@@ -392,14 +403,25 @@ def _in_usd(amount: float, currency: str, assumed: Assumptions) -> float:
 
 
 def _quoted(
-    value: float, low: float | None, high: float | None, currency: str, assumed: Assumptions
+    value: float,
+    low: float | None,
+    high: float | None,
+    currency: str,
+    date: str | None,
+    assumed: Assumptions,
 ) -> Span:
-    """Return a given price with its range, in US dollars."""
-    return Span(
+    """Return a given price in US dollars, with the range that it states or that its age gives it.
+
+    What states neither a range nor a month is exact.
+    """
+    price = Span(
         value=_in_usd(value, currency, assumed),
         low=_in_usd(low or value, currency, assumed),
         high=_in_usd(high or value, currency, assumed),
     )
+    if low is not None or high is not None or not price_dates(date or ""):
+        return price
+    return aged(price, age_years(date or ""))
 
 
 def _in_parts(
@@ -488,7 +510,12 @@ def _rented(
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
     if rental.usd_per_device_hour is not None:
         price = _quoted(
-            rental.usd_per_device_hour, rental.low, rental.high, rental.currency, assumed
+            rental.usd_per_device_hour,
+            rental.low,
+            rental.high,
+            rental.currency,
+            rental.date,
+            assumed,
         )
         _check_spot(price.value, rental, cluster, known)
         how = f"{commitment_words(rental.commitment)}, {rental.date}, {rental.source}"
@@ -573,7 +600,9 @@ def _bought(
         return _leased(assumed, buying.lease, cluster, power_limit)
     name = cluster.groups[0].accelerator.name
     if buying.usd_per_device is not None:
-        price = _quoted(buying.usd_per_device, buying.low, buying.high, buying.currency, assumed)
+        price = _quoted(
+            buying.usd_per_device, buying.low, buying.high, buying.currency, buying.date, assumed
+        )
         how = f"bought, {buying.date}, {buying.source}"
     else:
         known = purchases().get(name)
@@ -622,7 +651,9 @@ def _leased(
     assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float
 ) -> DevicePrice:
     """Return what leased devices cost: the lease for its hardware, all else as if bought."""
-    price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
+    price = _quoted(
+        lease.usd_per_device_month, lease.low, lease.high, lease.currency, lease.date, assumed
+    )
     purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
     how = f"leased for {lease.term_months} months, {lease.date}, {lease.source}"
     return DevicePrice(

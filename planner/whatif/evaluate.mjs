@@ -6,7 +6,7 @@
 import { within } from "./chances.mjs";
 import { drawnFigures } from "./draws.mjs";
 import {
-  carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
+  atLeast, carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
   SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
@@ -92,10 +92,11 @@ function withData(outcome) {
 }
 
 /** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
-function outlayWith({ outlayUsd, priced: { beside }, devices, hours: run, assumed }, rent) {
-  if (outlayUsd === null) return rent;
-  if (!beside) return outlayUsd;
-  return total([outlayUsd, rentUsd(devices, run, hourlyAt(beside, assumed.utilisation))]);
+function outlayWith({ priced, devices, hours: run, assumed: { utilisation } }, rent) {
+  const each = outlayOf(priced, utilisation, run), { beside } = priced;
+  if (each === null) return rent;
+  const outlay = times(each, devices);
+  return beside ? total([outlay, rentUsd(devices, run, hourlyAt(beside, utilisation))]) : outlay;
 }
 
 /** USD of storage and transfers of a run. @returns {Span} */
@@ -121,11 +122,6 @@ function withRun(outcome) {
     outcome.carbonKg = carbonKg(outcome.energyKwh, assumed.grams_per_kwh);
   }
 }
-
-const atLeast = (span, least) => ({
-  value: Math.max(span.value, least), low: Math.max(span.low, least),
-  high: Math.max(span.high, least),
-});
 
 /** Goals that are set: name, figure (null: not known) and limit in one unit. */
 function limitsOf(goal, outcome) {
