@@ -5,10 +5,10 @@
 Each study is planned by the command (`meshwright whatif --json`).  From its plain figures alone
 (seconds of a step, tokens, goodput, prices, delivery, with their 80 % ranges) 200,000 futures are
 drawn here: independent normals for each accelerator's kernels and links, for goodput, each quote,
-storage, transfers, power and delivery.  Hours and dollars follow from them, and who is cheapest,
-who is fastest, who is first by both together, and who keeps deadline and budget.  A line has the
-first candidate's probability there and here, and the largest difference of any probability of the
-study.
+what owning costs, storage, transfers, power and delivery.  Hours and dollars follow from them, and
+who is cheapest, who is fastest, who is first by both together, and who keeps deadline and budget.
+A line has the first candidate's probability there and here, and the largest difference of any
+probability of the study.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def usd(row: Row, futures: Futures) -> Draws | None:
     """What the run's device-hours cost; None without a price."""
     if row["usd"] is None:
         return None
-    hourly = futures.figure(row["usd_per_device_hour"], row["price_cause"] or row["price"])
+    weight, quote = row["price_quote_weight"], futures.of(row["price_cause"] or row["price"])
+    deviations = weight * quote + math.sqrt(1 - weight**2) * futures.of("owning")
+    hourly = stretched(row["usd_per_device_hour"], deviations)
     run = run_hours(row, futures)
     cost = hourly * row["devices"] * np.maximum(run, row["minimum_hours"])
     if row["stored_usd_per_hour"] is not None:

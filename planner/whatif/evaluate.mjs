@@ -13,7 +13,7 @@ import { goodputOf } from "./goodput.mjs";
 import { load } from "./queue.mjs";
 import { exact, inverse, product, times, total } from "./span.mjs";
 import { movedUsd, storedUsdPerHour } from "./transfers.mjs";
-import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
+import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./terms.mjs";
 
 const ROUNDING = 1e-12;
 
@@ -57,6 +57,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
   outcome.misses = limits.filter(({ figure, limit }) =>
     figure === null || figure > limit * (1 + ROUNDING));
   if (!drawn) return { ...outcome, chance: 1 };
+  outcome.quoteWeight = quoteWeight(candidate, assumed, priced.hourly);
   outcome.drawn = drawnFigures(outcome);
   outcome.chances = Object.fromEntries(limits.filter(({ figure }) => figure !== null)
     .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));

@@ -241,6 +241,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     return {
         "minimum_hours": priced.minimum_hours,
         "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
+        "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
     }

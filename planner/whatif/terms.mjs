@@ -13,7 +13,7 @@ import {
   residualShare, termsBegun,
 } from "./economics.mjs";
 import { AT_ONCE, leaseInstalments, leaseMonths, loanInstalments } from "./financing.mjs";
-import { exact, product, times, total } from "./span.mjs";
+import { exact, product, spreads, times, total } from "./span.mjs";
 
 const MONTHS_PER_YEAR = 12;
 
@@ -49,6 +49,21 @@ export function pricedOf(candidate, assumed) {
     default:
       return {};
   }
+}
+
+/** How much of a price's deviation is its quotes'; the rest is what owning costs. */
+export function quoteWeight(candidate, assumed, hourly) {
+  const { terms } = candidate;
+  if (!hourly || !["bought", "part"].includes(terms.kind)) return terms.kind === "owned" ? 0 : 1;
+  const signed = (quote) => (quote ? exact(quote.value) : quote);
+  const settled = pricedOf({
+    ...candidate, terms: { ...terms, quote: signed(terms.quote), part_rent: signed(terms.part_rent) },
+  }, assumed).hourly;
+  const [whole, rest] = [hourly, settled].map((of) => {
+    const [down, up] = spreads(hourlyAt(of, assumed.utilisation));
+    return down + up;
+  });
+  return whole ? Math.sqrt(Math.max(0, 1 - (rest / whole) ** 2)) : 0;
 }
 
 function rented(terms, assumed) {
