@@ -680,10 +680,19 @@ def _carbon(result: Result) -> Iterator[str]:
         return
     grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
     tonnes = [
-        f"{name} {best.energy_kwh.value * grams / 1e6:,.0f} ({grams:g} g/kWh)"
+        f"{name} {_tonnes_text(best.energy_kwh.value * grams / 1e6)} ({grams:g} g/kWh)"
         for name, grams in grids
     ]
     yield f"Tonnes of CO2 of {best.candidate} by grid: {', '.join(tonnes)}."
+
+
+def _tonnes_text(tonnes: float) -> str:
+    """Return tonnes with two figures where they are few.
+
+    >>> _tonnes_text(1234.5), _tonnes_text(0.0421)
+    ('1,234', '0.042')
+    """
+    return f"{tonnes:,.0f}" if tonnes >= 10 else f"{tonnes:.2g}"
 
 
 def slack_days(result: Result, outcome: CandidateOutcome) -> float | None:

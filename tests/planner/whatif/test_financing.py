@@ -146,7 +146,7 @@ def test_cash_by_year_by_hand() -> None:
 
 
 def test_one_quote_is_drawn_once_whoever_lends_the_money() -> None:
-    """In every future the loan at a higher interest than the study's costs more."""
+    """In nearly every future the loan at a higher interest than the study's costs more."""
     asked = study(
         offers=[
             {"name": "at once", "cluster": "8xh200-sxm", "buy": {}},
