@@ -95,7 +95,7 @@ def terms_begun(run_hours: Span, term_hours: float) -> Span:
     """
 
     def begun(hours: float) -> float:
-        return max(1.0, math.ceil(hours / term_hours * (1 - ROUNDING)))
+        return float(max(1, math.ceil(hours / term_hours * (1 - ROUNDING))))
 
     low, high = begun(run_hours.low), begun(run_hours.high)
     return Span(value=begun(run_hours.value), low=low, high=high)

@@ -317,15 +317,15 @@ def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() ->
 def test_where_nothing_keeps_the_goal_as_surely_as_asked_the_surest_is_named() -> None:
     asked = study(offers=TWO)
     old, new = candidates_of(asked)
-    cheap = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.52})
+    cheap = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.52, "budget": 0.9})
     surer = outcome(new, "gpt2", 10.0, 90.0, chances={"deadline": 0.798})
 
     said = verdicts(result(asked, [cheap, surer]))[0]
 
     assert said.startswith("old for gpt2")
     assert (
-        "Deadline kept with probability 0.52, less than the 0.8 asked for, and most surely by new, "
-        "0.798, 90.0 USD;" in said
+        "Deadline kept with probability 0.52, less than the 0.8 asked for; budget kept with "
+        "probability 0.90; most surely by new, 0.798, 90.0 USD;" in said
     )
     alone = verdicts(result(asked, [replace(surer, usd=None)]))[0]
     assert "0.798, less than the 0.8 asked for. Bound" in alone
