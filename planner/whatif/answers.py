@@ -405,9 +405,12 @@ def _fewest(result: Result) -> Iterator[str]:
         for outcome in result.outcomes
         if outcome.fits and not any(miss.startswith("deadline") for miss in outcome.misses)
     ]
+    asked = study.goal.confidence
+    surely = [o for o in keeping if o.chances.get("deadline", 1.0) >= asked]
     if keeping:
-        least = min(keeping, key=lambda outcome: outcome.devices)
-        yield f"Fewest devices that keep the deadline: {least.devices}, {least.candidate}."
+        least = min(surely or keeping, key=lambda outcome: outcome.devices)
+        how = f"with probability {asked:g} or more" if surely else "at their midpoint alone"
+        yield f"Fewest devices that keep the deadline, {how}: {least.devices}, {least.candidate}."
 
 
 @dataclass(frozen=True, slots=True)

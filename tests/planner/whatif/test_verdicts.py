@@ -331,6 +331,24 @@ def test_where_nothing_keeps_the_goal_as_surely_as_asked_the_surest_is_named() -
     assert "0.798, less than the 0.8 asked for. Bound" in alone
 
 
+def test_the_fewest_devices_keep_the_deadline_as_surely_as_asked() -> None:
+    """Four devices keep it at their midpoint, eight as surely as the goal wants."""
+    fewer = {"name": "few", "cluster": "4xl4", "rent": PRICE}
+    asked = study(offers=[TWO[0], fewer], goal={"tokens": 1e9, "deadline_days": 1.0})
+    eight, four = candidates_of(asked)
+
+    for chance, told in (
+        (0.9, "with probability 0.8 or more: 8, old."),
+        (0.7, "at their midpoint alone: 4, few."),
+    ):
+        outcomes = [
+            outcome(eight, "gpt2", 10.0, 60.0, chances={"deadline": chance}),
+            outcome(four, "gpt2", 20.0, 50.0, chances={"deadline": 0.6}),
+        ]
+        [said] = [text for text in answers(result(asked, outcomes)) if "Fewest" in text]
+        assert said == f"Fewest devices that keep the deadline, {told}"
+
+
 def test_a_rival_that_is_the_cheapest_oftener_is_said_to_be_no_lower_at_its_midpoint() -> None:
     """By hand: ln 2.02 / 2.00 = 0.01 lies 0.018 widths (ln 2.02 / 1.2816) below: 0.49."""
     asked = study(offers=[*TWO, {"name": "third", "cluster": "4xl4", "rent": PRICE}])
