@@ -4,15 +4,20 @@
     ├── subject.json      what the trials are of
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials told them: a profile
-    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed
+    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
+                          model with fewer layers
 
 The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
 the same arguments it goes on behind the last finished trial.
+
+With `--on` trials are of plans in small on fewer devices (`planner.tuning.smaller`); what is
+believed of the plans themselves follows from those, and the answer is not measured.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +35,7 @@ from meshwright.inputs import (
 )
 from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
 from planner.documents import document
-from planner.documents.cluster import Precision
+from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.stack import base_of
@@ -45,6 +50,7 @@ from planner.search.answer import Answer, Progress
 from planner.tuning.candidates import TrialCandidate, candidates
 from planner.tuning.constants import calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
+from planner.tuning.smaller import InSmall, StandIn, check_smaller, in_small
 from planner.tuning.tuner import START_S, Outcome, Tuner
 from runtime.held import alone_in, signals_interrupt
 from runtime.report import WARM_UP_STEPS
@@ -113,6 +119,15 @@ class Tuned:
     folder: Path | None = None
     queue: tuple[int, ...] = field(default=())
     """What a dry run would try, as far as that can be told before the first trial."""
+    small: InSmall | None = None
+    """What is tried instead of the candidates."""
+    on: str | None = None
+    """The smaller cluster on which it is."""
+
+    @property
+    def tried(self) -> tuple[TrialCandidate, ...]:
+        """What an option of the tuner is."""
+        return (*self.candidates, *_stood_in(self.small))
 
     @property
     def chosen(self) -> TrialCandidate:
@@ -142,10 +157,16 @@ class Tuned:
         return self.devices * sum(one.seconds for one in self.trials)
 
 
+def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
+    """Return what is tried in small."""
+    return tuple(one.candidate for one in small.stand_ins) if small else ()
+
+
 def tune(
     model: str,
     cluster: str,
     *,
+    on: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
@@ -172,6 +193,8 @@ def tune(
     (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
     {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
     framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
+    `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
+    and layers, and the answer is believed and not measured.
     `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
     constants as the trials told them lies in it.
 
@@ -211,13 +234,20 @@ def tune(
             f"is missing; say how {request.stack.name} trains, as in --run 'torchrun ... "
             "{config}'",
         )
+    fewer = None if on is None else machine_of(on, measured)
+    if fewer is not None:
+        check_smaller(fewer, request.cluster)
     answer = answer_to(request, "simplest", progress=progress)
+    every = tuple(
+        one if mine is None else _trained_as(one, mine)
+        for one in _runnable(request, answer, run, progress)
+    )
+    small = None if fewer is None or on is None else in_small(request, every, fewer, on)
     tuning = Tuning(
         request=request,
-        candidates=tuple(
-            one if mine is None else _trained_as(one, mine)
-            for one in _runnable(request, answer, run, progress)
-        ),
+        candidates=every if small is None else small.candidates,
+        small=small,
+        on=fewer,
         folder=Path(trials) if trials else _folder(output),
         output=output,
         budget=allowed,
@@ -293,6 +323,9 @@ class Tuning:
 
     request: Request
     candidates: tuple[TrialCandidate, ...]
+    small: InSmall | None
+    on: ClusterSpec | None
+    """The smaller cluster on which those are tried in small; None: they are tried themselves."""
     folder: Path
     output: str
     budget: TrialBudget
@@ -311,23 +344,34 @@ class Tuning:
             seq_len=job.seq_len,
             global_batch=job.global_batch,
             precision=job.precision,
+            on=self._called_on,
             run=self.run,
         )
+
+    @property
+    def _called_on(self) -> str | None:
+        return None if self.small is None else self.small.stand_ins[0].request.cluster_name
+
+    @property
+    def _every(self) -> tuple[TrialCandidate, ...]:
+        """What options are of: plans, then what is tried in small."""
+        return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
         """Return what is known after finished trials."""
         tries = [one for one in trials if one.step_s is not None]
         beside = [one.seconds - (WARM_UP_STEPS + one.steps) * (one.step_s or 0.0) for one in tries]
         start_s = max(0.0, sum(beside) / len(beside)) if beside else START_S
-        at = {one.plan.digest: place for place, one in enumerate(self.candidates)}
+        at = {one.plan.digest: place for place, one in enumerate(self._every)}
         outcomes = [
             _outcome(at[one.plan_digest], one)
             for one in trials
             if one.plan_digest in at and one.ended != "failed"
         ]
         return Tuner(
-            [one.option for one in self.candidates],
+            [one.option for one in self._every],
             outcomes,
+            stand_ins=len(_stood_in(self.small)),
             start_s=start_s,
             steps=WARM_UP_STEPS + MOST,
         )
@@ -342,12 +386,12 @@ class Tuning:
                 break
             queue.append(option)
             tuner = tuner.after(
-                Outcome(option=option, step_s=self.candidates[option].prediction.step_time_s)
+                Outcome(option=option, step_s=self._every[option].prediction.step_time_s)
             )
         return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
 
     def _expected(self, tuner: Tuner, option: int) -> Trial:
-        one = self.candidates[option]
+        one = self._every[option]
         return Trial(
             trial=1,
             plan_digest=one.plan.digest,
@@ -407,7 +451,7 @@ class Tuning:
     def _failed(self, trials: Sequence[Trial]) -> frozenset[int]:
         """Return candidates whose trial failed for another reason than memory."""
         failed = {one.plan_digest for one in trials if one.ended == "failed"}
-        return frozenset(at for at, one in enumerate(self.candidates) if one.plan.digest in failed)
+        return frozenset(at for at, one in enumerate(self._every) if one.plan.digest in failed)
 
     def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
         """Return why there are no more trials; empty: there are."""
@@ -422,15 +466,15 @@ class Tuning:
 
     def _tried(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
         """Run one trial."""
-        number, one = len(trials) + 1, self.candidates[option]
+        number, one = len(trials) + 1, self._every[option]
         believed_s, low_s, high_s = tuner.posterior.seconds(option)
         self.told(
             f"trial {number}: {one.prediction.layout}, expected {low_s:.3g} to {high_s:.3g} s a "
             "step"
         )
         measured = trial(
-            self._command(folder_within(self.folder, f"{number:02}"), one.plan),
-            best_s=min((o.step_s for o in tuner.outcomes if o.step_s is not None), default=None),
+            self._command(folder_within(self.folder, f"{number:02}"), option),
+            best_s=None if self.small else tuner.best_s,
             most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
         )
         found = self._trial(number, one, believed_s, measured)
@@ -463,10 +507,15 @@ class Tuning:
             why=seen.why or None,
         )
 
-    def _command(self, folder: Path, plan: Plan) -> Trialled:
+    def _command(self, folder: Path, option: int) -> Trialled:
         """Write a trial's files, and return what runs it."""
-        request, path = self.request, folder / "plan.yaml"
-        work = LoggedWork(job=request.job, devices=plan.mesh.devices)
+        plan, path = self._every[option].plan, folder / "plan.yaml"
+        request = self.request
+        if self.small is not None:
+            stand_in = self.small.stand_ins[option - len(self.candidates)]
+            request = stand_in.request
+            _write_model(stand_in, folder)
+        work = LoggedWork(job=plan.job, devices=plan.mesh.devices)
         document.write(plan, path)
         if self.run is None:
             words = launch_words(path, folder, self.options)
@@ -507,6 +556,7 @@ class Tuning:
             tuner.posterior,
             runs=len(tuner.ran),
             source=f"tune of {today}, {len(tuner.ran)} trials of {request.model.name}"[:200],
+            seen=self.on,
         )
         if request.profile is not None and request.only_profile is not None:
             return request.only_profile.model_copy(update={"calibration": found})
@@ -514,7 +564,7 @@ class Tuning:
             found,
             command=f"meshwright tune {request.model.name}",
             today=today,
-            ranks=request.cluster.devices,
+            ranks=(self.on or request.cluster).devices,
         )
 
     def _tuned(
@@ -528,13 +578,22 @@ class Tuning:
             candidates=self.candidates,
             trials=trials,
             tuner=tuner,
-            devices=self.request.cluster.devices,
+            devices=(self.on or self.request.cluster).devices,
             planned_s=self.planned_s,
             stopped=stopped,
             plan_file=None if queue else self.output,
             folder=self.folder,
             queue=queue,
+            small=self.small,
+            on=self._called_on,
         )
+
+
+def _write_model(stand_in: StandIn, folder: Path) -> None:
+    """Write the configuration of a model with fewer layers beside the plan that names it."""
+    if stand_in.config is not None:
+        where = folder_within(folder, stand_in.request.model.name)
+        document.write_text(json.dumps(stand_in.config, indent=2), where / "config.json")
 
 
 def _outcome(option: int, one: Trial) -> Outcome:

@@ -32,7 +32,7 @@ def _intended(found: Tuned) -> Iterator[Fact]:
     yield Fact(label="plan", text=found.chosen.prediction.layout, lines=2)
     total_s = 0.0
     for place, option in enumerate(found.queue, start=1):
-        one, seconds = found.candidates[option], found.tuner.trial_s(option)
+        one, seconds = found.tried[option], found.tuner.trial_s(option)
         total_s += seconds
         yield Fact(
             label=f"trial {place}",
@@ -49,14 +49,17 @@ def _intended(found: Tuned) -> Iterator[Fact]:
 
 
 def _measured(found: Tuned) -> Iterator[Fact]:
-    chosen, step_s = found.chosen, found.step_s or 0.0
-    _, low_s, high_s = found.tuner.posterior.seconds(found.tuner.answer)
+    chosen = found.chosen
+    believed_s, low_s, high_s = found.tuner.posterior.seconds(found.tuner.answer)
+    told = "believed" if found.step_s is None else "measured"
     yield Fact(label="plan", text=chosen.prediction.layout)
     yield Fact(
         label="time",
-        text=f"{seconds_text(step_s)} a step, measured ({seconds_text(low_s)} to "
+        text=f"{seconds_text(found.step_s or believed_s)} a step, {told} ({seconds_text(low_s)} to "
         f"{seconds_text(high_s)}); predicted {seconds_text(chosen.prediction.step_time_s)}",
     )
+    if found.small is not None:
+        yield Fact(label="unseen", text=_unseen_text(found))
     yield Fact(label="gain", text=_gain_text(found))
     ended = [one.ended for one in found.trials]
     counts = ", ".join(
@@ -70,7 +73,8 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
     yield Fact(
         label="tried",
-        text=f"{len(ended)} of {len(found.candidates)} plans"
+        text=f"{len(ended)} of {len(found.tried) - _answered(found)} plans"
+        + (f" in small on {found.on}" if found.on else "")
         + (f" ({counts})" if counts else "")
         + f"; {found.stopped}",
     )
@@ -98,9 +102,30 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
 
 
+def _answered(found: Tuned) -> int:
+    """Return how many plans may be the answer and are not tried themselves."""
+    return 0 if found.small is None else len(found.candidates)
+
+
+def _unseen_text(found: Tuned) -> str:
+    """Return what trials in small cannot tell, which keeps its range."""
+    assert found.small is not None
+    doublings = found.chosen.option.doublings
+    wide = math.exp(SURELY * CONSTANTS["scale"].spread * doublings) - 1
+    many = found.chosen.plan.mesh.devices
+    links = "".join(f"; links of {name}" for name in found.small.unseen)
+    return f"how steps grow from {found.devices} to {many} devices (+-{100 * wide:.0f} %){links}"
+
+
 def _gain_text(found: Tuned) -> str:
     """Return what was gained over the plan that was predicted fastest."""
     first_s, step_s = found.first_s, found.step_s
+    if found.small is not None:
+        if found.tuner.answer == 0:
+            return "none: the plan predicted fastest is believed the fastest"
+        of, mean = found.tuner.answer, found.tuner.posterior.mean
+        gained = math.expm1(float(mean[0] - mean[of]))
+        return f"{100 * gained:.1f} % believed over the plan predicted fastest"
     if found.tuner.answer == 0:
         return "none: the plan predicted fastest is the fastest measured"
     if first_s is None or step_s is None:
@@ -144,14 +169,17 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "layout": chosen.prediction.layout,
         "step_time_s": found.step_s,
         "predicted_s": chosen.prediction.step_time_s,
+        "believed_s": list(posterior.seconds(found.tuner.answer)),
+        "on": found.on,
+        "unseen": list(found.small.unseen) if found.small else [],
         "first_step_time_s": found.first_s,
         "sure": found.tuner.sure if found.tuner.ran else None,
         "stopped": found.stopped,
         "trials": [one.model_dump(mode="json", exclude_none=True) for one in found.trials],
         "intended": [
             {
-                "layout": found.candidates[option].prediction.layout,
-                "predicted_s": found.candidates[option].prediction.step_time_s,
+                "layout": found.tried[option].prediction.layout,
+                "predicted_s": found.tried[option].prediction.step_time_s,
                 "device_s": found.devices * found.tuner.trial_s(option),
             }
             for option in found.queue

@@ -27,6 +27,14 @@ def tune(
         typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are kept"),
     ],
     cluster: ClusterOption = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Try plans in small on fewer of these devices, as 8xh100-sxm-80gb: fewer stages "
+            "and layers",
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
@@ -88,6 +96,7 @@ def tune(
         found = tuned(
             model,
             where,
+            on=on,
             seq_len=seq_len,
             global_batch=global_batch,
             precision=mine.precision(precision.value if precision else None),
