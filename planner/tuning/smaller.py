@@ -144,14 +144,23 @@ def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> 
 def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layout | None:
     """Return a layout as it is tried on fewer devices; None where they are too few.
 
-    Of all that fit, one whose axes go over the same tiers as the large one's, on most devices.
+    No axis goes over other links than the large one's where the smaller cluster has those.  Of what
+    is left, the one that shows most axes over their own links, on most devices.
     """
+    known = {tier.name for tier in small.tiers}
+    wanted = {axis: _tier(layout, axis, large) for axis in AXES}
 
-    def alike(one: Layout) -> tuple[int, int, int]:
-        same = sum(_tier(one, axis, small) == _tier(layout, axis, large) for axis in AXES)
-        return same, one.devices, one.pipeline
+    def shown(one: Layout) -> tuple[int, ...]:
+        same = sum(_tier(one, axis, small) == wanted[axis] for axis in AXES)
+        return same, one.devices, one.pipeline, one.data_shard
 
-    return max(_fewer(layout, small.devices), key=alike, default=None)
+    def wrong(one: Layout) -> bool:
+        return any(
+            _tier(one, a, small) not in (None, wanted[a]) for a in AXES if wanted[a] in known
+        )
+
+    every = (one for one in _fewer(layout, small.devices) if not wrong(one))
+    return max(every, key=shown, default=None)
 
 
 def _fewer(layout: Layout, devices: int) -> Iterator[Layout]:
@@ -165,6 +174,8 @@ def _fewer(layout: Layout, devices: int) -> Iterator[Layout]:
     for pipeline, shard, replicate in itertools.product(pipelines, shards, replicas):
         if inner * pipeline * shard * replicate > devices or inner * shard % divided:
             continue
+        if layout.zero and shard == 1 < replicate:
+            continue  # states that are divided among one rank are whole
         share = math.ceil(layout.micro_batches * pipeline / layout.pipeline)
         count = min(MOST_MICRO_BATCHES, share)
         yield replace(

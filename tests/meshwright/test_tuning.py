@@ -252,3 +252,27 @@ def test_a_template_gets_the_configuration_of_its_framework(
 def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
     with pytest.raises(DocumentError, match="say how megatron trains"):
         tuned(backend="megatron")
+
+
+def test_plans_are_tried_in_small_and_the_answer_is_of_the_large_cluster(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", ASKED[0], "--cluster", ASKED[1], "--seq-len", "128", "--global-batch", "16"]
+    in_small = [*words, "--on", "1xh100-sxm-80gb", "--budget", "2 trials"]
+    assert cli.main(in_small) == 0
+    said = capsys.readouterr().out
+    machine.interrupted_at = 2  # nothing is tried again
+
+    assert cli.main([*in_small, "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert len(said.splitlines()) <= 10
+    assert "1 to 2 devices" in said
+    assert found["step_time_s"] is None
+    plan = document.read(Plan, "plan.yaml")
+    assert plan.mesh.devices == 2
+    tried = document.read(Plan, "plan-trials/01/plan.yaml")
+    assert (tried.mesh.devices, tried.cluster) == (1, "1xh100-sxm-80gb")
+    assert Path("plan-trials/01", tried.model.source, "config.json").is_file()
+    with pytest.raises(DocumentError, match="another on"):
+        tuned(budget="1 trials")
