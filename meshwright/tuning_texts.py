@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from meshwright.tuning import CONSTANTS_FILE, Tuned
+from planner.documents import document
 from planner.documents.units import seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.tuning.options import CONSTANTS
@@ -23,9 +24,27 @@ SURELY = 1.28
 def tuned_parts(found: Tuned, said: Sequence[Fact], *, explain: bool) -> Iterator[RenderableType]:
     """Yield the answer in ten lines; with `explain` all trials too."""
     facts = _intended(found) if found.queue else _measured(found)
-    yield Summary(f"{found.chosen.plan.model.name} on {found.chosen.plan.cluster}", [*facts, *said])
+    yield Summary(_title(found), [*facts, *said])
     if explain and found.trials:
         yield trials_table(found.trials)
+
+
+def write_page(found: Tuned, path: str) -> None:
+    """Write the page of trials."""
+    from planner.report.trials import page  # noqa: PLC0415 - loads jinja2
+
+    names = [one.prediction.layout for one in found.candidates]
+    if found.small is not None:
+        names += [
+            f"{one.candidate.prediction.layout}, {one.request.model.name} on {found.on}"
+            for one in found.small.stand_ins
+        ]
+    text = page(_title(found), list(_measured(found)), names, found.tuner, found.trials)
+    document.write_text(text, path)
+
+
+def _title(found: Tuned) -> str:
+    return f"{found.chosen.plan.model.name} on {found.chosen.plan.cluster}"
 
 
 def _intended(found: Tuned) -> Iterator[Fact]:

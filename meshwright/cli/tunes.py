@@ -12,6 +12,7 @@ from meshwright.options import (
     ClusterOption,
     Explain,
     GlobalBatch,
+    Html,
     Json,
     PrecisionOption,
     ProfileOption,
@@ -75,6 +76,7 @@ def tune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the trials and what they would take")
     ] = False,
+    html: Html = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -86,8 +88,11 @@ def tune(
     from meshwright.answers import as_json
     from meshwright.defaults import of_user
     from meshwright.tuning import tune as tuned
-    from meshwright.tuning_texts import tuned_json, tuned_parts
+    from meshwright.tuning_texts import tuned_json, tuned_parts, write_page
+    from planner.report.facts import Fact
 
+    if html and dry_run:
+        raise DocumentError("html", "is a page of trials, and a dry run makes none")
     mine = of_user()
     where = mine.take("cluster", cluster)
     if where is None:
@@ -115,11 +120,15 @@ def tune(
             progress=progress,
             told=(lambda text: None) if json else say,
         )
+    if html:
+        write_page(found, html)
     if json:
-        print(as_json(tuned_json(found)))
+        print(as_json(tuned_json(found) | {"html": html}))
         return
     then = "the same without --dry-run" if dry_run else _then(run, output)
     said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
+    if html:
+        said.insert(-1, Fact(label="page", text=html, copied=True))
     for part in tuned_parts(found, said, explain=explain):
         out.print(part)
 

@@ -83,6 +83,11 @@ class Tuner:
         return found
 
     @cached_property
+    def before(self) -> Tuner:
+        """What was known before any trial."""
+        return Tuner(self.options, stand_ins=self._stand_ins)
+
+    @cached_property
     def posterior(self) -> Posterior:
         """What is believed of all steps."""
         return self._belief.after(

@@ -17,6 +17,7 @@ from planner.documents import document
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.training import Training
+from planner.documents.units import seconds_text
 from planner.errors import DocumentError, LaunchError
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
@@ -276,3 +277,28 @@ def test_plans_are_tried_in_small_and_the_answer_is_of_the_large_cluster(
     assert Path("plan-trials/01", tried.model.source, "config.json").is_file()
     with pytest.raises(DocumentError, match="another on"):
         tuned(budget="1 trials")
+
+
+def test_the_page_has_every_trial_beside_its_prediction_and_what_moved(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", ASKED[0], "--cluster", ASKED[1], "--seq-len", "128", "--global-batch", "16"]
+
+    assert cli.main([*words, "--budget", "3 trials", "--html", "trials.html"]) == 0
+
+    page = Path("trials.html").read_text()
+    assert "trials.html" in capsys.readouterr().out
+    assert len(page) < 400_000
+    assert "http" not in page
+    trials = read_trials(Path("plan-trials"))
+    rows = [row for row in page.split("<tr>") if row.startswith('<td class="n">')]
+    assert len(rows) == len(trials) == 3
+    for row, one in zip(rows, trials, strict=True):
+        assert one.layout in row
+        assert seconds_text(one.predicted_s) in row
+        assert seconds_text(one.step_s or 0.0) in row
+    assert page.count("<circle") == 3
+    moved = page.partition("What moved")[2].partition("</table>")[0]
+    assert "kernels" in moved
+    assert cli.main([*words, "--dry-run", "--html", "none.html"]) != 0
+    assert not Path("none.html").exists()
