@@ -4,6 +4,7 @@
     ├── subject.json      what the trials are of
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials told them: a profile
+    ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
     └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
                           model with fewer layers
 
@@ -34,19 +35,22 @@ from meshwright.inputs import (
     profile_for,
 )
 from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
+from planner.accuracy.calibrate.constants import calibrated
+from planner.costs.predict import predict
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.stack import base_of
 from planner.documents.units import duration_s, whole_number
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError, LaunchError, NoPlanFits
 from planner.formats.configuration import configuration
 from planner.formats.logs import READERS, LoggedWork
 from planner.process.guarded_files import folder_within
 from planner.requests.pins import read_pins
 from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Answer, Progress
+from planner.search.search import search
 from planner.tuning.candidates import TrialCandidate, candidates
 from planner.tuning.constants import calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
@@ -56,7 +60,7 @@ from runtime.held import alone_in, signals_interrupt
 from runtime.report import WARM_UP_STEPS
 
 DEFAULT_TRIALS = 8
-CONSTANTS_FILE = "constants.yaml"
+CONSTANTS_FILE, CLUSTER_FILE = "constants.yaml", "cluster.yaml"
 LONGEST_START_S = 600.0
 """Of a trial, before its first step, after which it is given up."""
 SUFFIXES = {
@@ -67,6 +71,7 @@ SUFFIXES = {
     "torchtitan": ".py",
 }
 """Of configurations, as their frameworks read them."""
+INTERRUPTED = "interrupted; the same command goes on from here"
 PATIENCE = 5.0
 """Times its believed seconds after which a trial is ended."""
 Told = Callable[[str], None]
@@ -104,6 +109,27 @@ class TrialBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenewedProof:
+    """What a search proves with the constants that trials told."""
+
+    chosen_s: float
+    """What the answer is predicted to take with them."""
+    lower_bound_s: float
+    """No plan of the space takes less."""
+    layout: str
+    """The plan that is predicted fastest with them,"""
+    step_s: float
+    """what it takes,"""
+    known: bool
+    """and whether it was among those that could be tried."""
+
+    @property
+    def gap(self) -> float:
+        """By which share of the answer's step a plan may be faster at most."""
+        return max(0.0, 1 - self.lower_bound_s / self.chosen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """What trials came to."""
 
@@ -123,6 +149,7 @@ class Tuned:
     """What is tried instead of the candidates."""
     on: str | None = None
     """The smaller cluster on which it is."""
+    proof: RenewedProof | None = None
 
     @property
     def tried(self) -> tuple[TrialCandidate, ...]:
@@ -426,13 +453,36 @@ class Tuning:
                     tuner = self._start(trials)
                     self._keep(tuner)
             except KeyboardInterrupt:
-                stopped = "interrupted; the same command goes on from here"
+                stopped = INTERRUPTED
         if not tuner.ran:
             raise LaunchError(
                 f"none of {len(trials)} trials ran ({stopped}): "
                 + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])
             )
-        return self._tuned(tuner, tuple(trials), stopped)
+        proof = None if stopped == INTERRUPTED else self._proof(tuner)
+        return replace(self._tuned(tuner, tuple(trials), stopped), proof=proof)
+
+    def _proof(self, tuner: Tuner) -> RenewedProof | None:
+        """Search again with the constants that trials told; None where nothing fits then."""
+        constants = self._constants(tuner)
+        request = replace(
+            self.request,
+            cluster=calibrated(self.request.cluster, constants.calibration),
+            profile=None if base_of(self.request.stack.name) != "native" else constants,
+        )
+        chosen = self.candidates[tuner.answer].plan
+        try:
+            answer = search(request)
+        except NoPlanFits:
+            return None
+        known = {one.plan.layout for one in self.candidates}
+        return RenewedProof(
+            chosen_s=predict(chosen, request.model, request.cluster, request.profile).step_time_s,
+            lower_bound_s=answer.certificate.lower_bound_s,
+            layout=answer.prediction.layout,
+            step_s=answer.prediction.step_time_s,
+            known=answer.plan.layout in known,
+        )
 
     def _check_subject(self) -> None:
         """Refuse a folder with trials of something else."""
@@ -546,7 +596,10 @@ class Tuning:
         """Write the plan so far, and the constants of the cluster."""
         document.write(self.candidates[tuner.answer].plan, self.output)
         if tuner.ran:
-            document.write(self._constants(tuner), self.folder / CONSTANTS_FILE)
+            told = self._constants(tuner)
+            document.write(told, self.folder / CONSTANTS_FILE)
+            machine = calibrated(self.request.cluster, told.calibration)
+            document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
         """Return the cluster's constants as a profile that holds for any model."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
 
-from meshwright.tuning import CONSTANTS_FILE, Tuned
+from meshwright.tuning import CLUSTER_FILE, CONSTANTS_FILE, RenewedProof, Tuned
 from planner.documents import document
 from planner.documents.units import seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.tuning.options import CONSTANTS
 from planner.tuning.record import Trial
+from planner.tuning.tuner import NEAR
 
 MOVED = 0.02
 """Logarithm by which a constant has to move to be told."""
@@ -101,6 +103,8 @@ def _measured(found: Tuned) -> Iterator[Fact]:
         label="sure",
         text=f"{100 * found.tuner.sure:.0f} % that no other plan is more than 2 % faster",
     )
+    if found.proof is not None:
+        yield Fact(label="proof", text=_proof_text(found.proof), detail=True)
     moved = [
         f"{CONSTANTS[one.name].what} x {math.exp(one.mean):.2g}"
         for one in sorted(found.tuner.posterior.constants, key=lambda one: -abs(one.mean))
@@ -115,10 +119,21 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
     yield Fact(
         label="written",
-        text=f"{found.plan_file}, {found.folder}/{CONSTANTS_FILE}",
+        text=f"{found.plan_file}, {found.folder}/{CONSTANTS_FILE}, {found.folder}/{CLUSTER_FILE}",
         copied=True,
         detail=True,
     )
+
+
+def _proof_text(proof: RenewedProof) -> str:
+    """Return what a search proves with the constants that trials told."""
+    said = (
+        f"with what trials told no plan takes less than {seconds_text(proof.lower_bound_s)}; this "
+        f"one {seconds_text(proof.chosen_s)} (gap {100 * proof.gap:.1f} %)"
+    )
+    if not proof.known and proof.step_s < (1 - NEAR) * proof.chosen_s:
+        said += f"; not tried: {proof.layout} with {seconds_text(proof.step_s)}"
+    return said
 
 
 def _answered(found: Tuned) -> int:
@@ -190,6 +205,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "predicted_s": chosen.prediction.step_time_s,
         "believed_s": list(posterior.seconds(found.tuner.answer)),
         "on": found.on,
+        "proof": None if found.proof is None else asdict(found.proof),
         "unseen": list(found.small.unseen) if found.small else [],
         "first_step_time_s": found.first_s,
         "sure": found.tuner.sure if found.tuner.ran else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from meshwright.options import (
     TrustCode,
 )
 from planner.errors import DocumentError
+
+if TYPE_CHECKING:
+    from meshwright.tuning import Tuned
 
 
 def tune(
@@ -125,7 +128,7 @@ def tune(
     if json:
         print(as_json(tuned_json(found) | {"html": html}))
         return
-    then = "the same without --dry-run" if dry_run else _then(run, output)
+    then = "the same without --dry-run" if dry_run else _then(run, found)
     said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
     if html:
         said.insert(-1, Fact(label="page", text=html, copied=True))
@@ -133,10 +136,15 @@ def tune(
         out.print(part)
 
 
-def _then(run: str | None, output: str) -> str:
-    """Return what trains by the plan: as its trials ran."""
-    if run is None:
+def _then(run: str | None, found: Tuned) -> str:
+    """Return what trains by the plan: as its trials ran, predicted with what they told."""
+    from meshwright.tuning import CONSTANTS_FILE
+
+    output = found.plan_file or ""
+    if found.on is not None and run is None:
         return f"meshwright launch {output}"
+    if run is None:
+        return f"meshwright launch {output} --profile {found.folder}/{CONSTANTS_FILE}"
     if "{config}" in run:
         return f"meshwright export {output} -o CONFIG"
     return run.replace("{plan}", output).replace("{output}", "runs/tuned")

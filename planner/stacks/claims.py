@@ -63,6 +63,7 @@ LAUNCH: Mapping[str, Claim] = {
             "scales",
             "weight_wire",
             "dispatch",
+            "relay",
             "loss",
             "compile",
             "tensor_overlap",
@@ -85,6 +86,7 @@ SCRIPT: Mapping[str, Claim] = {
             "data_shard",
             "tensor",
             "zero",
+            "schedule",
             "micro_batch",
             "micro_batches",
             "order",
@@ -106,10 +108,8 @@ SCRIPT: Mapping[str, Claim] = {
         "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides experts "
         "of language models"
     ),
-    "schedule": _not_by_engine(
-        "use 1f1b, or zb-h1 for a smaller bubble", lambda layout: not layout.executed.stale
-    ),
     "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
+    "relay": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
     "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(
         "it goes with tensor 1: what divides your modules calls collectives that no graph has",

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from meshwright import cli, tuning
+from meshwright.commands import predict
 from meshwright.inputs import machine_of, model_of
 from meshwright.trials import Measured, Trialled
 from meshwright.tuning import Tuned, tune
 from planner.documents import document
+from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.training import Training
@@ -81,6 +83,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     monkeypatch.setattr(
         tuning, "_runnable", lambda request, *_: searched(request.job.global_batch)[1]
     )
+    monkeypatch.setattr(tuning, "search", lambda request: searched(request.job.global_batch)[0])
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -100,6 +103,8 @@ def test_the_answer_is_the_fastest_measured_and_its_plan_is_written(machine: Mac
     calibrated = document.read(Profile, "plan-trials/constants.yaml")
     assert calibrated.calibration is not None
     assert calibrated.calibration.runs == len(found.trials)
+    told = document.read(ClusterSpec, "plan-trials/cluster.yaml").groups[0].accelerator
+    assert told.curve.matmul == calibrated.calibration.matmul
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -302,3 +307,19 @@ def test_the_page_has_every_trial_beside_its_prediction_and_what_moved(
     assert "kernels" in moved
     assert cli.main([*words, "--dry-run", "--html", "none.html"]) != 0
     assert not Path("none.html").exists()
+
+
+def test_the_proof_is_taken_again_with_what_trials_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "search", search)
+
+    found = tuned(budget="3 trials", fix=["compile=none,loss=plain,recompute=none,v=1"])
+
+    again = predict("plan.yaml", "plan-trials/cluster.yaml", profile="plan-trials/constants.yaml")
+    before = found.chosen.prediction.step_time_s
+    assert found.proof is not None
+    assert found.proof.chosen_s == pytest.approx(again.step_time_s)
+    assert found.proof.chosen_s > 1.01 * before  # all trials were slower than predicted
+    assert found.proof.lower_bound_s <= found.proof.chosen_s
+    assert found.proof.lower_bound_s > before * (1 - found.proof.gap) ** 2
