@@ -1,6 +1,7 @@
 """The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
 
     FOLDER/
+    ├── profile.yaml      what was measured of the machine before them, if that paid
     ├── subject.json      what the trials are of
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials told them: a profile
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from meshwright.calibration import profile_of_any_model
 from meshwright.commands import answer_to
+from meshwright.commands import profile as measure
 from meshwright.inputs import (
     is_plan,
     machine_of,
@@ -54,13 +56,13 @@ from planner.search.search import search
 from planner.tuning.candidates import TrialCandidate, candidates
 from planner.tuning.constants import calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
-from planner.tuning.smaller import InSmall, StandIn, check_smaller, in_small
+from planner.tuning.smaller import InSmall, SmallTrial, check_smaller, in_small
 from planner.tuning.tuner import START_S, Outcome, Tuner
 from runtime.held import alone_in, signals_interrupt
 from runtime.report import WARM_UP_STEPS
 
 DEFAULT_TRIALS = 8
-CONSTANTS_FILE, CLUSTER_FILE = "constants.yaml", "cluster.yaml"
+CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
 LONGEST_START_S = 600.0
 """Of a trial, before its first step, after which it is given up."""
 SUFFIXES = {
@@ -220,6 +222,8 @@ def tune(
     (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
     {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
     framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
+    Without a `profile` this machine is measured first where that tells more for each second than a
+    trial.
     `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
     and layers, and the answer is believed and not measured.
     `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
@@ -229,6 +233,9 @@ def tune(
     """
     allowed = TrialBudget(trials=DEFAULT_TRIALS) if budget is None else TrialBudget.read(budget)
     started = time.process_time()
+    folder = Path(trials) if trials else _folder(output)
+    if profile is None and document.is_file(folder / PROFILE_FILE):
+        profile = str(folder / PROFILE_FILE)
     mine = document.read(Plan, model) if is_plan(model) else None
     if mine is None:
         graph = model_of(model, seq_len=seq_len)
@@ -275,7 +282,7 @@ def tune(
         candidates=every if small is None else small.candidates,
         small=small,
         on=fewer,
-        folder=Path(trials) if trials else _folder(output),
+        folder=folder,
         output=output,
         budget=allowed,
         run=run,
@@ -287,8 +294,45 @@ def tune(
         return tuning.intended()
     if run is None:
         need_torch("launching a trial")
+        ours = cluster.partition(":")[0] == "local" and mine is None
+        if ours and profile is None and tuning.profile_pays():
+            told("measuring this machine first, which tells more for each second than a trial")
+            _profile(model, cluster, request, folder_within(folder.parent, folder.name))
+            return tune(
+                model,
+                cluster,
+                on=on,
+                seq_len=seq_len,
+                global_batch=global_batch,
+                precision=precision,
+                fix=fix,
+                allow=allow,
+                backend=backend,
+                budget=budget,
+                data=data,
+                tokenizer=tokenizer,
+                trust_code=trust_code,
+                trials=str(folder),
+                output=output,
+                progress=progress,
+                told=told,
+            )
     with signals_interrupt():
         return tuning.done()
+
+
+def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
+    """Measure this machine for the job of a request."""
+    job = request.job
+    measure(
+        model,
+        cluster,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        precision=job.precision,
+        output=str(folder / PROFILE_FILE),
+        quiet=True,
+    )
 
 
 def _refuse_job(**asked: object) -> None:
@@ -402,6 +446,12 @@ class Tuning:
             start_s=start_s,
             steps=WARM_UP_STEPS + MOST,
         )
+
+    def profile_pays(self) -> bool:
+        """Whether a profile tells more for each second than any trial, and none was made."""
+        from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
+
+        return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
 
     def intended(self) -> Tuned:
         """Return what would be tried if every step took what is predicted; nothing is run."""
@@ -642,7 +692,7 @@ class Tuning:
         )
 
 
-def _write_model(stand_in: StandIn, folder: Path) -> None:
+def _write_model(stand_in: SmallTrial, folder: Path) -> None:
     """Write the configuration of a model with fewer layers beside the plan that names it."""
     if stand_in.config is not None:
         where = folder_within(folder, stand_in.request.model.name)

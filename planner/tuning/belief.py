@@ -18,7 +18,7 @@ with residuals r = measured - ln p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,12 @@ class Belief:
         self._prior += LAYOUT**2 * np.eye(len(options))
         doublings = np.array([one.doublings for one in options])
         self._prior *= KEPT_AT_SCALE ** np.abs(doublings[:, None] - doublings)
+
+    def of_constants(self, names: Collection[str]) -> Array:
+        """[option, option] Return what some constants alone add to the covariance before trials."""
+        chosen = self._weights * [name in names for name in CONSTANTS]
+        shared: Array = (self._rows * chosen) @ self._rows.T
+        return shared
 
     def after(self, trials: Sequence[Timed]) -> Posterior:
         """Return the belief that follows from trials."""

@@ -54,6 +54,8 @@ CONSTANTS: Mapping[str, UncertainConstant] = {
 }
 """Spreads are those under which the residuals of published sweeps are most likely
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
+PROFILED = ("kernels", "recompute", "inner links", "outer links", "data links", "optimizer", "host")
+"""Constants that a profile of the machine measures."""
 
 SURE, NEVER = 1 - ROUNDING, ROUNDING
 """Probabilities beyond which a margin of memory is not told apart."""

@@ -40,7 +40,7 @@ MOST_MICRO_BATCHES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class SmallTrial:
     """A plan that is tried on the smaller cluster, and what it is of."""
 
     candidate: TrialCandidate
@@ -54,7 +54,7 @@ class InSmall:
     """Plans that may be the answer, as trials on a smaller cluster tell of them."""
 
     candidates: tuple[TrialCandidate, ...]
-    stand_ins: tuple[StandIn, ...]
+    stand_ins: tuple[SmallTrial, ...]
     unseen: tuple[str, ...]
     """Tiers of links that the plans use and the smaller cluster does not have."""
 
@@ -77,7 +77,7 @@ def in_small(
 ) -> InSmall:
     """Return the plans with what is tried for them; DocumentError if none can be."""
     large = request.cluster
-    found: dict[str, StandIn] = {}
+    found: dict[str, SmallTrial] = {}
     for one in candidates:
         stand_in = _stand_in(request, one.plan, small, called)
         if stand_in is not None:
@@ -112,7 +112,7 @@ def in_small(
     )
 
 
-def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> StandIn | None:
+def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> SmallTrial | None:
     """Return what is tried for a plan, with as many layers as fit; None where nothing does."""
     layout = small_layout(plan.layout, request.cluster, small)
     if layout is None:
@@ -133,7 +133,7 @@ def _stand_in(request: Request, plan: Plan, small: ClusterSpec, called: str) -> 
         except (NoPlanFits, DocumentError):
             continue
         trained_as = answer.plan.model_copy(update={"training": plan.training})
-        return StandIn(
+        return SmallTrial(
             candidate=trial_candidate(asked, trained_as, answer.prediction),
             request=asked,
             config=config,

@@ -18,7 +18,7 @@ import numpy as np
 from planner.documents.tolerances import ROUNDING
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
-from planner.tuning.options import TrialOption
+from planner.tuning.options import PROFILED, TrialOption
 from planner.tuning.room import MemoryTrial, fit_probabilities
 
 TRIED_ABOVE = 0.9
@@ -168,14 +168,38 @@ class Tuner:
 
     def _gain(self, option: int) -> float:
         """Return by how much a trial is expected to lower the logarithm of the answer's step."""
+        if self._stand_ins:
+            return self._told(option)
+        lower = self._mean(self.answer) - self._moved([*self.ran, option], option).min(axis=0)
+        return float(np.maximum(0.0, lower).mean() * self.fits[option])
+
+    def _told(self, option: int) -> float:
+        """Return the same of the plan that is believed fastest after it, measured or not."""
+        lower = self._mean(self.answer) - self._moved(self._believed, option).min(axis=0)
+        return float(lower.mean() * self.fits[option])
+
+    def _moved(self, options: Sequence[int], option: int) -> Array:
+        """[option, quantile] Return where means may lie after the trial of one."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         told = math.sqrt(float(covariance[option, option]) + NOISE**2)
-        choice = self._believed if self._stand_ins else [*self.ran, option]
-        moved = mean[choice][:, None] + covariance[choice, option][:, None] / told * QUANTILES
-        lower = self._mean(self.answer) - moved.min(axis=0)
-        if not self._stand_ins:
-            lower = np.maximum(0.0, lower)
-        return float(lower.mean() * self.fits[option])
+        moved: Array = (
+            mean[options][:, None] + covariance[options, option][:, None] / told * QUANTILES
+        )
+        return moved
+
+    def profile_pays(self, seconds: float) -> bool:
+        """Whether measuring the machine for so long tells more for each second than any trial."""
+        among = self._believed
+        if len(among) < 2:
+            return False
+        shared = self._belief.of_constants(PROFILED)[np.ix_(among, among)]
+        normal = np.random.default_rng(0).standard_normal((DRAWS, len(among)))
+        normal -= normal.mean(axis=0)  # what all have in common decides nothing
+        spread = np.linalg.cholesky(shared + ROUNDING * np.eye(len(among)))
+        moved = self.posterior.mean[among] + normal @ spread.T
+        gained = self._mean(self.answer) - float(moved.min(axis=1).mean())
+        trials = (self._told(one) / self.trial_s(one) for one in self._triable)
+        return gained / seconds > max(trials, default=0.0)
 
     @cached_property
     def _believed(self) -> list[int]:

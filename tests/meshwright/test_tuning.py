@@ -28,6 +28,7 @@ from planner.search.search import search
 from planner.tuning import candidates as candidates_module
 from planner.tuning.candidates import TrialCandidate
 from planner.tuning.record import FILE, read_trials
+from planner.tuning.tuner import Tuner
 
 ASKED = ("demo-4m", "2xh100-sxm-80gb")
 JOB = {"seq_len": 128, "global_batch": 16}
@@ -323,3 +324,23 @@ def test_the_proof_is_taken_again_with_what_trials_told(
     assert found.proof.chosen_s > 1.01 * before  # all trials were slower than predicted
     assert found.proof.lower_bound_s <= found.proof.chosen_s
     assert found.proof.lower_bound_s > before * (1 - found.proof.gap) ** 2
+
+
+def test_this_machine_is_measured_first_where_that_pays_and_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(model: str, cluster: str, *, output: str, **_: Any) -> None:
+        measured.append(cluster)
+        document.write(document.read(Profile, "constants.yaml"), output)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    tuned(budget="1 trials", trials="others")
+    Path("others/constants.yaml").rename("constants.yaml")
+    for pays, cluster, times in ((False, "local:2", 0), (True, ASKED[1], 0), (True, "local:2", 1)):
+        monkeypatch.setattr(Tuner, "profile_pays", lambda self, seconds, says=pays: says)
+        for _ in range(2):
+            tune(ASKED[0], cluster, **JOB, budget="1 trials", trials=f"{cluster}-{pays}")
+        assert len(measured) == times
+    assert Path("local:2-True/profile.yaml").is_file()
