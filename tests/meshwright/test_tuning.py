@@ -336,6 +336,7 @@ def test_this_machine_is_measured_first_where_that_pays_and_once(
         document.write(document.read(Profile, "constants.yaml"), output)
 
     monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(tuning.Tuning, "_proof", lambda self, tuner: None)
     tuned(budget="1 trials", trials="others")
     Path("others/constants.yaml").rename("constants.yaml")
     for pays, cluster, times in ((False, "local:2", 0), (True, ASKED[1], 0), (True, "local:2", 1)):
