@@ -214,7 +214,7 @@ def memory_range(needed_bytes: float, spread: float) -> tuple[float, float]:
     in large ones.
 
     >>> [round(end / 1e9, 1) for end in (*memory_range(60e9, 0.15), *memory_range(2e9, 0.08))]
-    [55.4, 77.1, 1.9, 2.6]
+    [55.4, 77.1, 1.8, 2.6]
     """
     below, above = 1.28 * spread, 1.28 * spread
     if spread > MEASURED_MEMORY_SPREAD:
