@@ -1,6 +1,7 @@
 # Meshwright's commands.  Each installs what it needs into .venv by itself; a second call finds it there.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 OLDEST := .venv-oldest
 export PYTHONSAFEPATH := 1
 # What is imported is compiled once and kept, for the hundreds of ranks that tests start; what never
@@ -8,7 +9,7 @@ export PYTHONSAFEPATH := 1
 export PYTHONDONTWRITEBYTECODE :=
 QUIETLY := -q --no-compile --disable-pip-version-check
 
-.PHONY: help demo test oldest matrix check format docs schemas hashes clean
+.PHONY: help demo test oldest matrix check format docs schemas hashes sbom install-matrix clean
 .DEFAULT_GOAL := help
 
 help:  ## print these commands
@@ -49,12 +50,24 @@ schemas: .venv/installed  ## regenerate docs/schemas from the document types
 
 hashes: .venv/installed  ## write hashes.txt: every package of an installation, with the hash of its archive
 	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \
-		--build-constraint constraints.txt '.[torch]' editables hatchling pip \
+		--build-constraint constraints.txt '.[torch]' editables hatchling hatch-fancy-pypi-readme pip \
 		| $(BIN)/python .ci/hashes.py > hashes.part
 	mv hashes.part hashes.txt
 
+sbom: .venv/installed  ## write sbom.json (CycloneDX): every package of an installation, with the hash of its archive
+	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \
+		--build-constraint constraints.txt '.[torch]' \
+		| $(BIN)/python .ci/sbom.py > sbom.part
+	mv sbom.part sbom.json
+
+install-matrix: .venv/installed  ## install a wheel with the oldest and the newest allowed packages, per Python of PYTHONS; each plans, and trains with torch
+	rm -rf .install-matrix
+	$(BIN)/python -m pip wheel -q --no-deps -c constraints.txt --build-constraint constraints.txt -w .install-matrix .
+	$(BIN)/python .ci/install_matrix.py .install-matrix/*.whl .install-matrix $(PYTHONS)
+	$(BIN)/python .ci/install_matrix.py "$$(echo .install-matrix/*.whl)[torch]" .install-matrix/torch $(PYTHON)
+
 clean:  ## delete what these commands made
-	rm -rf .venv $(OLDEST) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) .install-matrix dist demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -108,7 +108,7 @@ that the runtime trains are its own layers; of others the modules are those of `
 divided in the runtime's styles: GPT-2 at tensor parallel 2 with Linears for its transposed weights,
 positions of BERT, GPT-2 and OPT looked up for a rank's share. Attention whose values are narrower
 than its keys (DeepSeek-V3) takes the fused kernel that torch has for CUDA. Attention of
-Gemma-2 (capped scores) and GPT-OSS (sinks) runs in blocks and is an operator of its own; what it
+Gemma-2 (soft-capped) and GPT-OSS (sinks) runs in blocks and is an operator of its own; what it
 does inside is counted. GPT-J, Bloom, MPT and Falcon-7B write their scores, as `transformers` has
 them. A vocabulary that the tensor degree does not divide is made larger by one.
 """

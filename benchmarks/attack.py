@@ -87,6 +87,7 @@ from planner.search.certificate import UNSEARCHED
 from planner.search.effort import EFFORTS, Prove
 from planner.search.ranks import shares_of
 from planner.search.search import search
+from planner.search.space import relay_of
 
 MOST_ACTIONS = 20_000
 """Forwards and backwards of all ranks in one simulated step."""
@@ -146,7 +147,7 @@ class Attack:
         self.job = request.job
         allowed = read_allowances([request.allow]) if request.allow else frozenset()
         asked = Request(self.model, self.cluster, self.job, Pins(allowed=allowed))
-        asked = replace(asked, called=request.cluster)
+        self._asked = asked = replace(asked, called=request.cluster)
         self.answer = answer or search(asked, effort=EFFORTS[prove])
         self.rng = random.Random(f"{request.name} {seed}")
         self.drafts = Drafts(
@@ -254,6 +255,7 @@ class Attack:
             self._gathered(layout),
             layout.scales != "tensorwise",
             layout.dispatch != "alltoall",
+            layout.relay != relay_of(self._asked, layout),
         )
         return next((what for what, so in zip(UNSEARCHED, is_so, strict=True) if so), None)
 

@@ -127,6 +127,7 @@ class Drafts:
         a = self.model.architecture
         if a is not None and a.experts is not None:
             found["dispatch"] = get_args(Dispatch)
+            found["relay"] = (None, *divisors(a.experts.count)[1:])
         return found
 
     def document(self, draft: Draft, *, name: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def own_code(
 
 
 def need_torch(what: str) -> None:
-    """Refuse what cannot be done without torch."""
+    """Refuse what needs torch where it is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"{what} needs torch; install it with: pip install 'meshwright[torch]'")
 

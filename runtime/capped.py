@@ -1,4 +1,4 @@
-"""Attention with capped scores (Gemma-2) or with sinks (GPT-OSS).
+"""Attention with soft-capped scores (Gemma-2) or with sinks (GPT-OSS).
 
     s = cap tanh(scale q k / cap), or scale q k without a cap: no score leaves (-cap, cap)
     p = softmax(s) over the keys that a query sees, and over the head's sink if it has one

@@ -209,7 +209,7 @@ def _own(target: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _slope(z: Tensor, cap: float) -> Tensor:
-    """Return the derivative of the cap at capped logits."""
+    """Return the derivative of the cap at soft-capped logits."""
     return z.div(cap).square_().neg_().add_(1)
 
 

@@ -55,34 +55,16 @@ def mixed(
     rows = rows_of_experts(index, ranks * count_of(module))
     if group is None:
         returned = outputs(module, chosen, rows)
-    elif torch.compiler.is_compiling():
-        returned = _returned_in_graph(module, chosen, rows, group)
     else:
         route = _Route.of(rows, group, sent=len(chosen))
-        journey = _Journey(route.arriving, route.leaving, group)
-        coming = _Departure.apply(chosen, journey)
+        there = Journey(route.arriving, route.leaving, group)
+        coming = departed(chosen, there)
         meanwhile()
-        arrived = _Arrival.apply(coming, journey)[route.by_expert]
-        made = outputs(module, arrived, route.rows)
-        made = made[_inverse(route.by_expert)]
-        back = _Journey(route.leaving, route.arriving, group)
-        returned = _Arrival.apply(_Departure.apply(made, back), back)
+        made = outputs(module, arrived(coming, there)[route.by_expert], route.rows)
+        back = Journey(route.leaving, route.arriving, group)
+        returned = arrived(departed(made[_inverse(route.by_expert)], back), back)
     weighted = returned * weights.flatten()[order].unsqueeze(-1)
     return weighted[_inverse(order)].unflatten(0, (-1, each)).sum(1).to(hidden.dtype)
-
-
-def _returned_in_graph(
-    module: nn.Module,
-    chosen: Tensor,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Return what the experts of all ranks make of this rank's tokens, as part of a graph."""
-    route = _Route.of(rows, group, sent=len(chosen))
-    coming = _TokenExchange.apply(chosen, route.arriving, route.leaving, group.group_name)
-    arrived = _ended(coming)[route.by_expert]
-    made = outputs(module, arrived, route.rows)[_inverse(route.by_expert)]
-    return _ended(_TokenExchange.apply(made, route.leaving, route.arriving, group.group_name))
 
 
 def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
@@ -214,10 +196,9 @@ class _Route:
     @classmethod
     def of(cls, rows: Tensor, group: dist.ProcessGroup, *, sent: int) -> _Route:
         """Ask the other ranks; `rows` are the `sent` tokens that this rank has, by expert."""
-        ops, ranks = torch.ops._c10d_functional, group.size()
+        ranks = group.size()
         own = rows.numel() // ranks
-        sizes = [own] * ranks
-        coming = ops.wait_tensor(ops.all_to_all_single(rows, sizes, sizes, group.group_name))
+        coming = told(rows, group)
         both = torch.stack((rows, coming)).unflatten(1, (ranks, own))
         leaving, arriving = _by_rank(both.sum(2), sent)
         experts = torch.arange(own, device=rows.device).repeat(ranks)
@@ -232,7 +213,28 @@ def _by_rank(rows: Tensor, sent: int) -> list[list[int]]:
     return rows.tolist()
 
 
-class _Journey:
+def told(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what every rank tells this one, where `counts` has as much for each of them."""
+    ops, sizes = torch.ops._c10d_functional, [len(counts) // group.size()] * group.size()
+    return ops.wait_tensor(ops.all_to_all_single(counts, sizes, sizes, group.group_name))
+
+
+def departed(x: Tensor, journey: Journey) -> Tensor:
+    """Begin to send rows to every rank of a group; `arrived` waits for those that come."""
+    if torch.compiler.is_compiling():
+        name = journey.group.group_name
+        return _TokenExchange.apply(x, journey.arriving, journey.leaving, name)
+    return _Departure.apply(x, journey)
+
+
+def arrived(coming: Tensor, journey: Journey) -> Tensor:
+    """Return the rows that `departed` was told of, when all have come."""
+    if torch.compiler.is_compiling():
+        return _ended(coming)
+    return _Arrival.apply(coming, journey)
+
+
+class Journey:
     """An exchange of rows that is under way, and back again in backward."""
 
     def __init__(self, arriving: list[int], leaving: list[int], group: dist.ProcessGroup) -> None:
@@ -244,7 +246,7 @@ class _Departure(torch.autograd.Function):
     """Begin to send rows to every rank; their gradients have come when backward ends here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+    def forward(ctx: Any, x: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
         return _begun(x, journey.arriving, journey.leaving, journey.group.group_name)
 
@@ -261,7 +263,7 @@ class _Arrival(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, coming: Tensor, journey: _Journey) -> Tensor:
+    def forward(ctx: Any, coming: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
         return _ended(coming)
 

@@ -52,7 +52,7 @@ _CONTEXT_ATTENTION = "meshwright_context"
 _DOCUMENT_ATTENTION = "meshwright_documents"
 """Our attention within documents, without a mask."""
 _CAPPED_ATTENTION = "meshwright_capped"
-"""And our attention with capped scores or sinks."""
+"""And our attention with soft-capped scores or sinks."""
 
 
 class LibraryEmbedding(nn.Module):
@@ -537,7 +537,7 @@ def _capped(
     starts: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with capped scores or sinks, called and answering as `_over_context`."""
+    """Attention with soft-capped scores or sinks, called and answering as `_over_context`."""
     mixed = capped.attention(
         query,
         key,

@@ -116,6 +116,19 @@ class Place:
             lambda: _expert_mesh(self.mesh, self.degrees),  # type: ignore[arg-type]
         )
 
+    def relays(self, ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the groups of experts' ranks, cut into neighbours of as many ranks each.
+
+        They are those that stand where this one does, one of each part, and those of its own part.
+        """
+        mesh = _kept(
+            ("relays", self.degrees, ranks),
+            lambda: self.expert_mesh._unflatten(
+                "expert", (self.degrees.expert // ranks, ranks), ("across", "inside")
+            ),
+        )
+        return mesh["across"].get_group(), mesh["inside"].get_group()
+
     @property
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts."""
@@ -217,6 +230,8 @@ def place_of(plan: Plan, device: torch.device) -> Place:
     place = Place(degrees=degrees, mesh=mesh, sharded=sharded)
     if degrees.expert > 1:
         _ = place.expert_data  # by all ranks together, also those whose stage has no experts
+        if plan.relay is not None:
+            place.relays(plan.relay)
     return place
 
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from planner.catalog import native
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
-from runtime import compiled, eight_bits, experts, traced_blocks
+from planner.layers.routing import routing_of
+from runtime import compiled, eight_bits, experts, relayed_experts, traced_blocks
 from runtime.engine import Engine
 from runtime.live_memory import ASKS_DEVICE, LiveMemory
 from runtime.mesh import place_of
@@ -72,7 +73,7 @@ def rehearse(plan: Plan, model: ModelGraph, *, rank: int) -> Rehearsal:
     Where the plan counts on documents, samples hold some.
     """
     documents = plan.document_len is not None
-    with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
+    with fake_job(plan, rank=rank, model=model), _traced_blocks(), _as_on_devices():
         engine = token_engine(plan, model, device=CPU, documents=documents)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
@@ -95,7 +96,7 @@ def changes(plan: Plan, model: ModelGraph, *, rank: int) -> tuple[int, list[tupl
     A change is a storage's number and by how many bytes it grows.  The process must not be in a
     process group.
     """
-    with fake_job(plan, rank=rank), _traced_blocks(), _as_on_devices():
+    with fake_job(plan, rank=rank, model=model), _traced_blocks(), _as_on_devices():
         engine = token_engine(plan, model, device=CPU)
         samples = plan.micro_batch * plan.micro_batches
         tokens = torch.zeros(samples, plan.seq_len + 1, dtype=torch.int64)
@@ -107,16 +108,23 @@ def changes(plan: Plan, model: ModelGraph, *, rank: int) -> tuple[int, list[tupl
 
 
 @contextlib.contextmanager
-def fake_job(plan: Plan, *others: Plan, rank: int, device: torch.device = CPU) -> Iterator[None]:
+def fake_job(
+    plan: Plan,
+    *others: Plan,
+    rank: int,
+    device: torch.device = CPU,
+    model: ModelGraph | None = None,
+) -> Iterator[None]:
     """Be one rank of a job of fake tensors, whose collectives and messages send nothing.
 
-    `others` are plans of as many ranks that are run too.
+    `others` are plans of as many ranks that are run too.  The model is asked for where tokens are
+    handed on between experts.
     """
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.devices, store=fake_store())
     try:
         for each in (plan, *others):
             _make_groups(each, device)
-        with _shapes_apart(), _spread_routes(), FakeTensorMode(), _NoValues():
+        with _shapes_apart(), _spread_routes(model), FakeTensorMode(), _NoValues():
             yield
     finally:
         dist.destroy_process_group()
@@ -159,23 +167,31 @@ def _shapes_apart() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _spread_routes() -> Iterator[None]:
+def _spread_routes(model: ModelGraph | None) -> Iterator[None]:
     """Let a rank send as many tokens to each of the others: which they are, nobody knows.
 
     It gets more than it sends by what a plan adds for the busiest of them.
     """
-    before, skew = experts._by_rank, native().experts.skew
+    before, handed_on = experts._by_rank, relayed_experts._by_rank
+    skew = native().experts.skew
+    a = None if model is None else model.architecture
+    routing = None if a is None or a.experts is None else routing_of(a.experts)
 
     def even(rows: Tensor, sent: int) -> list[list[int]]:
         least, more = divmod(sent, rows.shape[1])
         each = [least + (rank < more) for rank in range(rows.shape[1])]
         return [each, [round(skew * count) for count in each]]
 
-    experts._by_rank = even
+    def even_copies(rows: Tensor, of: int, parts: int) -> list[list[int]]:
+        assert routing is not None
+        leaving, arriving = even(rows, round(of * routing.distinct(parts)))
+        return [leaving, arriving, even(rows, of * routing.per_token)[1]]
+
+    experts._by_rank, relayed_experts._by_rank = even, even_copies
     try:
         yield
     finally:
-        experts._by_rank = before
+        experts._by_rank, relayed_experts._by_rank = before, handed_on
 
 
 class _NoValues(TorchDispatchMode):

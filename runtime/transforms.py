@@ -8,14 +8,15 @@ values already.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,7 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import PlacedLayer, Plan
 from planner.errors import LaunchError
 from planner.schedules import schedule_of
-from runtime import activations, experts, gathered_experts, lora, tensor
+from runtime import activations, experts, gathered_experts, lora, relayed_experts, tensor
 from runtime.activations import HostTraffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
 from runtime.chunked_loss import in_chunks
@@ -283,7 +284,12 @@ def _experts(staged: Staged) -> None:
     plan, place = staged.plan, staged.place
     if isinstance(staged.of, Script):
         return
-    mix = gathered_experts.mixed if plan.dispatch == "allgather" else experts.mixed
+    mix: Callable[..., Tensor] = experts.mixed
+    if plan.dispatch == "allgather":
+        mix = gathered_experts.mixed
+    elif plan.relay is not None:
+        across, inside = place.relays(plan.relay)
+        mix = functools.partial(relayed_experts.mixed, across=across, inside=inside)
     for name, layer in staged.layers.items():
         for path, module in experts.modules_of(layer).items():
             staged.loads[name] = ExpertLoad(module, experts.count_of(module), staged.device)

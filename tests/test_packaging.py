@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import venv
 from importlib import metadata
@@ -34,7 +36,7 @@ def test_the_image_copies_what_the_wheel_is_built_of_and_nothing_else() -> None:
         for name in line.split()
     }
     packages = set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
-    files = {"pyproject.toml", "constraints.txt", PROJECT["project"]["readme"]}
+    files = {"pyproject.toml", "constraints.txt", "README.md"}
 
     assert copied == packages | files | set(PROJECT["project"]["license-files"])
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
@@ -125,3 +127,42 @@ def test_the_steps_of_the_image_make_a_command_that_plans(tmp_path: Path) -> Non
         for module in (ROOT / folder).glob("*.mjs"):
             assert f"const ${module.stem} = " in page
     assert (ROOT / "planner/report/page/page.css").read_text(encoding="utf-8").strip() in page
+
+
+def test_each_dependency_has_a_lower_bound_and_no_upper_one() -> None:
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+
+    for dependency in wanted:
+        assert re.fullmatch(r"[\w-]+>=[\d.]+(; python_version (<|>=) '3\.\d+')?", dependency)
+
+
+def test_a_bill_of_materials_names_each_package_with_its_hash(tmp_path: Path) -> None:
+    origin = {"url": "https://x/a.whl", "archive_info": {"hashes": {"sha256": "ab" * 32}}}
+    report = {
+        "install": [
+            {"metadata": {"name": "Zeta", "version": "2"}, "download_info": origin},
+            {
+                "metadata": {"name": "alpha", "version": "1", "license_expression": "MIT"},
+                "download_info": origin,
+            },
+            {
+                "metadata": {"name": "meshwright", "version": "0.1.0"},
+                "download_info": {"url": "file:///here", "dir_info": {}},
+            },
+        ]
+    }
+    command = [sys.executable, str(ROOT / ".ci" / "sbom.py")]
+
+    def bill(of: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, input=json.dumps(of), capture_output=True, text=True, check=False
+        )
+
+    found = json.loads(bill(report).stdout)
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
+    assert found["metadata"]["component"]["name"] == "meshwright"
+    assert [one["purl"] for one in found["components"]] == ["pkg:pypi/alpha@1", "pkg:pypi/zeta@2"]
+    assert found["components"][0]["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
+    del origin["archive_info"]
+    assert "no sha256" in bill(report).stderr

@@ -131,7 +131,8 @@ def _fail(
         from meshwright.answers import as_json
 
         said = {"kind": kind, "message": message, "status": status, **(place or {})}
-        print(as_json({"error": said}))
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it
+            print(as_json({"error": said}), flush=True)
     return status
 
 

@@ -191,6 +191,41 @@ def collective_s(
     return _where_sent(size_bytes, latencies + _largest(moving))
 
 
+def fastest_relay(
+    tiers: Sequence[LinkTier],
+    routing: Routing,
+    *,
+    ranks: int,
+    copy_bytes: float,
+    devices: int,
+) -> int | None:
+    """Return how many neighbours of an expert group best hand on tokens sent to them once.
+
+    They are those within a tier of links; None: it is no slower to send each token to each of its
+    experts.  `copy_bytes` are those of one copy of all tokens of a rank.
+
+    >>> nvlink = LinkTier(name="nvlink", devices=8, latency_s=2e-6, bytes_per_s=450e9)
+    >>> fabric = LinkTier(name="fabric", devices=64, latency_s=8e-6, bytes_per_s=50e9)
+    >>> sizes = {"copy_bytes": 58e6, "devices": 64}
+    >>> fastest_relay((nvlink, fabric), Routing(256, 8, 8, 4), ranks=64, **sizes)
+    8
+    >>> fastest_relay((nvlink, fabric), Routing(256, 8, 8, 4), ranks=8, **sizes) is None
+    True
+    """
+
+    def sent_s(copies: float, members: int, stride: int) -> float:
+        group = levels(tiers, [(members, stride)], devices=devices)
+        return collective_s("all_to_all", copies * copy_bytes, group)
+
+    best, least_s = None, sent_s(routing.per_token, ranks, 1)
+    for near in sorted({inside_unit(tier.devices, ranks, 1) for tier in tiers} - {1, ranks}):
+        across, inside = routing.hops(ranks, near)
+        relayed_s = sent_s(across, ranks // near, near) + sent_s(inside, near, 1)
+        if relayed_s < least_s:
+            best, least_s = near, relayed_s
+    return best
+
+
 def dispatch_s(copy_bytes: Amount, group: Levels, routing: Routing) -> Amount:
     """Seconds until each token is with every rank of a group that has some of its experts.
 

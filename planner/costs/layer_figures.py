@@ -57,8 +57,8 @@ from planner.layers.parameters import routes
 from planner.layers.routing import Routing
 
 Floats = NDArray[np.float64]
-Groups = tuple[Levels, Levels, Levels, Levels]
-"""Of tensor, context and expert parallelism."""
+Groups = tuple[Levels, Levels, Levels, Levels, Levels, Levels]
+"""By `GroupAxis`."""
 
 
 LOSS = "head"
@@ -210,17 +210,13 @@ class LayerFigures:
         """Experts take neighbouring ranks of tensor, context and data_shard, innermost first."""
         spread = layout.expert > 1
         experts = ((layout.expert, layout.expert_tensor),) if spread else ()
-        parts = ((layout.expert_tensor, 1),) if spread and layout.expert_tensor > 1 else ()
-        tensor, context, expert, part = (
-            self._levels(each, layout.devices)
-            for each in (
-                group_steps(layout, ("tensor",)),
-                group_steps(layout, ("context",)),
-                experts,
-                parts,
-            )
-        )
-        return tensor, context, expert, part
+        part, near = layout.expert_tensor, layout.relay
+        parts = ((part, 1),) if spread and part > 1 else ()
+        across = ((layout.expert // near, near * part),) if near else ()
+        inside = ((near, part),) if near else ()
+        of_axes = group_steps(layout, ("tensor",)), group_steps(layout, ("context",))
+        each = (*of_axes, experts, parts, across, inside)
+        return cast(Groups, tuple(self._levels(steps, layout.devices) for steps in each))
 
     def _levels(self, steps: tuple[tuple[int, int], ...], devices: int) -> Levels:
         key = (steps, devices)

@@ -425,6 +425,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
         layout.tensor_overlap,
         layout.scales,
         layout.dispatch,
+        layout.relay,
         *_sharing_key(layout),
     )
 

@@ -34,6 +34,8 @@ from planner.layers.parameters import routes
 from planner.layers.routing import Routing
 
 ENDS = ("embedding", "head")
+EXPERT_AXES: tuple[GroupAxis, ...] = ("expert", "experts_across", "experts_inside")
+"""Over which tokens go to experts."""
 BLOCK_COLLECTIVES = {True: 10, False: 4}
 """Of a tensor-parallel block.  With sequence parallelism each of its two products that divide
 outputs gathers in the forward and again in the backward, and reduces there; each of the other two
@@ -340,7 +342,7 @@ def seen_links(
             window_s, window_back_s = found.shared_s
             there_s = shown_s(there_s, window_s, hides)  # noqa: PLW2901 - what is left of it
             back_s = shown_s(back_s, window_back_s, hides)  # noqa: PLW2901
-        if axis == "expert" and rule.experts:
+        if axis in EXPERT_AXES and rule.experts:
             there_all_s, back_all_s = there_all_s + there_s, back_all_s + back_s
         elif axis == "context" and rule.context:
             there_ring_s, back_ring_s = there_ring_s + there_s, back_ring_s + back_s

@@ -360,6 +360,7 @@ class CostTables:
             overlaps_tensors=layout.tensor_overlap == "async",
             scales=layout.scales,
             dispatch=layout.dispatch,
+            relay=layout.relay or 0,
             narrow_weights=layout.weight_wire == "fp8",
             gathers_heads=a is not None and a.latent is None and a.kv_heads < layout.tensor,
             kernels=self._kernels,

@@ -92,6 +92,13 @@ LAYOUT_AXES = (
         exported="tokens come to experts by {}",
     ),
     LayoutAxis(
+        name="relay",
+        short="relay",
+        usual=None,
+        space="relay",
+        refused="tokens handed on among {} ranks",  # exported: it changes no value
+    ),
+    LayoutAxis(
         name="prefetch",
         short="prefetch",
         usual=0,

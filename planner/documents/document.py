@@ -117,6 +117,13 @@ class Document(Part):
             raise DocumentError(
                 "", f"holds {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
             )
+        newest, given = cls.model_fields["format"].default, data.get("format")
+        if isinstance(given, int) and given > newest:
+            raise DocumentError(
+                "format",
+                f"is {given:.6g}, and this version of Meshwright reads {newest} at most; install "
+                "the version that wrote the file, or a later one",
+            )
         try:
             return cls.model_validate(data)
         except ValidationError as error:

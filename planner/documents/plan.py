@@ -151,6 +151,9 @@ class Layout:
     scales: Scales = "tensorwise"
     weight_wire: WeightWire = "full"
     dispatch: Dispatch = "alltoall"
+    relay: int | None = None
+    """Neighbours of an expert group to which a token is sent once, and which hand it on among
+    themselves: those of a node.  None: a token is sent to each of its experts."""
     loss: ChunkedLoss | None = None
     """How the loss of the output projection is computed; None: from all logits."""
     compile: Compile = "none"
@@ -377,6 +380,9 @@ class Plan(Document):
     """With precision fp8 and ZeRO-3; written only where it is not full."""
     dispatch: Dispatch = "alltoall"
     """With experts on ranks of their own; written only where it is not alltoall."""
+    relay: Devices | None = None
+    """With experts on ranks of several nodes: how many of these hand on among themselves the tokens
+    that are sent to them once; written only there."""
     loss: ChunkedLoss | None = None
     compile: Compile = "none"
     """Written only where something is compiled."""

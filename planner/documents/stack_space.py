@@ -292,6 +292,8 @@ class Space(Part):
     weight_wires: tuple[WeightWire, ...] = ("full",)
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
     """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
+    relay: Flag = False
+    """Tokens may be sent once to ranks that hand them on."""
     compile: tuple[Compile, ...] = ("none",)
     """What a layout may say; others are compiled or not as their stack has it."""
     tensor_overlaps: tuple[TensorOverlap, ...] = ("none",)

@@ -17,7 +17,7 @@ from planner.formats.wanted import (
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, pipeline=1, context=1, expert=1)
     if plan.offload == "parameters" and plan.zero != 3:

@@ -16,7 +16,7 @@ _TYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.floa
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan = wanted.plan
     yield from degrees_above(wanted, tensor=1, context=1, expert=1, pipeline=1)
     yield from of_fsdp(wanted)

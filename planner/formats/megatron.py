@@ -17,7 +17,7 @@ from planner.formats.wanted import (
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan = wanted.plan
     yield from other_schedule(wanted, "megatron")
     if plan.offload != "none":
@@ -186,6 +186,8 @@ def _megatron_options(wanted: FrameworkPlan) -> Iterator[str]:
         axis = _OPTIONS_OF.get(option, "expert")
         if axis is None or getattr(wanted.plan.mesh, axis) > 1:
             yield from _OPTIONS.get(option, ())
+    if wanted.plan.relay is not None:  # what its kernels do that send a token once to a node
+        yield from _OPTIONS["deepep"]
 
 
 def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
@@ -213,7 +215,7 @@ def _megatron_training(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def deepspeed_obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan Megatron-DeepSpeed has no words for beside that."""
+    """Yield what of a plan Megatron-DeepSpeed does not support beside that."""
     plan = wanted.plan
     yield from obstacles(wanted)
     yield from degrees_above(wanted, context=1, expert=1)

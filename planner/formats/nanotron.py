@@ -19,7 +19,7 @@ from planner.stacks.stage_rules import by_products
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan, a = wanted.plan, wanted.model.architecture
     yield from other_schedule(wanted, "nanotron")
     yield from degrees_above(wanted, context=1, expert=1)

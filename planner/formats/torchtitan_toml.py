@@ -26,7 +26,7 @@ from planner.schedules import schedule_of
 
 
 def obstacles(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what of a plan it has no words for."""
+    """Yield what of a plan the framework does not support."""
     plan = wanted.plan
     yield from whole_experts(wanted)
     yield from sharded_by_context(wanted)

@@ -171,7 +171,7 @@ def mixed_recompute(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def of_one_kind(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield what a configuration that treats all blocks alike, in whole, has no words for."""
+    """Yield what a configuration with one setting for all blocks does not support."""
     if wanted.plan.precision not in ("bf16", "fp16", "fp32"):
         yield f"precision {wanted.plan.precision}"
     if "selective" in wanted.recomputes:

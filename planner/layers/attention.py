@@ -28,7 +28,7 @@ ONE_PROJECTION = ("falcon", "gpt_neox", "phi3")
 WRITTEN_SCORE = 2
 """Bytes of a score where attention is written out."""
 CAPPED_BLOCK = 512
-"""Queries whose capped scores exist at once (runtime/capped.py)."""
+"""Queries whose soft-capped scores exist at once (runtime/capped.py)."""
 CAPPED_KERNELS = 12
 """Of each such block."""
 CAPPED_PASSES, CAPPED_PASSES_FP32 = (76.0, 162.0), (68.0, 148.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.documents.model import Architecture, Experts
 from planner.layers.kernels import KernelSettings
-from planner.layers.operator_table import FP32, Operator, Setting, smaller
+from planner.layers.operator_table import FP32, GroupAxis, Operator, Setting, smaller
 from planner.layers.operators import (
     elementwise,
     exchange,
@@ -19,7 +19,10 @@ from planner.layers.operators import (
     summed,
     undivided,
 )
-from planner.layers.routing import Routing
+from planner.layers.routing import routing_of
+
+INDEX_BYTES = 8
+"""Of the number of an expert that a token chose."""
 
 
 def mlp(
@@ -56,9 +59,6 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
     whole = source
     if not spread:
         operators, whole = gathered(setting, source, "mlp_gather", full, adapted=False)
-    sent = experts.per_token * full
-    sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
-    combined_bytes = sorted_bytes if kernels.expert_moves else 2 * sent + full
     operators += _router(a, setting, source, whole, tokens=tokens)
     operators.append(_routing(experts, kernels, tokens))
     width = experts.ffn_size / divided
@@ -70,22 +70,13 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         beside = _shared(a, setting, source, whole, routed, tokens=tokens, width=shared / divided)
         gathered_experts = _of_gathered_tokens(a, setting, whole, combined, tokens=tokens)
         return [*operators, *gathered_experts, *(beside if shared else ())]
-    operators.append(
-        Operator(
-            name="dispatch",
-            kind="memory",
-            inputs=(whole,),
-            outputs={"dispatched": sent},
-            moved_bytes=sorted_bytes,
-            backward_moved_bytes=kernels.back(sorted_bytes, 2 * sent),
-            kernels=4,
-        )
-    )
-    arrived, skew = "dispatched", 1.0
-    if spread:
-        skew = kernels.expert_skew
-        operators += _sent_to_experts(a, setting, sent * skew, back=False)
-        arrived = "arrived"
+    skew = kernels.expert_skew if spread else 1.0
+    sent = experts.per_token * full
+    if spread and setting.relays:
+        there, arrived, back = _relayed(a, setting, whole, combined, full)
+    else:
+        there, arrived, back = _sent(a, setting, whole, combined, full)
+    operators += there
     count = tokens * experts.per_token * skew
     # Tiles are half empty at the end of each expert's tokens, on average.
     rate = kernels.expert_share * count / (count + local_experts * kernels.expert_tile / 2)
@@ -111,23 +102,7 @@ def experts(a: Architecture, setting: Setting, source: str) -> list[Operator]:
         share=rate,
     )
     operators += linear(setting, down, size=count * width * e, adapted=False)
-    returned = "expert_down"
-    if spread:
-        operators += _sent_to_experts(a, setting, sent * skew, back=True)
-        returned = "returned"
-    operators.append(
-        Operator(
-            name="combine",
-            kind="memory",
-            inputs=(returned, "weights"),
-            outputs={combined: full},
-            # Sent once, tokens are weighed by their experts, and what comes back is only added.
-            saved=("weights",) if kernels.expert_once and spread else (returned, "weights"),
-            moved_bytes=combined_bytes,
-            backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
-            kernels=3,
-        )
-    )
+    operators += back
     if shared:
         operators += _shared(
             a, setting, source, whole, routed, tokens=tokens, width=shared / divided
@@ -238,6 +213,140 @@ def _of_gathered_tokens(
     ]
 
 
+def _goes_beside_shared(a: Architecture) -> bool:
+    """Whether tokens can be on the way while the experts that all share compute.
+
+    Qwen2's shared expert comes before the routed ones.
+    """
+    experts = a.experts
+    assert experts is not None
+    return a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+
+
+def _sent(
+    a: Architecture, setting: Setting, whole: str, combined: str, full: float
+) -> tuple[list[Operator], str, list[Operator]]:
+    """Each token to each of its experts, what has arrived there, and what is made of it, back.
+
+    `full` are bytes of a rank's tokens.
+    """
+    experts, kernels = a.experts, setting.kernels
+    assert experts is not None
+    sent = experts.per_token * full
+    sorted_bytes = kernels.expert_moves / 2 * sent if kernels.expert_moves else 2 * sent
+    combined_bytes = sorted_bytes if kernels.expert_moves else 2 * sent + full
+    there = [
+        Operator(
+            name="dispatch",
+            kind="memory",
+            inputs=(whole,),
+            outputs={"dispatched": sent},
+            moved_bytes=sorted_bytes,
+            backward_moved_bytes=kernels.back(sorted_bytes, 2 * sent),
+            kernels=4,
+        )
+    ]
+    back: list[Operator] = []
+    arrived, returned, spread = "dispatched", "expert_down", setting.spreads_experts
+    if spread:
+        there += _sent_to_experts(a, setting, sent * kernels.expert_skew, back=False)
+        back = _sent_to_experts(a, setting, sent * kernels.expert_skew, back=True)
+        arrived, returned = "arrived", "returned"
+    combine = Operator(
+        name="combine",
+        kind="memory",
+        inputs=(returned, "weights"),
+        outputs={combined: full},
+        # Sent once, tokens are weighed by their experts, and what comes back is only added.
+        saved=("weights",) if kernels.expert_once and spread else (returned, "weights"),
+        moved_bytes=combined_bytes,
+        backward_moved_bytes=kernels.back(combined_bytes, 3 * sent + full),
+        kernels=3,
+    )
+    return there, arrived, [*back, combine]
+
+
+def _relayed(
+    a: Architecture, setting: Setting, whole: str, combined: str, full: float
+) -> tuple[list[Operator], str, list[Operator]]:
+    """The same of tokens sent once to nodes and handed on there (runtime/relayed_experts.py).
+
+    On the way back a rank adds up what its experts made of a token, and the rank that handed it on
+    what came of it.  `full` are bytes of a rank's tokens; with each copy go its choices and their
+    weights, of which gradients come back.
+    """
+    experts, kernels = a.experts, setting.kernels
+    assert experts is not None
+    skew = kernels.expert_skew
+    nodes, ranks = routing_of(experts).hops(setting.expert, setting.relay)
+    choices = full / (a.hidden_size * setting.element_bytes) * experts.per_token
+    across, inside, each = nodes * full * skew, ranks * full * skew, experts.per_token * full * skew
+
+    def copied(name: str, source: str, made: str, size: float, kinds: int) -> Operator:
+        return Operator(
+            name=name,
+            kind="memory",
+            inputs=(source,),
+            outputs={made: size},
+            moved_bytes=2 * size,
+            backward_moved_bytes=kernels.back(2 * size, 2 * size),
+            kernels=kinds,
+        )
+
+    def sent(
+        source: str, made: str, size: float, axis: GroupAxis, copies: float | None = None
+    ) -> Operator:
+        told = 0.0 if copies is None else copies * choices
+        return Operator(
+            name=made,
+            kind="all_to_all",
+            inputs=(source,),
+            outputs={made: size},
+            moved_bytes=size + told * (INDEX_BYTES + FP32),
+            backward_moved_bytes=size + told * FP32,
+            axis=axis,
+            beside_shared=source == "leaving" and _goes_beside_shared(a),
+        )
+
+    def added(name: str, source: str, made: str, of: float, size: float) -> Operator:
+        return Operator(
+            name=name,
+            kind="memory",
+            inputs=(source,),
+            outputs={made: size},
+            moved_bytes=of + size,
+            backward_moved_bytes=kernels.back(of + size, of + size),
+            kernels=2,
+        )
+
+    there = [
+        copied("dispatch", whole, "leaving", across, 18),
+        sent("leaving", "at_nodes", across, "experts_across", nodes),
+        copied("relay", "at_nodes", "handed_on", inside, 18),
+        sent("handed_on", "at_ranks", inside, "experts_inside", ranks),
+        copied("by_expert", "at_ranks", "arrived", each, 8),
+    ]
+    weighed = Operator(
+        name="weigh",
+        kind="memory",
+        inputs=("expert_down", "weights"),
+        outputs={"of_ranks": inside},
+        saved=("expert_down", "weights"),
+        moved_bytes=3 * each + inside,
+        backward_moved_bytes=kernels.back(3 * each + inside, 4 * each + inside),
+        workspace_bytes=each,
+        kernels=4,
+    )
+    back = [
+        weighed,
+        sent("of_ranks", "ranks_back", inside, "experts_inside"),
+        added("relay_sum", "ranks_back", "of_nodes", inside, across),
+        sent("of_nodes", "nodes_back", across, "experts_across"),
+        added("combine", "nodes_back", combined, across, full),
+    ]
+    return there, "arrived", back
+
+
 def _sent_to_experts(
     a: Architecture, setting: Setting, size: float, *, back: bool
 ) -> list[Operator]:
@@ -248,12 +357,9 @@ def _sent_to_experts(
     """
     experts = a.experts
     assert experts is not None
-    routing = Routing(
-        experts.count, experts.per_token, experts.groups or 1, experts.groups_per_token or 1
-    )
-    # Qwen2's shared expert comes before the routed ones.
-    beside = a.family != "qwen2_moe" and experts.shared + experts.shared_ffn_size > 0
+    beside = _goes_beside_shared(a)
     names = ("expert_down", "returned") if back else ("dispatched", "arrived")
+    routing = routing_of(experts)
     moved = exchange(setting, *names, size, routing, back=back, beside_shared=beside and not back)
     if not setting.divides_experts:
         return [moved]

@@ -30,7 +30,10 @@ OperatorKind = Literal[
     "matmul", "attention", "memory", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 ]
 Pass = Literal["forward", "backward"]
-GroupAxis = Literal["tensor", "context", "expert", "expert_tensor"]
+GroupAxis = Literal[
+    "tensor", "context", "expert", "expert_tensor", "experts_across", "experts_inside"
+]
+"""Of experts also the ranks that a token is sent to once, and those among which it is handed on."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 KEPT_BY_SELECTIVE: frozenset[OperatorKind] = frozenset(
@@ -87,6 +90,8 @@ class Setting:
     """Of operands of products in 8 bits."""
     dispatch: Dispatch = "alltoall"
     """How tokens come to experts on other ranks."""
+    relay: int = 0
+    """Ranks that hand on tokens sent to them once; 0: each token is sent to each of its experts."""
     narrow_weights: bool = False
     """Weights of Linears come in 8 bits."""
     kernels: KernelSettings = field(default=MODULES, compare=False)
@@ -128,6 +133,7 @@ class Setting:
             self.scales,
             self.narrow_weights,
             self.dispatch == "allgather",
+            self.relays,
             self.divides_experts,
         )
 
@@ -150,6 +156,11 @@ class Setting:
     def divides_experts(self) -> bool:
         """Whether several ranks divide each expert, beside experts on several ranks."""
         return self.expert > 1 and self.expert_tensor > 1
+
+    @property
+    def relays(self) -> bool:
+        """Whether tokens are sent once to ranks that hand them on."""
+        return self.relay > 0
 
     @property
     def batched(self) -> bool:
@@ -193,6 +204,7 @@ class ManySettings(Setting):
             scales=some.scales,
             narrow_weights=some.narrow_weights,
             dispatch=some.dispatch,
+            relay=column("relay"),
             kernels=some.kernels,
             taken=some.branches,
         )
@@ -216,6 +228,11 @@ class ManySettings(Setting):
     def divides_experts(self) -> bool:
         """Whether several ranks divide each expert."""
         return bool(self.taken[-1])
+
+    @property
+    def relays(self) -> bool:
+        """Whether tokens are sent once to ranks that hand them on."""
+        return bool(self.taken[-2])
 
     @property
     def batched(self) -> bool:

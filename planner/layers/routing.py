@@ -11,6 +11,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
+from planner.documents.model import Experts
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -33,7 +37,28 @@ class Routing:
         >>> round(Routing(256, 8, 8, 4).distinct(8), 2), round(Routing(256, 8).distinct(8), 2)
         (3.63, 5.29)
         """
+        if isinstance(units, np.ndarray):
+            each, place = np.unique(units, return_inverse=True)
+            return np.array([_distinct(self, int(one)) for one in each])[place]
         return _distinct(self, units)
+
+    def hops(self, ranks: int, near: int) -> tuple[float, float]:
+        """Return how many copies of a token are sent to nodes, and how many are handed on there.
+
+        `near` neighbours of the `ranks` that have experts lie on one node.  A copy goes to every
+        node that has some of its experts, and from there to every rank that has some; those that
+        stay where they are count too.
+
+        >>> [round(copies, 2) for copies in Routing(256, 8, 8, 4).hops(64, 8)]
+        [3.63, 7.36]
+        """
+        return self.distinct(ranks // near), self.distinct(ranks)
+
+
+def routing_of(experts: Experts) -> Routing:
+    """Return how tokens are routed among these experts."""
+    groups = experts.groups or 1, experts.groups_per_token or 1
+    return Routing(experts.count, experts.per_token, *groups)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Model types that are known and have no arithmetic here, each with the reason in a sentence."""
+"""Model types that are known and not planned, each with the reason in a sentence."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any
 
 _STATEFUL = (
     "has layers that carry a state along the sequence (a state-space model or linear attention), "
-    "which have no arithmetic here yet"
+    "which the planner has no figures of"
 )
-_TWO_SEQUENCES = (
-    "has a decoder that attends to an encoder's sequence, which has no arithmetic here yet"
-)
-_SPARSE = "attends to keys that an indexer chooses for each token, which has no arithmetic here yet"
+_TWO_SEQUENCES = "attends to an encoder's sequence, which the planner has no figures of"
+_SPARSE = "attends to keys that an indexer chooses, which the planner has no figures of"
 _OF_KIND = {
     _STATEFUL: (
         "bamba",

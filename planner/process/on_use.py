@@ -22,7 +22,7 @@ class OnUse:
     """
 
     def __init__(self, module: str, what: str) -> None:
-        """`what` is what cannot be done without it."""
+        """`what` is what needs it."""
         self._module, self._what = module, what
 
     def __getattr__(self, name: str) -> Any:

@@ -133,7 +133,7 @@ def _by_kind(spans: Sequence[_TimelineSpan]) -> dict[tuple[str, int], list[_Time
 
 
 def _place(span: _TimelineSpan, scale: float) -> tuple[int, int, int]:
-    """Return left end, top and width; a hair is left between neighbours."""
+    """Return left end, top and width; neighbours are a thin line apart."""
     left = round(LEFT + scale * span.start_s)
     right = round(LEFT + scale * span.end_s)
     return left, TOP + ROW * span.rank + 20, max(1, right - left - (right - left > 20))

@@ -99,6 +99,9 @@ class Pins:
     scales: Scales | None = None
     weight_wire: WeightWire | None = None
     dispatch: Dispatch | None = None
+    """Pinned to `alltoall` without a `relay`, each token is sent to each of its experts."""
+    relay: int | None = None
+    """Neighbours that hand on among themselves what is sent to them once."""
     compile: Compile | None = None
     tensor_overlap: TensorOverlap | None = None
     order: tuple[Axis, ...] | None = None

@@ -2,7 +2,7 @@
 
 Bounds come in steps, each dearer than the one before.  For a whole family:
 
-    computation     layers and actions at their fastest, nothing shared or sent, under the best of
+    computation     layers and actions at their fastest, nothing communicated, under the best of
                     its schedules
 
 for the part of it that has one ZeRO level and one schedule:
@@ -264,7 +264,7 @@ class Candidates:
                     yield layout
 
     def computation_s(self) -> bounds.Floats:
-        """[family] Least seconds of a step by layers and pipeline actions, nothing shared or sent.
+        """[family] Least seconds of a step by layers and pipeline actions, nothing communicated.
 
         A family of several timetables has the least of theirs.
         """
@@ -521,7 +521,7 @@ class Candidates:
         versions = schedule_of(part.timetables[0].schedule).weight_versions
         once = part.micro_batches == 1
         alike = id(sharings), versions, once, part.savings[0], loss, part.weight_wire
-        key = (*alike, part.micro_batch, part.compile, part.dispatch)
+        key = (*alike, part.micro_batch, part.compile, part.dispatch, part.relay)
         found = self._known_moved.get(key)
         if found is None:
             known = self._known_traffic.get(alike)

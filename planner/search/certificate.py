@@ -64,6 +64,7 @@ UNSEARCHED = (
     "ZeRO-3 that gathers more than one unit ahead, or within other groups than a node",
     "fp8 with a scale for each row",
     "tokens gathered by all experts' ranks",
+    "tokens handed on among other ranks than links are fastest for",
 )
 LEFT_OUT = f"{', '.join(UNSEARCHED)}, and what --allow would add"
 """What `meshwright predict` prices and no search of the native backend looks at unasked."""

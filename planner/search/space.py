@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
+from planner.costs.collectives import fastest_relay
 from planner.costs.layer_seconds import ENDS
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
@@ -38,6 +39,7 @@ from planner.documents.plan import (
 )
 from planner.documents.profile import ChunkedLoss, LossGradients
 from planner.documents.stack_space import EVERYTHING, Facts, Space, conflicts
+from planner.layers.routing import routing_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import PLAIN, SCHEDULES, Schedule, schedule_of
@@ -111,6 +113,7 @@ class LayoutFamily:
     weight_wire: WeightWire = "full"
     """Of layouts that gather weights in each pass."""
     dispatch: Dispatch = "alltoall"
+    relay: int | None = None
 
     @property
     def divided(self) -> tuple[object, ...]:
@@ -127,6 +130,7 @@ class LayoutFamily:
             self.scales,
             self.weight_wire,
             self.dispatch,
+            self.relay,
             self.losses,
         )
 
@@ -190,6 +194,7 @@ class LayoutFamily:
             gradient_wire=saving.wire,
             scales=self.scales,
             dispatch=self.dispatch,
+            relay=self.relay,
             weight_wire=self.weight_wire if sharing.zero == 3 and here else "full",
             sequence_parallel=self.sequence_parallel,
             loss=self.losses[place],
@@ -400,6 +405,7 @@ def families(
                 inner.append(ShardingChoice(zero, shard, replicate, order, prefetch, reshard))
     shared = {place: tuple(found) for place, found in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
+    relay = relay_of(request, degrees)
     for size, count in micro_batches(job, degrees, pins):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
@@ -432,7 +438,29 @@ def families(
                     scales=request.scales,
                     weight_wire=weight_wire(request),
                     dispatch=(pins.dispatch if degrees.expert > 1 else None) or "alltoall",
+                    relay=relay,
                 )
+
+
+def relay_of(request: Request, degrees: Degrees | Layout) -> int | None:
+    """Return how many ranks of an expert group hand on tokens that are sent to them once.
+
+    Unless it is pinned, the fastest by the links' own rates, of a sequence's tokens; None, to send
+    each token to each of its experts, where that is no slower, as inside a node.
+    """
+    pins, a = request.pins, request.model.architecture
+    if degrees.expert == 1 or a is None or a.experts is None:
+        return None
+    if pins.relay is not None or pins.dispatch is not None or not request.space.relay:
+        return pins.relay
+    tokens = request.job.seq_len / (degrees.tensor * degrees.context)
+    return fastest_relay(
+        request.cluster.tiers,
+        routing_of(a.experts),
+        ranks=degrees.expert,
+        copy_bytes=tokens * a.hidden_size * 2,
+        devices=request.cluster.devices,
+    )
 
 
 def plainest(request: Request, degrees: Degrees) -> Layout:

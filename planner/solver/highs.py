@@ -1,11 +1,12 @@
 """HiGHS, run on a linear program of PuLP: what it found, what it proved.
 
-PuLP calls a run that met its time limit "Optimal": here `sol_status` and the dual bound count.
+PuLP calls a run that met its time limit "Optimal": here HiGHS's own status and dual bound count.
 HiGHS is constructed here alone, so that its banner appears nowhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,20 +64,18 @@ def run(
             configured(program)
 
     solver.createAndConfigureSolver = configure
-    try:
+    with contextlib.suppress(IndexError):  # pulp reads the values of a run that ended without any
         program.solve(solver)
-        status = program.sol_status
-    except IndexError:  # pulp reads the values of a run that ended without any
-        status = pulp.LpSolutionNoSolutionFound
-    info = program.solverModel.getInfo()
-    found = status > 0 and info.primal_solution_status == feasible
-    proven = found and status == pulp.LpSolutionOptimal
+    # Of HiGHS itself: releases of PuLP name its outcomes differently.
+    status, info = program.solverModel.getModelStatus(), program.solverModel.getInfo()
+    found = info.primal_solution_status == feasible
+    proven = found and status == highspy.HighsModelStatus.kOptimal
     bound = float(info.mip_dual_bound)
     if proven:
         # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
         objective = info.objective_function_value
         bound = max(bound, objective - gap * abs(objective))
-    impossible = not found and program.status == pulp.LpStatusInfeasible
+    impossible = not found and status == highspy.HighsModelStatus.kInfeasible
     return SolverOutcome(found, proven, bound * unit_s, impossible)
 
 

@@ -401,7 +401,7 @@ def broken(instance: Instance, solution: Solution) -> HostMemory | Tie | None:
 def leanest_bytes(instance: Instance, stage: StageLimits, held: range) -> float:
     """Fewest bytes in which `stage` can hold the layers `held`, whatever the seconds.
 
-    For every level that the largest transient may have, the leanest option below that level.
+    For every level that the largest transient may have, the minimum-memory option below that level.
     """
     tables = [instance.options_of(layer) for layer in held]
     levels = sorted({o.transient_bytes for table in tables for o in table})

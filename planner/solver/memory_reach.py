@@ -51,8 +51,8 @@ def why_no_split(problem: GraphInstance) -> str:
         )
         if short > 0:
             return (
-                f"layer '{problem.name(layer)}' alone fits on no stage: in its leanest option it "
-                f"lacks at least {bytes_text(short)}"
+                f"layer '{problem.name(layer)}' alone fits on no stage: in its minimum-memory "
+                f"option it lacks at least {bytes_text(short)}"
             )
     needs = min(
         leanest_bytes(chain, min(chain.stages, key=lambda stage: stage.in_flight), layers)
@@ -62,14 +62,14 @@ def why_no_split(problem: GraphInstance) -> str:
     most = sum(sum(own[: one.stages]) for one, own in zip(problem.types, free, strict=True))
     names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
     return (
-        f"no order of {names} and no cuts fit: in their leanest options all layers need at least "
-        f"{bytes_text(needs)}, and the stages have {bytes_text(most)} free at most, "
+        f"no order of {names} and no cuts fit: in their minimum-memory options all layers need at "
+        f"least {bytes_text(needs)}, and the stages have {bytes_text(most)} free at most, "
         f"{bytes_text(min(map(min, free)))} on the smallest"
     )
 
 
 def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
-    """[first] End of the longest run that the stage holds in leanest options; `first` if none."""
+    """[first] End of the longest run that fits with minimum-memory options; `first` if none."""
     layers = np.array(instance.layers)
     levels = sorted({o.transient_bytes for table in instance.kinds for o in table})
     longest = np.arange(len(layers))
@@ -114,8 +114,8 @@ def _too_large(instance: Instance, layer: int) -> str:
         for needs in [leanest_bytes(instance, stage, alone)]
     )
     return (
-        f"layer {layer} alone fits on no stage: stage {s} comes closest, where its leanest option "
-        f"needs {bytes_text(needs)} and {bytes_text(free)} are free"
+        f"layer {layer} alone fits on no stage: stage {s} comes closest, where its minimum-memory "
+        f"option needs {bytes_text(needs)} and {bytes_text(free)} are free"
     )
 
 
@@ -138,13 +138,14 @@ def _stuck(instance: Instance, s: int, firsts: NDArray[np.intp]) -> str:
     which = f"layer {begins[0]}" if len(begins) == 1 else f"any of layers {begins[0]}..{begins[-1]}"
     which += f" and the {least - 1} behind it" if least > 1 else ""
     return (
-        f"stage {s} cannot hold {which}, where the stages before it may stop: that needs at least "
-        f"{bytes_text(needs)} in its leanest option, and {bytes_text(stage.free_bytes)} are free"
+        f"stage {s} cannot hold {which}, where the stages before it may stop: that needs at "
+        f"least {bytes_text(needs)} in its minimum-memory option, and "
+        f"{bytes_text(stage.free_bytes)} are free"
     )
 
 
 def _too_many(instance: Instance, held: int) -> str:
-    """Say how far the leanest options reach, and what the whole chain would need."""
+    """Say how far the minimum-memory options reach, and what the whole chain would need."""
     stages = instance.stages
     layers = len(instance.layers)
     lightest = min(stages, key=lambda stage: stage.in_flight)
@@ -153,8 +154,8 @@ def _too_many(instance: Instance, held: int) -> str:
         min(o.resident_bytes for o in table) for table in map(instance.options_of, range(layers))
     )
     return (
-        f"even with the leanest options the {_count(len(stages), 'stage')} hold only the first "
-        f"{held} of {layers} layers: all of them need at least {bytes_text(needs)}, of which "
+        f"even with the minimum-memory options the {_count(len(stages), 'stage')} hold only the "
+        f"first {held} of {layers} layers: all of them need at least {bytes_text(needs)}, of which "
         f"{bytes_text(resident)} resident, and the stages have "
         f"{bytes_text(sum(stage.free_bytes for stage in stages))} free, "
         f"{bytes_text(min(stage.free_bytes for stage in stages))} on the smallest"

@@ -10,7 +10,7 @@ The search is exact.  With multipliers λ, μ >= 0, D their Lagrangian bound and
 
 every choice within both limits takes D + Σ n r + λ · (bytes unused) + μ · (sync unused) seconds.
 All of these are >= 0: a choice of at most D + slack seconds has Σ n r <= slack.  Bytes and sync
-limit counts in the same way, as excesses over what the leanest options take, and so does any
+limit counts in the same way, as excesses over what the minimum-memory options take, and so does any
 mixture of the two, which tells early that both cannot be kept.  Counts within all of these rooms
 are listed; the fastest is the optimum if it takes at most D + slack, and else the slack grows.
 """
@@ -149,7 +149,7 @@ def _in_shares(
 
 
 def _shares(resource: Floats, room: float) -> Floats:
-    """[option] Shares of a room beyond the leanest option; inf if there is no room."""
+    """[option] Shares of a room beyond the minimum-memory option; inf if there is no room."""
     excess = resource - resource.min()
     return excess / room if room > 0 else np.where(excess > 0, np.inf, 0.0)
 

@@ -63,6 +63,7 @@ LAUNCH: Mapping[str, Claim] = {
             "scales",
             "weight_wire",
             "dispatch",
+            "relay",
             "loss",
             "compile",
             "tensor_overlap",
@@ -110,6 +111,7 @@ SCRIPT: Mapping[str, Claim] = {
         "use 1f1b, or zb-h1 for a smaller bubble", lambda layout: not layout.executed.stale
     ),
     "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
+    "relay": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
     "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(
         "it goes with tensor 1: what divides your modules calls collectives that no graph has",

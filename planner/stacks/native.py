@@ -260,6 +260,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from (Obstacle(*found) for found in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
+    if layout.relay is not None:
+        yield from _relay_obstacles(layout, layout.relay)
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -300,6 +302,20 @@ def _unit_obstacles(layout: Layout) -> Iterator[Obstacle]:
             yield Obstacle(place, f"is {value}, and parameters are offloaded to the host")
     if layout.reshard is not None:
         yield from _reshard_obstacles(layout, layout.reshard)
+
+
+def _relay_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:
+    """Yield what keeps ranks from handing on among themselves what is sent to them once."""
+    if layout.expert == 1:
+        yield Obstacle("relay", f"is {ranks}, and experts have no ranks of their own; leave it out")
+    elif layout.dispatch != "alltoall":
+        yield Obstacle("relay", f"is {ranks}, and {layout.dispatch} brings all tokens to all ranks")
+    elif layout.expert % ranks or not 1 < ranks < layout.expert:
+        yield Obstacle(
+            "relay",
+            f"is {ranks}; it divides the {layout.expert} ranks of experts, and is more than 1 and "
+            "less than they are",
+        )
 
 
 def _reshard_obstacles(layout: Layout, ranks: int) -> Iterator[Obstacle]:

@@ -126,6 +126,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
         "offloaded parameters",
         "experts",
         "gathered experts",
+        "relayed experts",
         "compiled, experts",
     }
     # What is compiled for CUDA asks inside of its graph.
@@ -143,6 +144,11 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     assert more["experts"] == REPORT | {
         "item at runtime/language_model.py:expert_load": 1,
         "list at runtime/experts.py:of": 4,
+    }
+    # Handed on, they are asked for to nodes and then to ranks.
+    assert more["relayed experts"] == REPORT | {
+        "item at runtime/language_model.py:expert_load": 1,
+        "list at runtime/relayed_experts.py:of": 8,
     }
     # Gathered tokens find their experts on the device.
     assert more["gathered experts"] == REPORT | {"item at runtime/language_model.py:expert_load": 1}

@@ -22,11 +22,12 @@ import torch
 
 import profiler.clock
 from planner.documents.cluster import Collective
+from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
-from runtime import compiled, experts, transforms
+from runtime import compiled, experts, relayed_experts, transforms
 from runtime.rehearsal import fake_job
 from runtime.train import token_engine
 from tests.cuda.fake_cuda import fake_cuda
@@ -58,7 +59,7 @@ def stepped(rank: int = 0, *, family: str = "reference", steps: int = 1, **layou
         others = {name: value for name, value in layout.items() if name not in chosen}
         plan = cases.plan(graph, **{"global_batch": 64, **others})
         plan = plan.model_copy(update=chosen)
-        with job(plan, rank=rank), untraced():
+        with job(plan, rank=rank, model=graph), untraced():
             engine = token_engine(plan, graph, device=CUDA)
             count = len(plan.samples_of(engine.slice_rank))
             tokens = torch.zeros(count, plan.seq_len + 1, dtype=torch.int64)
@@ -87,15 +88,17 @@ def measured(doing: Callable[[], None], ranks: int = 1, rank: int = 0) -> Path:
 
 
 @contextmanager
-def job(*plans: Plan, rank: int) -> Iterator[None]:
+def job(*plans: Plan, rank: int, model: ModelGraph | None = None) -> Iterator[None]:
     # Places on the mesh are known by device; those of the profiler's own chains are made anew.
     chain._meshes.clear()
-    with fake_job(*plans, rank=rank, device=CUDA), Watch():
-        even = experts._by_rank
+    with fake_job(*plans, rank=rank, device=CUDA, model=model), Watch():
 
-        def asked(rows: torch.Tensor, sent: int) -> list[list[int]]:
-            WORLD.synced("list", WORLD.current().clock)
-            return even(rows, sent)
+        def asking(known: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+            def asked(*args: Any) -> list[list[int]]:
+                WORLD.synced("list", WORLD.current().clock)
+                return known(*args)
+
+            return asked
 
         attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -107,7 +110,8 @@ def job(*plans: Plan, rank: int) -> Iterator[None]:
 
         with (
             mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attended),
-            mock.patch.object(experts, "_by_rank", asked),
+            mock.patch.object(experts, "_by_rank", asking(experts._by_rank)),
+            mock.patch.object(relayed_experts, "_by_rank", asking(relayed_experts._by_rank)),
             # Messages that one side batches and the other does not take different communicators.
             mock.patch("torch.distributed.batch_isend_irecv", side_effect=AssertionError),
         ):
@@ -257,6 +261,14 @@ PATHS: dict[str, Path] = {
         zero=1,
         precision="bf16",
         dispatch="allgather",
+    ),
+    "relayed experts": stepped(
+        family="mixtral",
+        data_shard=4,
+        expert=4,
+        zero=1,
+        precision="bf16",
+        relay=2,
     ),
     "8-bit weights": stepped(data_shard=2, zero=3, precision="fp8", weight_wire="fp8", steps=2),
     "first stage": stepped(pipeline=2, precision="bf16"),

@@ -106,6 +106,7 @@ def plan(
     scales: str = "tensorwise",
     weight_wire: str = "full",
     dispatch: str = "alltoall",
+    relay: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
     clip_norm: float = 1.0,
@@ -153,6 +154,7 @@ def plan(
         scales=scales,
         weight_wire=weight_wire,
         dispatch=dispatch,
+        relay=relay,
         training=Training(
             learning_rate=3e-3,
             warmup_steps=2,

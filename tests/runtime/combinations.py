@@ -48,6 +48,7 @@ CHOSEN = (
     "scales",
     "weight_wire",
     "dispatch",
+    "relay",
     "precision",
 )
 """Fields whose values name themselves."""
@@ -86,6 +87,7 @@ class Row:
     scales: str = "tensorwise"
     weight_wire: str = "full"
     dispatch: str = "alltoall"
+    relay: int | None = None
     documents: bool = False
     """Samples hold several."""
     precision: str = "fp32"
@@ -180,6 +182,7 @@ class Row:
             scales=self.scales,  # type: ignore[arg-type]
             weight_wire=self.weight_wire,  # type: ignore[arg-type]
             dispatch=self.dispatch,  # type: ignore[arg-type]
+            relay=self.relay,
             **{axis: getattr(self, axis) for axis in DEGREES},
         )
 
@@ -245,7 +248,7 @@ class Row:
 
 
 OTHERS = tuple(f.name for f in fields(Row) if f.name not in (*DEGREES, "expert"))
-DEAR = ("compile", "prefetch", "reshard", "scales", "weight_wire", "dispatch", "documents")
+DEAR = ("compile", "prefetch", "reshard", "scales", "weight_wire", "dispatch", "relay", "documents")
 """Choices that the small cover leaves plain, and `dear_rows` has: what is compiled takes a rank
 seconds to begin with, and the others go with few."""
 
@@ -317,6 +320,7 @@ def choices() -> dict[str, tuple[Any, ...]]:
         "scales": native().space.scales,  # type: ignore[union-attr]
         "weight_wire": get_args(plan_types.WeightWire),
         "dispatch": get_args(plan_types.Dispatch),
+        "relay": (None, 2),
         "documents": (False, True),
         "precision": get_args(Precision),
         "family": (*cases.COVERED, OWN),

@@ -158,6 +158,8 @@ NARROW = (
     Row(family="llama", data_shard=4, zero=3, precision="fp8", scales="rowwise", reshard=2),
     Row(tensor=2, precision="fp8", scales="rowwise", recompute="selective"),
     Row(family="mixtral", data_shard=2, expert=2, zero=1, dispatch="allgather", documents=True),
+    Row(family="mixtral", data_shard=2, tensor=2, expert=4, zero=1, relay=2),
+    Row(family="qwen3_moe", data_shard=4, expert=4, zero=3, recompute="selective", relay=2),
 )
 """Choices of products in 8 bits, and others that few rows can have."""
 
@@ -186,6 +188,7 @@ BY_INDUCTOR = (
     Row(family="qwen2", pipeline=2, schedule=("zb-h1", 1), compile="block", loss="precomputed"),
     Row(family="mixtral", data_shard=2, expert=2, zero=1, compile="block", loss="recomputed"),
     Row(family="qwen3_moe", data_shard=2, zero=3, recompute="full", compile="block"),
+    Row(family="mixtral", data_shard=4, expert=4, zero=1, relay=2, compile="block"),
     Row(family=combinations.OWN, data_shard=2, zero=2, compile="block"),
 )
 """One row at least of each family: dense, with shared heads, soft-capped, with experts."""

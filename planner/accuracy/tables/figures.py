@@ -46,7 +46,7 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
             assumed.append("feed-forward of 4 x hidden_size")
     attention = word(row.get("attention", ""))
     if any(attention.startswith(other) for other in OTHER_ATTENTION):
-        raise DocumentError("", f"attention '{attention:.40}' has no arithmetic here")
+        raise DocumentError("", f"attention '{attention:.40}' is not planned")
     vocabulary = optional(row, "vocab_size") or None
     if vocabulary is None:
         assumed.append(f"vocabulary of {DEFAULT_VOCABULARY}")

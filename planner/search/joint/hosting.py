@@ -118,7 +118,7 @@ def hosted(options: Options, stages: Stages, layers: int, least_s: Floats) -> tu
 
 
 def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
-    """[pipeline] Whether stages hold all layers in their leanest options, the least transient."""
+    """[pipeline] Whether all layers fit in their minimum-memory options, the least transient."""
     at = stages.pipeline
     lean = _held(options, stages, at).min(axis=0)
     least = np.maximum(options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes)

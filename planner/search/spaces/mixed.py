@@ -214,7 +214,7 @@ class MixedSpace(GroupSpace):
     def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
 
-        A rank holds no more of them than its leanest option allows, at the moment by which
+        A rank holds no more of them than its minimum-memory option allows, at the moment by which
         planner.search.least_bytes bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)

@@ -2,7 +2,8 @@
 
 A stage of type g at position s can hold what one downset I adds to another J under a ceiling of the
 seconds t_gs(I, J) that its layers take at least (`planner.solver.step_bounds`), none where their
-leanest options do not fit.  Stages with n_g of type g, in any order, end at J under a ceiling of
+minimum-memory options do not fit.  Stages with n_g of type g, in any order, end at J under a
+ceiling of
 
     F(n, J) = min_{g, I} max(F(n - e_g, I), t_gs(I, J))         s = Σ n - 1
 

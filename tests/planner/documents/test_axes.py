@@ -29,7 +29,7 @@ def unusual(axis: LayoutAxis) -> Any:
     """A value that is not the usual one."""
     if axis.values:
         return next(one for one in axis.values if one != axis.usual)
-    return {"prefetch": 1, "reshard": 2, "loss": ChunkedLoss(rows=64)}[axis.name]
+    return {"prefetch": 1, "reshard": 2, "relay": 2, "loss": ChunkedLoss(rows=64)}[axis.name]
 
 
 @EACH

@@ -190,4 +190,4 @@ def test_both_name_the_same_reason() -> None:
 
     assert exact == program
     assert isinstance(exact, Infeasible)
-    assert "even with the leanest options" in exact.reason
+    assert "even with the minimum-memory options" in exact.reason

@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "scales": get_args(Scales),
     "weight_wire": get_args(WeightWire),
     "dispatch": get_args(Dispatch),
+    "relay": (2,),
     "loss": (ChunkedLoss(), ChunkedLoss(rows=8)),
     "compile": get_args(Compile),
     "tensor_overlap": get_args(TensorOverlap),

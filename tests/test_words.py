@@ -1,0 +1,75 @@
+"""Pages and texts of the program use the words of the field; the list of others only grows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_writes import PACKAGES, ROOT
+
+INSTEAD = {
+    r"thriftier": "cheaper",
+    r"put(s|ting)? ahead": "rank first",
+    r"who trains\b": "the framework",
+    r"compacted\b": "defragmented by the allocator",
+    r"no arithmetic here": "is not planned",
+    r"(be|is|are) done without": "removed",
+    r"no words for": "does not support",
+    r"shared or sent\b": "communicated",
+    r"[Oo]f the first one's": "of the first candidate's",
+    r"lean(er|est)? (choice|option|bytes)": "minimum-memory choice",
+    r"ways out\b": "remedies",
+    r"gathers again": "reshards after forward",
+    r"a hair\b": "a thin line, or epsilon",
+    r"side by side (block|attention)": "parallel residual",
+    r"(?<!soft-)capped (logits|scores)": "soft-capped",
+    r"birth of": "provenance",
+    r"wishes\b": "measurement requests",
+    r"by e\+0\d %|\de\+0\d %": "a share above 100 % as a factor",
+}
+"""By pattern, what the field says; CHANGELOG.md says what was, and is not read."""
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield each line of a page, and each text of the program that has several words."""
+    for file in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        if file.name != "CHANGELOG.md":
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                yield f"{file.relative_to(ROOT)}:{number}", line
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                said = node.value if isinstance(node, ast.Constant) else None
+                if isinstance(said, str) and " " in said:
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", said
+
+
+def found(lines: Iterator[tuple[str, str]]) -> list[str]:
+    wanted = re.compile("|".join(rf"\b(?:{pattern})" for pattern in INSTEAD))
+    said = []
+    for place, text in lines:
+        for match in wanted.finditer(" ".join(text.split())):
+            way_out = next(b for a, b in INSTEAD.items() if re.fullmatch(a, match[0]))
+            said.append(f"{place}: '{match[0]}'; write: {way_out}")
+    return said
+
+
+def test_texts_use_the_words_of_the_field() -> None:
+    assert found(texts()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "15 % against the first and for another would put ahead",
+        "who trains, best plan",
+        "types that have no\n    arithmetic here yet",
+        "compiles for 44.0 s (3.7e+02 % of 1,000 steps)",
+        "what it takes where nothing is shared or sent",
+    ],
+)
+def test_a_sentence_of_before_is_found(text: str) -> None:
+    assert len(found(iter([("page", text)]))) == 1
