@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from benchmarks.library_layers import SAMPLES, layers_of, loss_of
 from benchmarks.library_styles import styles_of
+from benchmarks.rehearsal import _NoValues, _shapes_apart
 from planner import catalog
 from planner.catalog import models
 from planner.catalog.expressions import resolve_model
@@ -50,7 +51,6 @@ from runtime.adapter import Adapter
 from runtime.language_model import adapter_of
 from runtime.mesh import Place, place_of
 from runtime.recompute import wrapped
-from runtime.rehearsal import _NoValues, _shapes_apart
 from runtime.tensor import divide
 from runtime.torch_internals import fake_store
 

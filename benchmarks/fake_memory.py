@@ -3,7 +3,7 @@
     PYTHONPATH=$PWD python benchmarks/fake_memory.py [MODEL ...] [-o benchmarks/results]
 
 Every row is one layout.  The ranks at the pipeline's two ends run the runtime's own steps on
-tensors without data (runtime.rehearsal); the planner predicts the same plan.  Left out of the
+tensors without data (benchmarks.rehearsal); the planner predicts the same plan.  Left out of the
 prediction is what no tensor shows: the device's context, the collective library, the allocator's
 slack.  Writes fake_memory.json and docs/memory.md; needs neither a GPU nor much memory.
 """
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rehearsal import Rehearsal, rank_at, rehearse
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
 from planner.documents.document import write_text
@@ -34,7 +35,6 @@ from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.profile import ChunkedLoss
 from planner.documents.units import bytes_text
 from planner.layers.parameters import graph_of
-from runtime.rehearsal import Rehearsal, rank_at, rehearse
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 LEFT_OUT = ("context", "allocator overhead")
@@ -376,12 +376,12 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         "One rank of a large job runs the runtime's own training step on tensors without data: "
         "FSDP2, tensor, context and pipeline parallelism, recomputation and the optimizer are the "
         "code that trains; collectives and sends do nothing; and the bytes of all live tensors are "
-        "counted (`runtime/rehearsal.py`). The planner predicts the same plan. Its allowance for "
-        "the CUDA context, the collective library and the allocator is left out on both sides. "
+        "counted (`benchmarks/rehearsal.py`). The planner predicts the same plan. Its allowance "
+        "for the CUDA context, the collective library and the allocator is left out on both sides. "
         "Compiled blocks save what the compiler's partitioner chooses; a chain of elementwise "
         "operators stores only its result, as a generated kernel does "
-        "(`runtime/traced_blocks.py`). Each rank receives as many expert tokens as a plan allows "
-        "for the busiest one.",
+        "(`benchmarks/traced_blocks.py`). Each rank receives as many expert tokens as a plan "
+        "allows for the busiest one.",
         "",
         f"`PYTHONPATH=$PWD python benchmarks/fake_memory.py`, {date}, torch {torch.__version__}: "
         f"{len(rows)} ranks, {figures(errors)}. {len(new)} of them have few blocks of full "

@@ -2,9 +2,9 @@
 
     PYTHONPATH=$PWD python benchmarks/lengths.py [-o benchmarks/results]
 
-One rank's step is rehearsed on tensors without data (runtime.rehearsal) at eight lengths, and each
-tensor's coming and going written down.  Steps whose lengths are drawn from a distribution then pass
-one after another through a model of torch's caching allocator
+One rank's step is rehearsed on tensors without data (benchmarks.rehearsal) at eight lengths, and
+each tensor's coming and going written down.  Steps whose lengths are drawn from a distribution then
+pass one after another through a model of torch's caching allocator
 (planner/costs/caching_allocator.py), with segments of one request each and with segments that
 expand.  All is on one stream, and the device always has more memory: what is reserved beyond it
 makes an allocator give back what it caches.  Writes lengths.json and docs/lengths.md.
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fake_memory import Case
+from benchmarks.rehearsal import changes
 from planner.costs.caching_allocator import CachingAllocator, MemoryBlock
 from planner.documents.document import write_text
 from planner.documents.units import bytes_text
-from runtime.rehearsal import changes
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "lengths.md"
 LONGEST = 4096
@@ -131,7 +131,7 @@ def markdown(rows: Sequence[dict[str, Any]], date: str) -> str:
         f"`PYTHONPATH=$PWD python benchmarks/lengths.py`, {date}: {STEPS} steps of one rank, "
         f"Llama-3.1-8B of 4 blocks under ZeRO-3 on 8 ranks, one sequence of up to {LONGEST} "
         "tokens. The allocations of a step are recorded on the runtime itself "
-        "(`runtime/rehearsal.py`) and replayed in a model of the allocator "
+        "(`benchmarks/rehearsal.py`) and replayed in a model of the allocator "
         "(`planner/costs/caching_allocator.py`), on one stream and with a device that never runs "
         "out of memory.",
         "",

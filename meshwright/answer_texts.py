@@ -108,14 +108,22 @@ def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
     return (*misfit, *prediction.notes)
 
 
-def _worth(share: float) -> str:
-    return f"saves {100 * share:.1f} %" if share >= 0 else f"costs {-100 * share:.1f} %"
+def _worth(saved_s: float, of_s: float) -> str:
+    """Return what a change saves of a step, in seconds and as a share of it.
+
+    >>> _worth(3.0, 12.0), _worth(-0.6, 12.0), _worth(1e-5, 12.0)
+    ('saves 3 s (25.0 %)', 'costs 600 ms (5.0 %)', 'saves nothing')
+    """
+    if abs(saved_s) < 0.0005 * of_s:
+        return "saves nothing"
+    does = "saves" if saved_s >= 0 else "costs"
+    return f"{does} {seconds_text(abs(saved_s))} ({100 * abs(saved_s) / of_s:.1f} %)"
 
 
 def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[RenderableType]:
     """Yield a plan beside the best: both, the causes of their time, each change and its worth."""
     mine, best = told.prediction, told.best.prediction
-    gain = mine.step_time_s / best.step_time_s - 1
+    of_s = mine.step_time_s
     both = " -> ".join(seconds_text(one.step_time_s) for one in (mine, best))
     memory = " -> ".join(bytes_text(_peak(one)) for one in (mine, best))
     facts = [
@@ -123,20 +131,25 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
         Fact(label="best", text=told.best.plan.layout.text()),
     ]
     if told.changes:
-        text = f"{100 * gain:.1f} % faster: {both} a step; memory {memory}"
+        saved = _worth(of_s - best.step_time_s, of_s)
+        text = f"{both} a step, {saved}; memory {memory}"
     else:
         text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
     facts.append(Fact(label="gain", text=text))
     if not explain:
         shown = max(1, FEW - len(told.warnings))
-        worth = sorted(told.changes, key=lambda change: -change.saved_s)[:shown]
+        ordered = sorted(told.changes, key=lambda change: -abs(change.saved_s))
+        worth = [(change.what, change.saved_s) for change in ordered[:shown]]
+        if rest := ordered[shown:]:  # so that what is shown adds up
+            which = "1 more change" if len(rest) == 1 else f"{len(rest)} more changes"
+            worth.append((f"{which}, together", sum(change.saved_s for change in rest)))
         facts += [
             Fact(
-                label="change" if change is worth[0] else "",
-                text=f"{change.what} {_worth(change.saved_s / mine.step_time_s)}",
-                detail=change is not worth[0],
+                label="" if at else "change",
+                text=f"{what} {_worth(saved_s, of_s)}",
+                detail=at > 0,
             )
-            for change in worth
+            for at, (what, saved_s) in enumerate(worth)
         ]
     facts += [Fact(label="warning", text=one, style="yellow") for one in told.warnings]
     title = f"{told.mine.model.name} on {told.mine.cluster}: {job_text(told.mine.job)}"
@@ -163,14 +176,14 @@ def _causes_table(mine: Prediction, best: Prediction) -> Table:
 
 
 def _changes_table(told: Improved) -> Table:
-    columns = ("change, one after the other", "step", "worth", "memory")
+    columns = ("change, one after the other", "step", "saves", "memory")
     table = plain_table(*columns, right=(1, 2, 3))
     for change in told.changes:
         memory = bytes_text(_peak(change.prediction))
         table.add_row(
             change.what,
             seconds_text(change.prediction.step_time_s),
-            f"{100 * change.saved_s / told.prediction.step_time_s:+.1f} %",
+            f"{'-' if change.saved_s < 0 else ''}{seconds_text(abs(change.saved_s))}",
             memory if change.prediction.fits else f"{memory}, does not fit",
         )
     return table

@@ -166,18 +166,35 @@ def _slurm(
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             f"export {SECRET} PYTHONSAFEPATH=1",
-            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(words)}"
-            + (" || status=$?" if command.handed_over else ""),
-            *(_QUEUED_AGAIN if command.handed_over else ()),
+            *_started(shlex.join(words), logs, hands_over=command.handed_over),
             "",
         ]
     )
 
 
-_QUEUED_AGAIN = (
-    "# A notice ended the run, and it is saved: this job waits for its turn again.",
-    f'if [ "${{status:-0}}" = {HandedOver.status} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-    'exit "${status:-0}"',
+def _started(words: str, logs: Path, *, hands_over: bool) -> list[str]:
+    """Return the lines that start a command once on every node.
+
+    One that hands over ends well on each of them, or srun would end the others before they have
+    saved; that it did so is a file.  Signals of a notice go to all processes of a step, and the
+    shell between srun and the command waits for it.
+    """
+    srun = "srun --export=ALL --kill-on-bad-exit=1 --wait=60"
+    if not hands_over:
+        return [f"{srun} {words}"]
+    return [
+        f"export handed_over={shlex.quote(str(logs.absolute()))}/handed-over-$SLURM_JOB_ID",
+        'rm -f "$handed_over"',
+        f"{srun} bash -c {shlex.quote(_HANDS_OVER)} - {words} || status=$?",
+        "# A notice ended the run, and it is saved: this job waits for its turn again.",
+        'if [ -e "$handed_over" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "${status:-0}"',
+    ]
+
+
+_HANDS_OVER = (
+    'trap : TERM USR1 HUP; "$@" || { status=$?; '
+    f'[ $status = {HandedOver.status} ] || exit $status; : > "$handed_over"; }}'
 )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from runtime import lora
 from runtime.divided_heads import run_heads
 from runtime.tensor import on_local_parts, table_rows
 from runtime.tensor_axis import Across, AxisEntry, part_of_dropout
@@ -85,10 +86,11 @@ def shards(unit: nn.Module, region: Region) -> Iterator[tuple[str, int, tuple[in
             yield f"{prefix}out_proj.weight", 1, (width,)
         case "products":
             for path, pieces in region.columns.items():
-                for name in ("weight", "bias"):
+                for name in ("weight", "bias", lora.B):
                     yield f"{path}.{name}", 0, pieces
             rows = unit.get_parameter(f"{region.rows}.weight")
-            yield f"{region.rows}.weight", 1, (rows.shape[1],)
+            for name in ("weight", lora.A):
+                yield f"{region.rows}.{name}", 1, (rows.shape[1],)
 
 
 def take_parts(
@@ -160,7 +162,8 @@ def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Ten
 
     def without_bias() -> Tensor:
         if isinstance(module, nn.Linear):
-            return functional.linear(x, module.weight)
+            made = functional.linear(x, module.weight)
+            return made + lora.added(module, x) if lora.is_adapted(module) else made
         assert isinstance(module, CONVOLUTIONS)
         return module._conv_forward(x, module.weight, None)
 

@@ -55,6 +55,7 @@ from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
+from runtime.whole_batch import whole_batch
 
 if TYPE_CHECKING:
     from runtime.token_model import TokenModel
@@ -80,7 +81,10 @@ class StepResult:
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
-    """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
+    """A launcher was told that its machine will be taken away; `launch` saves now, and ends.  A
+    script saves, and raises meshwright.HandedOver."""
+    out_of_time: bool = False
+    """Rank 0's time is over; see `end_when`."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Refuse: the backward pass was part of the step."""
@@ -244,6 +248,11 @@ class Engine:
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
+            if model.sums or isinstance(loss, whole_batch):
+                raise LaunchError(
+                    f"schedule: is {plan.schedule}, whose backward is one step late, and a loss or "
+                    "a sum over the whole batch needs all outputs before; use schedule 1f1b"
+                )
             pipeline = self._passes.pipeline_of(
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
@@ -371,16 +380,15 @@ class Engine:
         """Train on this rank's slice of a global batch."""
         self._forward_backward(batch)
         if self._late is not None:
-            loss, norm, noticed = self._late.update(self._passes.totals.values.clone())
-            self._passes.totals.clear()
-            load = self._expert_load()
-            value = LossValue(loss)
-            return StepResult(value, float("nan"), norm, expert_load=load, noticed=noticed)
+            metrics = self._passes.metrics()
+            loss, norm, ending = self._late.update(self._passes.totals.values.clone())
+            return self._result(loss, math.nan, norm, metrics, ending)
         grads, measured = self._made_whole(self.clip_norm)
         return self._updated(grads, measured)
 
     def forward_backward(self, batch: Any) -> StepResult:
         """Add the gradients of a slice; several calls before `optimizer_step` are one batch."""
+        self._refuse_late("forward_backward")
         before = self._passes.totals.values.clone()
         self._forward_backward(batch)
         self._optimizers.hide()
@@ -392,6 +400,7 @@ class Engine:
 
         They are what `optimizer_step` uses, and no more can be added to them.
         """
+        self._refuse_late("gradients")
         if self._whole is None:
             self._whole = self._made_whole(0.0)
             self._optimizers.hide()
@@ -402,6 +411,7 @@ class Engine:
 
         They are clipped to `clip_norm`, or else as the engine's own says.
         """
+        self._refuse_late("optimizer_step")
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
         if self._whole is None:
             grads, measured = self._made_whole(clip_norm)
@@ -451,9 +461,15 @@ class Engine:
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
+        self._refuse_late("averaged")
         made = Averaged(self._optimizers.slots, decay)
         self._state.averages.append(made)
         return made
+
+    def end_when(self, out_of_time: Callable[[], bool]) -> None:
+        """Let every rank's StepResult say so, behind the same step, once this holds on rank 0."""
+        if self.leads:
+            self._optimizers.out_of_time = out_of_time
 
     # --- state ------------------------------------------------------------------------------
 
@@ -464,8 +480,7 @@ class Engine:
         DTensors; torch.distributed.checkpoint loads them in place under any plan.  All ranks ask
         together: a pipeline that never drains does so now.
         """
-        if self._late is not None:
-            self._late.drain(torch.zeros_like(self._passes.totals.values))
+        self._drain()
         return self._state.tensors()
 
     def snapshot(self) -> Snapshot:
@@ -511,6 +526,7 @@ class Engine:
         Raises LaunchError, on all ranks, where it cannot be written, where a state of `extra` is no
         plain data, or where ranks have different values of one parameter or buffer.
         """
+        self._drain()
         return self._state.save(Path(folder), extra or {}, keep=keep)
 
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
@@ -520,6 +536,7 @@ class Engine:
 
         Raises LaunchError where there is none, or it is of another model.
         """
+        self._drain()
         return self._state.load(Path(folder), extra or {})
 
     def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
@@ -534,6 +551,7 @@ class Engine:
 
         All ranks ask together.  `build().load_state_dict(...)` takes them, ties included.
         """
+        self._drain()
         return self._state.whole("model")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -541,6 +559,7 @@ class Engine:
 
         What is not named stays as it is.  Raises LaunchError where a shape is another.
         """
+        self._drain()
         self._state.take(state)
 
     # --- inside -----------------------------------------------------------------------------
@@ -580,34 +599,60 @@ class Engine:
 
     def _updated(self, grads: dict[Slot, Tensor], measured: StepMeasurement) -> StepResult:
         metrics = self._passes.metrics()
-        if self._optimizers.settles:
-            self._optimizers.update(grads, measured)
-        else:
-            self._optimizers.update_on_device(grads, measured)
-        loss, norm, count, drift, noticed = measured.report.tolist()
+        self._optimizers.apply(grads, measured)
+        loss, norm, count, drift, ending = measured.report.tolist()
         self._whole = None
-        self._passes.totals.clear()
         if drift and self._optimizers.agreement is not None:
             self._optimizers.agreement.refuse_drift()
         scale = self._optimizers.scale
         moved = count != 0 and not (scale.active and not math.isfinite(norm))
         for average in self._state.averages if moved else ():
             average.update()
-        if self._records is not None and self._begun_s is not None:
+        skipped = count == 0 or scale.skips(norm)
+        return self._result(loss, count, norm, metrics, ending, moved=moved, skipped=skipped)
+
+    def _result(
+        self,
+        loss: float,
+        count: float,
+        norm: float,
+        metrics: Mapping[str, float],
+        ending: float,
+        *,
+        moved: bool = True,
+        skipped: bool = False,
+    ) -> StepResult:
+        """Return what a step says, and write it down; the next one begins with no losses."""
+        self._passes.totals.clear()
+        if self._records is not None and self._begun_s is not None and moved:
             seconds = time.perf_counter() - self._begun_s
-            if moved:
-                self._records.write(self.plan, self.steps, loss, norm, seconds, device=self.device)
+            step = self.steps + (self._late is not None)  # whose update waits
+            self._records.write(self.plan, step, loss, norm, seconds, device=self.device)
         self._begun_s = None
         return StepResult(
             LossValue(loss),
             count,
             norm,
             metrics,
-            skipped=count == 0 or scale.skips(norm),
+            skipped=skipped,
             unused=self._optimizers.unused,
             expert_load=self._expert_load(),
-            noticed=noticed > 0,
+            noticed=ending >= 1,
+            out_of_time=ending % 1 > 0,
         )
+
+    def _drain(self) -> None:
+        """Make the updates that a pipeline which never drains still owes; all ranks together."""
+        if self._late is not None:
+            self._late.drain(torch.zeros_like(self._passes.totals.values))
+
+    def _refuse_late(self, name: str) -> None:
+        """Refuse what takes a step apart where its gradients are made in the next one."""
+        if self._late is not None:
+            raise LaunchError(
+                f"{name}: schedule {self.plan.schedule} ends the backward pass of a step in the "
+                "next one; call engine.step(), or use schedule 1f1b"
+            )
 
     def _zero_grad_of(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         if self._optimizers.pending and len(self.optimizers) > 1:

@@ -68,15 +68,13 @@ class StepMeasurement:
     checks: Tensor
     """[5] How many gradients are zeros that ranks put in place of none; how many ranks saw a
     forward change a copy of a parameter; the sums of the words of replicas (see Agreement), where
-    they are compared in this step; and how many ranks have a notice that they must end."""
+    they are compared in this step; and who asks that this step is the last one (see `ending`)."""
 
     @property
     def report(self) -> Tensor:
-        """[mean loss, gradient norm, count, by how much digests of replicas differ, notices]."""
-        drift, noticed = self.checks[2:4].abs().sum(), self.checks[4]
-        return torch.stack(
-            (self.total / self.count, self.norm.double(), self.count, drift, noticed)
-        )
+        """[mean loss, gradient norm, count, by how much digests of replicas differ, `ending`]."""
+        drift, ending = self.checks[2:4].abs().sum(), self.checks[4]
+        return torch.stack((self.total / self.count, self.norm.double(), self.count, drift, ending))
 
 
 class Gradients:
@@ -118,6 +116,8 @@ class Gradients:
         """Parameters that took no part in the last step, and on which ranks."""
         self._without: set[str] = set()
         """Parameters that took no part on this rank."""
+        self.out_of_time: Callable[[], bool] = lambda: False
+        """Whether this rank asks all to end because a time is over."""
         self._noticed = take_notice()
 
     def use(self, slots: Iterable[Slot]) -> None:
@@ -277,9 +277,15 @@ class Gradients:
             checks[1] = 1.0
         if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
             checks[2:4] = self.agreement.words(totals.device)
-        if self._noticed():
-            checks[4] = 1.0
+        checks[4] = self.ending()
         return checks
+
+    def ending(self) -> float:
+        """Return whether this rank asks that the step is the last: 1 for a notice, 0.5 for time.
+
+        Ranks add what they ask to what a step measures, so that all end behind the same one.
+        """
+        return 1.0 * self._noticed() + 0.5 * self.out_of_time()
 
     def _refuse_changed(self) -> None:
         assert self.participation is not None

@@ -310,8 +310,7 @@ def _supervise(
     noticed = None
     shared = {"MESHWRIGHT_RUN": orders.token}
     if ready.run.checkpoint is not None:
-        notice.notice_file(ready.output).unlink(missing_ok=True)
-        shared[notice.NOTICE] = str(notice.notice_file(ready.output.absolute()))
+        shared |= notice.environment(ready.output)
 
         def noticed(number: int) -> None:
             shown.say.print(notice.leave_notice(ready.output, number))

@@ -61,6 +61,12 @@ def low_rank(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return functional.linear(functional.linear(x, a), b) * scale
 
 
+def added(module: nn.Module, x: Tensor) -> Tensor:
+    """Return what a module's adapter adds, with the matrices that it has now."""
+    a, b = getattr(module, A), getattr(module, B)
+    return low_rank(module, x, a, b)
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Tell whether a module has an adapter."""
     return A in module._parameters
@@ -151,7 +157,7 @@ def _adapt(module: Any, lora: Lora) -> None:
 def _adapted(cls: type[nn.Module]) -> type[nn.Module]:
     class Adapted(cls):  # type: ignore[misc, valid-type]
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + low_rank(self, x, self.lora_a, self.lora_b)
+            return super().forward(x) + added(self, x)
 
     Adapted.__name__ = f"Adapted{cls.__name__}"
     return Adapted

@@ -288,9 +288,18 @@ def check_devices(plan: Plan, device: Device, local_ranks: Mapping[int, int]) ->
             f"accelerator and {have} cores, which carry at most {RANKS_PER_CORE * have}. Plan "
             "again for `--cluster local`, or launch where the devices are"
         )
+    found = []
     if ranks > have:
-        return [f"{ranks} ranks share {have} cores; step times will not be those of a real machine"]
-    return []
+        found.append(
+            f"{ranks} ranks share {have} cores; step times will not be those of a real machine"
+        )
+    load = os.getloadavg()[0]
+    if load > have:
+        found.append(
+            f"load {load:.0f} on {have} cores: other programs run here, so measured seconds will "
+            "mean little"
+        )
+    return found
 
 
 def checkpoint_to_resume(run: LaunchRun) -> Path | None:

@@ -72,11 +72,6 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
     obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
     if obstacle is not None:
         yield str(obstacle)
-    if plan.training.lora is not None and plan.mesh.tensor > 1:
-        yield (
-            f"training.lora: is set, and mesh.tensor {plan.mesh.tensor}, {not_by_engine} together; "
-            "use tensor 1, or adapt the module in build() and give tensor= styles"
-        )
     for name, field in () if by_plan else Training.model_fields.items():
         value = getattr(plan.training, name)
         if name not in ("seed", "lora") and value != field.default:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from planner.documents.plan import Plan
 from planner.errors import LaunchError, PlanError
 from planner.schedules import schedule_of
+from runtime import lora
 from runtime.derived_styles import DerivedStyles, given_text, line_of
 from runtime.divided import shards, take_parts
 from runtime.divided_trial import TRIED, DividedUnit
@@ -140,6 +141,11 @@ def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, P
     held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}
     firsts = list(recorder.aliases.values())
     for name in found:
+        if lora.is_adapted(module.get_submodule(name)):
+            raise LaunchError(
+                f"tensor: {name} has an adapter of the plan's lora, whose matrices torch's styles "
+                "do not know; leave it out, and it is divided where it can be"
+            )
         for own, _ in module.get_submodule(name).named_parameters():
             full = f"{name}.{own}"
             first = recorder.aliases.get(full, full)

@@ -206,25 +206,26 @@ class LateUpdates:
         """Of the steps whose update waits; oldest first."""
         self._norm = 0.0
 
-    def update(self, totals: Tensor) -> tuple[float, float, bool]:
+    def update(self, totals: Tensor) -> tuple[float, float, float]:
         """Update by a step that is due, if any; return the loss of all ranks, the last norm and
-        whether a rank has a notice.
+        who asks to end (`Gradients.ending`).
 
         `totals` are the sum and count of this rank's losses of the step that has begun.
         """
         if not self._pipeline.due():
-            dist.all_reduce(totals)
-            self._counts.append(totals[1])
-            return float(totals[0] / totals[1]), self._norm, False  # the next step says it
+            said = torch.cat((totals, totals.new_tensor([self._optimizers.ending()])))
+            dist.all_reduce(said)
+            self._counts.append(said[1])
+            return float(said[0] / said[1]), self._norm, float(said[2])
         self._pipeline.begin_update()
         optimizers = self._optimizers
         optimizers.follow()
         measured = optimizers.step(totals, self._clip_norm, self._counts.popleft())
         self._counts.append(measured.count)
-        loss, self._norm, _, drift, noticed = measured.report.tolist()
+        loss, self._norm, _, drift, ending = measured.report.tolist()
         if drift and optimizers.agreement is not None:
             optimizers.agreement.refuse_drift()
-        return loss, self._norm, noticed > 0
+        return loss, self._norm, ending
 
     def drain(self, none: Tensor) -> None:
         """Do all backwards and updates that are left; `none` are totals of no losses."""

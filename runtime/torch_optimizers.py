@@ -322,7 +322,9 @@ class TorchOptimizers(Gradients):
         order = sorted(held, key=lambda slot: -slot.parameter.numel()) if gathered else held
         for slot in order:
             if not (gathered and _is_divided(slot)):
-                parts.append(_ParameterPart(slot, nn.Parameter(slot.local)))
+                # `data` has a version counter of its own: backwards under way do not need the
+                # values that an update leaves.
+                parts.append(_ParameterPart(slot, nn.Parameter(slot.local.data)))
                 continue
             group, _ = _division(slot)
             loads = [self._load.get((id(group), rank), 0) for rank in range(group.size())]
@@ -343,7 +345,6 @@ class TorchOptimizers(Gradients):
     def follow(self) -> None:
         """Update the parameters where their values are now."""
         for part in self._parts.values():
-            # `data` has a version counter of its own: in-flight backwards do not need these values.
             part.slot.local.data = part.plain.data = part.slot.parameter.data
 
     @torch.no_grad()
@@ -356,7 +357,7 @@ class TorchOptimizers(Gradients):
         spoilt = self.scale.spoilt(measured.norm)
         self.scale.update(spoilt)
         self._next_rate()
-        if float(measured.count) == 0 or (spoilt is not None and float(spoilt)):
+        if float(measured.factor) == 0 or (spoilt is not None and float(spoilt)):
             self.dropped()
             return
         self._step(grads)
@@ -385,16 +386,25 @@ class TorchOptimizers(Gradients):
     def step(
         self, totals: Tensor, clip_norm: float, earlier: Tensor | None = None
     ) -> StepMeasurement:
-        """Make gradients whole and use them, and no host waits; see `measured` for the arguments.
+        """Make gradients whole and use them; see `measured` for the arguments.
 
         A norm that is not finite means, in fp16, that the step changed nothing but the scale; so
         does, always, a count of 0.
         """
         grads = self.whole()
         measured = self.measured(grads, totals, earlier)
+        if self.settles:
+            self.settle(grads, measured)
         self.scaled(grads, measured, clip_norm)
-        self.update_on_device(grads, measured)
+        self.apply(grads, measured)
         return measured
+
+    def apply(self, grads: Mapping[Slot, Tensor], measured: StepMeasurement) -> None:
+        """Update; no host waits where all that is trained takes part in each step."""
+        if self.settles:
+            self.update(grads, measured)
+        else:
+            self.update_on_device(grads, measured)
 
     def _next_rate(self) -> None:
         rate = self._rate(int(self.steps))

@@ -197,6 +197,7 @@ class Loop:
             else None
         )
         self._now_s = now_s
+        engine.end_when(self._out_of_time)
         self._ahead = ThreadPoolExecutor(
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
@@ -246,7 +247,7 @@ class Loop:
             self._refuse_nonsense(result)
             self.steps_done = step
             self.next_sample += self.plan.global_batch
-            ends: Stopped | None = "max_seconds" if self._out_of_time() else None
+            ends: Stopped | None = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
             eval_loss = self._eval_loss(last=ends == "max_seconds") if ends != "notice" else None
@@ -407,13 +408,9 @@ class Loop:
         )
 
     def _out_of_time(self) -> bool:
-        """Say whether the seconds are used up, by the clock of rank 0 for all."""
-        if self.orders.max_seconds is None:
-            return False
+        """Say whether the seconds are used up, by this rank's clock."""
         used_s = self._now_s() - self.orders.started_unix_s
-        over = torch.tensor([used_s >= self.orders.max_seconds])
-        dist.broadcast(over, src=0)
-        return bool(over)
+        return self.orders.max_seconds is not None and used_s >= self.orders.max_seconds
 
     def _last_saved(self) -> Path | None:
         """Return the last complete checkpoint, when all that was begun is written."""

@@ -531,7 +531,7 @@ def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
 
     When a unit's gradients are reduced the next one runs, so that of both nothing is kept any more;
     with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
-    data (`runtime.rehearsal`).
+    data (`benchmarks.rehearsal`).
     """
     ahead = max(1, sharing.prefetch) * gathered
     ranks = sharing.between

@@ -79,7 +79,7 @@ class FamilyBounds(Configurations):
             self._rates.stack, request.job.precision, moments=self.model.optimizer_bytes
         )
         self._parameters = float(sum(one.parameters * one.repeat for one in self.model.layers))
-        self._known_levels: dict[tuple[Sharings, bool], list[Sharings]] = {}
+        self._known_levels: dict[tuple[object, ...], list[Sharings]] = {}
         self._divided: dict[tuple[object, ...], int] = {}
         """The place of each `Family.divided` among divisions."""
         self._sharding = self._sharding_table()
@@ -272,11 +272,12 @@ class FamilyBounds(Configurations):
         Under a pipeline, and where a step has one micro-batch, ZeRO-2 is ZeRO-1
         (planner.costs.memory).
         """
-        key = family.sharings, _alike(family)
+        alike = _alike(family)
+        key = family.degrees, family.place, family.sharings, alike
         if key not in self._known_levels:
             levels: dict[int, list[ShardingChoice]] = {}
             for sharing in family.sharings:
-                level = 1 if key[1] and sharing.zero == 2 else sharing.zero
+                level = 1 if alike and sharing.zero == 2 else sharing.zero
                 levels.setdefault(level, []).append(sharing)
             self._known_levels[key] = [Sharings(level) for level in levels.values()]
         return self._known_levels[key]

@@ -20,7 +20,7 @@ from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
 from planner.documents.prediction import Prediction
-from planner.documents.profile import Profiles
+from planner.documents.profile import ChunkedLoss, Profiles
 from planner.documents.stack import base_of
 from planner.errors import DocumentError
 from planner.requests.request import Request
@@ -158,6 +158,8 @@ def _word(value: object) -> str:
             return "on" if value else "off"
         case tuple():
             return "-".join(map(str, value))
+        case ChunkedLoss():
+            return f"{value.gradients} in chunks of {value.rows:,} rows"
     return str(value)
 
 

@@ -86,6 +86,7 @@ SCRIPT: Mapping[str, Claim] = {
             "data_shard",
             "tensor",
             "zero",
+            "schedule",
             "micro_batch",
             "micro_batches",
             "order",
@@ -106,9 +107,6 @@ SCRIPT: Mapping[str, Claim] = {
     "expert": _not_by_engine(
         "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides experts "
         "of language models"
-    ),
-    "schedule": _not_by_engine(
-        "use 1f1b, or zb-h1 for a smaller bubble", lambda layout: not layout.executed.stale
     ),
     "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
     "relay": _not_by_engine("leave it out: experts of your own module are whole on each rank"),

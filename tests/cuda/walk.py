@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 import profiler.clock
+from benchmarks.rehearsal import fake_job
 from planner.documents.cluster import Collective
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
@@ -28,7 +29,6 @@ from planner.documents.profile import ChunkedLoss, CollectiveCurve, LinkPoint
 from profiler import chain, devices, layers, overheads, stages
 from profiler.chain import Case, Chain
 from runtime import compiled, experts, relayed_experts, transforms
-from runtime.rehearsal import fake_job
 from runtime.train import token_engine
 from tests.cuda.fake_cuda import fake_cuda
 from tests.cuda.streams import WORLD, Watch

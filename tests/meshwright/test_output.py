@@ -118,6 +118,19 @@ def test_an_answer_says_plan_time_memory_why_and_what_next(printed: dict[str, st
     assert re.search(r"a step \(.* to .*\)", printed["plan"])
 
 
+def test_what_changes_save_adds_up_to_the_gain(printed: dict[str, str]) -> None:
+    unit = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    text = printed["compare-best"]
+
+    saved = [
+        (1 if does == "saves" else -1) * float(number) * unit[of]
+        for does, number, of in re.findall(r"(saves|costs) ([\d.]+) (s|ms|µs) \(", text)
+    ]
+
+    assert len(saved) > 2
+    assert sum(saved[1:]) == pytest.approx(saved[0], rel=0.01)
+
+
 def test_proof_and_sources_stand_under_explain(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "gpt2", "--cluster", "2xa100-sxm-80gb"]
 

@@ -1,7 +1,7 @@
 """One rank of a script's Engine, rehearsed: its own code, with collectives that send nothing.
 
-Unlike runtime.rehearsal it computes, since a module of a script may need values; so the module must
-fit on this machine.  Counted is what operators return (runtime.live_memory).
+Unlike benchmarks.rehearsal it computes, since a module of a script may need values; so the module
+must fit on this machine.  Counted is what operators return (runtime.live_memory).
 """
 
 from __future__ import annotations

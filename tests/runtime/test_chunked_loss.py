@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.rehearsal import rehearse
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.compute import DeviceRates
 from planner.costs.layer_seconds import passes
@@ -27,7 +28,6 @@ from planner.layers.operator_table import Setting
 from runtime.chunked_loss import chunked_loss
 from runtime.live_memory import LiveMemory
 from runtime.loss import IGNORED
-from runtime.rehearsal import rehearse
 from runtime.supported import supported
 from runtime.train import token_engine
 from tests.runtime import cases

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.compiled_blocks import saved_and_planned
+from benchmarks.rehearsal import rehearse
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.predict import predict
 from planner.documents.cluster import Precision
@@ -22,7 +23,6 @@ from planner.documents.profile import Recompute
 from runtime import compiled
 from runtime.compiled import Compiler
 from runtime.engine import Engine, StepResult
-from runtime.rehearsal import rehearse
 from runtime.torch_internals import compiled_graphs
 from runtime.train import _Peak
 from tests.runtime import cases

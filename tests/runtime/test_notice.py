@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from runtime.run import account_of, metrics_file, read_records
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ENOUGH, Room, plan_of
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from runtime.train import token_engine  # noqa: E402
+from tests.runtime import cases  # noqa: E402
+from tests.runtime.ranks import on_ranks  # noqa: E402
 
 
 def ended(launcher: subprocess.Popen[str]) -> str:
@@ -55,6 +62,38 @@ def test_a_notice_is_a_file_of_the_run_alone(tmp_path: Path) -> None:
         notice.leave_notice(output, signal.SIGTERM)
 
     assert elsewhere.read_text() == "a user's"
+
+
+def asked_to_end(folder: str, schedule: str) -> list[tuple[bool, bool]]:
+    """[step] Return what a rank is told of the end: time first, then a notice to rank 1 too."""
+    os.environ[notice.NOTICE] = str(Path(folder) / str(dist.get_rank()))
+    model = cases.transformer()
+    plan = cases.plan(model, pipeline=2, schedule=schedule)
+    engine = token_engine(plan, model, device=torch.device("cpu"))
+    engine.end_when(lambda: engine.steps >= 1)
+    told = []
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            Path(os.environ[notice.NOTICE]).touch()
+        result = engine.step(cases.global_tokens(step))
+        told.append((result.out_of_time, result.noticed))
+    return told
+
+
+@pytest.mark.ranks
+def test_what_one_rank_asks_all_are_told_behind_the_same_step(tmp_path: Path) -> None:
+    told = on_ranks(2, asked_to_end, str(tmp_path), "1f1b")
+
+    assert told == 2 * [[(False, False), (True, False), (True, True)]]
+
+
+@pytest.mark.ranks
+def test_a_pipeline_that_never_drains_tells_it_in_its_first_step_too(tmp_path: Path) -> None:
+    (tmp_path / "1").touch()
+
+    told = on_ranks(2, asked_to_end, str(tmp_path), "pipedream-2bw")
+
+    assert told == 2 * [[(False, True), (False, True), (True, True)]]
 
 
 def given_notice(room: Room, saved: Path) -> int:
@@ -144,6 +183,10 @@ def test_a_second_signal_ends_at_once_and_the_last_checkpoint_stays(room: Room) 
         os.kill(rank, signal.SIGSTOP)  # no rank ends its step
 
     launcher.send_signal(signal.SIGTERM)
+    end = time.monotonic() + PATIENCE_S
+    while not notice.notice_file(room.folder / "out").exists():  # two at once would be one
+        assert time.monotonic() < end
+        time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
     message = ended(launcher)
 

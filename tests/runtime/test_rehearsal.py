@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.rehearsal import Rehearsal, rank_at, rehearse
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, Plan
 from planner.documents.profile import ChunkedLoss
 from runtime.live_memory import LiveMemory
-from runtime.rehearsal import Rehearsal, rank_at, rehearse
 from runtime.train import token_engine
 from tests.runtime import cases
 from tests.runtime.ranks import on_ranks

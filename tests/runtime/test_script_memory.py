@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshwright
-from runtime.rehearsal import rank_at
+from benchmarks.rehearsal import rank_at
 from tests.runtime.own_modules import Language
 from tests.runtime.script_rehearsal import script_peak_bytes
 

@@ -206,6 +206,7 @@ def adapted(net: nn.Module, *, settings: Lora, ends: tuple[str, ...]) -> nn.Modu
 
 ADAPTED: list[dict[str, Any]] = [
     {"zero": 3},
+    {"tensor": 2},
     {"pipeline": 2, "schedule": "zb-h1"},
     {"micro_batches": 2, "recompute": "full"},
     {"zero": 2, "offload": "optimizer"},
@@ -218,7 +219,7 @@ ADAPTED: list[dict[str, Any]] = [
 def test_adapters_train_as_those_of_a_plain_loop(part: str, ends: tuple[str, ...]) -> None:
     targets = ("all-linear",) if len(ends) > 1 else ends
     settings = Lora(rank=4, alpha=8.0, targets=targets)
-    every = [{**one, "lora": settings} for one in (ADAPTED[:2] if part == "some" else ADAPTED)]
+    every = [{**one, "lora": settings} for one in (ADAPTED[:3] if part == "some" else ADAPTED)]
     expected = plainly(functools.partial(adapted, settings=settings, ends=ends))
 
     for runs in on_ranks(2, all_trained, every):
@@ -231,6 +232,59 @@ def test_adapters_that_no_module_gets_are_refused() -> None:
         trained({"lora": Lora(rank=4, targets=("q_proj",))})
     with pytest.raises(DocumentError, match=r"lora.*rank"):
         trained({"lora": {"rank": 0}})
+
+
+STALE: list[dict[str, Any]] = [
+    {"pipeline": 2, "micro_batches": 2},
+    {"pipeline": 2, "micro_batches": 4, "recompute": "full", "offload": "optimizer"},
+]
+
+
+def stale_trained(every: list[dict[str, Any]]) -> list[Run]:
+    return [trained({**fields, "schedule": "pipedream-2bw"}) for fields in every]
+
+
+def stale_plainly() -> Run:
+    """Each update by the gradient at the weights of the update before it."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = adamw([p for p in net.parameters() if p.requires_grad])
+    history = [{name: value.clone() for name, value in net.state_dict().items()}]
+    losses = []
+    for step in range(STEPS):
+        net.load_state_dict(history[max(0, step - 1)])
+        total, count = loss(net(batch_of(step)[0]), batch_of(step))
+        (total / count).backward()
+        net.load_state_dict(history[-1])
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append({name: value.clone() for name, value in net.state_dict().items()})
+        losses.append(total.item() / count)
+    return losses, [], history[-1], 0
+
+
+@pytest.mark.ranks
+def test_a_pipeline_that_never_drains_follows_its_rule() -> None:
+    expected = stale_plainly()
+
+    for runs in on_ranks(2, stale_trained, STALE):
+        for fields, (losses, _, weights, _) in zip(STALE, runs, strict=True):
+            check((losses, [], weights, 0), expected, fields)
+
+
+def late_alone() -> str:
+    fields = {"pipeline": 2, "micro_batches": 2, "schedule": "pipedream-2bw"}
+    engine = Engine(Net, fields, loss=loss, optimizer=adamw, batch=batch_of(0))
+    with pytest.raises(LaunchError) as refused:
+        engine.forward_backward(engine.slice(batch_of(0)))
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+def test_a_late_step_is_not_taken_apart() -> None:
+    (said, _) = on_ranks(2, late_alone)
+
+    assert "forward_backward: schedule pipedream-2bw ends the backward pass" in said
 
 
 NARROW: list[dict[str, Any]] = [

@@ -36,7 +36,7 @@ gone = [
 for owner, name in gone:
     if hasattr(owner, name):
         delattr(owner, name)
-import runtime.engine, runtime.rehearsal, runtime.train
+import runtime.engine, benchmarks.rehearsal, runtime.train
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import traced_blocks
+from benchmarks import traced_blocks
 from runtime.live_memory import LiveMemory
 
 SIZE_BYTES = 64 * 64 * 4

@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from benchmarks import traced_blocks
 from planner.catalog import native
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.layers.routing import routing_of
-from runtime import compiled, eight_bits, experts, relayed_experts, traced_blocks
+from runtime import compiled, eight_bits, experts, relayed_experts
 from runtime.engine import Engine
 from runtime.live_memory import ASKS_DEVICE, LiveMemory
 from runtime.mesh import place_of
