@@ -18,8 +18,7 @@ from planner.documents.plan import Job, Layout
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
-from planner.search import configurations
-from planner.search import space
+from planner.search import configurations, space
 from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.effort import GOAL
