@@ -2,7 +2,7 @@
 
 For a whole family:
 
-    computation     layers and actions at their fastest, nothing shared or sent, under the best of
+    computation     layers and actions at their fastest, nothing communicated, under the best of
                     its schedules
 
 for the part of it that has one ZeRO level and one schedule:
@@ -99,7 +99,7 @@ class FamilyBounds(Configurations):
         self._known_parts: dict[LayoutFamily, list[tuple[LayoutFamily, float]]] = {}
 
     def computation_s(self) -> bounds.Floats:
-        """[family] Least seconds of a step by layers and pipeline actions, nothing shared or sent.
+        """[family] Least seconds of a step by layers and pipeline actions, nothing communicated.
 
         A family of several timetables has the least of theirs.
         """
