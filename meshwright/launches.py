@@ -34,6 +34,9 @@ from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
 
+RETURN_S = 60.0
+"""How long nodes whose ranks have ended wait for each other."""
+
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
     from runtime.launch import RankFailed
@@ -95,24 +98,53 @@ def launch(
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     if (replan or survive) and (left := fit.left(node_rank)) is not None:
         fit, run = fit.again(left, run, quiet=quiet), goes_on
+    table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
     while True:
         try:
             return _launched(fit, run, node_rank, survive=survive, dry_run=dry_run, quiet=quiet)
         except RankFailed as failed:
-            devices = fit.plan.mesh.devices
-            ends.append(failed.end)
-            table = VERDICTS if survive else REPLANNED if replan else ()
-            found = verdict(ends, table, devices=devices)
-            if node_rank.nodes > 1 or found is None or found.reaction == "stop":
+            ends += _ends_of_all(failed, node_rank, meet=survive)
+            # Which devices of which node are left out, no node can say of another.
+            devices = fit.plan.mesh.devices if node_rank.nodes == 1 else 1
+            found = verdict(ends, table, devices=devices) if ends else None
+            if found is None or found.reaction == "stop":
                 raise
-            print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
-            if found.reaction == "shrink":
-                if fit.machine.groups[0].accelerator.kind != "cpu":
-                    leave_out(failed.local_rank, devices)
-                fit = fit.again(devices - 1, run, quiet=quiet)
-            _decided(failed, found, fit, quiet=quiet)
-            run = goes_on
+            fit, run = _reacted(failed, found, fit, run, quiet=quiet), goes_on
+            if node_rank.node == 0:
+                _decided(failed, found, fit, quiet=quiet)
+
+
+def _reacted(
+    failed: RankFailed, found: Verdict, fit: LaunchablePlan, run: LaunchRun, *, quiet: bool
+) -> LaunchablePlan:
+    """Return what is launched next."""
+    print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
+    if found.reaction != "shrink":
+        return fit
+    devices = fit.plan.mesh.devices
+    if fit.machine.groups[0].accelerator.kind != "cpu":
+        leave_out(failed.local_rank, devices)
+    return fit.again(devices - 1, run, quiet=quiet)
+
+
+def _ends_of_all(failed: RankFailed, node_rank: NodeRank, *, meet: bool) -> list[RankEnd]:
+    """Return how the rank ended that ended first, by all nodes, which `meet` again for it.
+
+    Raises how the attempt ended here where a node does not come back.
+    """
+    from runtime.rendezvous import Rendezvous  # noqa: PLC0415 - the runtime
+
+    if not meet or node_rank.nodes == 1:
+        return [] if failed.end is None else [failed.end]
+    own = None if failed.end is None else failed.end.model_dump(mode="json")
+    try:
+        with Rendezvous(node_rank, meet_s=RETURN_S) as rendezvous:
+            told = rendezvous.all_gather(own)
+        found = [RankEnd.model_validate(end) for end in told if end is not None]
+        return sorted(found, key=lambda end: end.waits)[:1]
+    except (LaunchError, ValueError) as error:
+        raise LaunchError(f"{failed}; the nodes have not met again: {error}") from failed
 
 
 def _decided(failed: RankFailed, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:

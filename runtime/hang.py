@@ -77,15 +77,18 @@ class HangWatch:
         output: Path,
         *,
         start_s: float,
+        alone: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ranks` are the node's ranks with their local ranks.
 
         Until a rank has done two steps a part of one may take `start_s`: it compiles, connects,
-        takes memory.
+        takes memory.  A node that is not `alone`, all of whose ranks wait for others, lets the node
+        that has the others speak first.
         """
         self._beacons, self._ranks, self._output = beacons, dict(ranks), output
-        self._start_s, self._now_s = start_s, now_s
+        self._start_s, self._now_s, self._alone = start_s, now_s, alone
+        self._speaks_s = 0.0
         self._before: dict[int, RankPlace] = {}
         self._took_s: dict[str, deque[float]] = {}
         self._next_s = 0.0
@@ -120,7 +123,13 @@ class HangWatch:
             if place.part not in ("start", "end")
         ):
             return []
-        return self._asked(places)
+        if now_s < self._speaks_s:
+            return []
+        found = self._asked(places)
+        if not self._alone and found[0].collective is not None and not self._speaks_s:
+            self._speaks_s = now_s + ANSWER_S + 2 * LOOK_S
+            return []
+        return found
 
     def _asked(self, places: list[RankPlace]) -> list[HungRank]:
         """Ask every rank what it does; the one that the others wait for comes first."""

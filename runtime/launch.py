@@ -46,7 +46,7 @@ from runtime.hang import HangWatch, HungRank
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
-from runtime.rendezvous import Rendezvous
+from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
@@ -63,13 +63,20 @@ class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
     """A rank ended, and its program has not said why: the same training may go on."""
 
     def __init__(
-        self, message: str, *, lead: str, local_rank: int, end: RankEnd, output: Path
+        self,
+        message: str,
+        *,
+        lead: str,
+        output: Path,
+        local_rank: int = 0,
+        end: RankEnd | None = None,
     ) -> None:
         super().__init__(message)
         self.lead = lead
         """What happened, without what can be done."""
         self.local_rank = local_rank
         self.end = end
+        """None where it was a rank of another node, which tells it."""
         self.output = output
 
 
@@ -352,7 +359,13 @@ def _supervise(
             seen = held.enter_context(beacons(len(ready.ranks.devices)))
             shared[BEACONS] = str(seen.file)
             devices, start_s = ready.ranks.devices, ready.plan.timeout_s
-            watch = HangWatch(seen, devices, ready.output, start_s=start_s)
+            watch = HangWatch(
+                seen,
+                devices,
+                ready.output,
+                start_s=start_s,
+                alone=rendezvous.node_rank.nodes == 1,
+            )
         refresh = _Refresh(ready, shown, watch)
         shown.follow(run.metrics_file(ready.output))
         try:
@@ -371,6 +384,9 @@ def _supervise(
         except RanksHang as error:
             _write_incident(ready, error, after_step=shown.step)
             raise
+        except NodeLeft as error:
+            _write_incident(ready, error, after_step=shown.step)
+            raise RankFailed(str(error), lead=str(error), output=ready.output) from error
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
@@ -414,7 +430,12 @@ def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> 
         f"{lead}{_way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
         lead=lead,
         local_rank=ready.ranks.devices[first.rank],
-        end=RankEnd(cause="hang", rank=first.rank, after_step=after_step),
+        end=RankEnd(
+            cause="hang",
+            rank=first.rank,
+            after_step=after_step,
+            waits=first.collective is not None,
+        ),
         output=ready.output,
     )
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from planner.documents.document import Part
 from planner.documents.events import Cause, Reaction
+from planner.documents.units import Count
 
 ATTEMPTS = 3
 """Ends behind one step by one cause, until that is the end."""
@@ -72,13 +74,14 @@ REPLANNED: Sequence[Verdict] = (
 """What `--replan` alone does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnd:
-    """How an attempt ended."""
+class RankEnd(Part):
+    """How an attempt ended; nodes tell it to each other."""
 
     cause: Cause
-    rank: int
-    after_step: int
+    rank: Count
+    after_step: Count
+    waits: bool = False
+    """The rank only waits for others: whoever names another rank knows more."""
 
 
 def verdict(

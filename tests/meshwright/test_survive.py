@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.inputs import machine_of
 from meshwright.launches import launch
+from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
 from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
 from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
 from tests.limits import PATIENCE_S
+from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 EVERY, STEPS = 20, 400
@@ -108,6 +111,62 @@ def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(roo
     assert [(one.reaction, one.devices) for one in decisions] == [("restart", 2), ("shrink", 1)]
     first, _ = [event for event in events if isinstance(event, Incident)]
     assert first.at_unix_s - begin_s < 5.0
+    assert len(losses(room)) == STEPS
+
+
+def two_nodes(room: Room) -> Path:
+    """Write a plan for one rank on each of two nodes."""
+    (group,) = machine_of("local:2", None).groups
+    data = group.model_dump(mode="json", exclude_none=True)
+    path = room.folder / "two.yaml"
+    nodes = [{**data, "nodes": 2, "devices_per_node": 1}]
+    tiers = machine_of("local:2", None).model_dump(mode="json", exclude_none=True)
+    write(ClusterSpec.of({**tiers, "name": "two", "groups": nodes}), path)
+    return room.plan(two_ranks(room).model_copy(update={"cluster": str(path)}))
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (signal.SIGSTOP, "rank 1 does not answer"),
+    ],
+)
+def test_two_nodes_meet_again_without_a_scheduler(
+    room: Room, fault: signal.Signals, said: str
+) -> None:
+    """Node 1 has the rank; node 0 is told, and neither launcher ends."""
+    pytest.importorskip("torch")
+    path, port = two_nodes(room), free_port()
+    launchers = []
+    for node in range(2):
+        options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
+        where = f"--nodes 2 --node {node} --rendezvous 127.0.0.1:{port} -o {room.folder}/out"
+        command = [sys.executable, "-m", "meshwright", "launch", str(path)]
+        launcher = subprocess.Popen(
+            [*command, *options.split(), *where.split(), "--checkpoint", f"{room.folder}/saved"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        room.started.append(launcher)
+        launchers.append(launcher)
+    room.wait_for_step(EVERY + 10, while_running=launchers[0])
+    begin_s = time.time()
+    os.kill(room.ranks()[1], fault)
+    told = [launcher.communicate(timeout=PATIENCE_S)[1] for launcher in launchers]
+
+    assert [launcher.returncode for launcher in launchers] == [0, 0], told
+    assert said in told[1]
+    assert f"node 1: {said}" in told[0] or "rank 0 waits for others" in told[0]
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    (incident,) = [event for event in events if isinstance(event, Incident)]
+    assert incident.at_unix_s - begin_s < 15.0
+    assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
     assert len(losses(room)) == STEPS
 
 
