@@ -36,6 +36,7 @@ READS: dict[tuple[str, str], str] = {
     ("planner/catalog/__init__.py", "read_text"): PROGRAM,
     ("planner/documents/plugins.py", "read_text"): PROGRAM,
     ("planner/report/html.py", "read_text"): PROGRAM,
+    ("planner/report/trials.py", "read_text"): PROGRAM,
     ("planner/report/validation.py", "read_text"): PROGRAM,
     ("planner/report/whatif_html.py", "read_text"): PROGRAM,
     ("planner/formats/readers/limits.py", "json.loads"): TEXT,
