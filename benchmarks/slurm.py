@@ -259,6 +259,7 @@ def preempt(slurm: Slurm, folder: Path) -> Preempted:
     wait(lambda: newest() >= BEFORE, f"step {BEFORE}")
     urgent = slurm.ask(
         *("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"),
+        "--output=/dev/null",
         *("--wrap", "sleep 3"),
     ).strip()
     wait(lambda: slurm.job(urgent) == "COMPLETED", "the urgent job")

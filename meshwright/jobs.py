@@ -35,7 +35,11 @@ MOUNTED = "/meshwright"
 STARTS_OF_A_POD = 4
 """How often a pod is started before its job gives up."""
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
-POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus")
+POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus", "kind")
+KINDS = ("job", "jobset")
+"""What starts the pods: Kubernetes' own Indexed Job, or a JobSet, which starts all of them again
+when one fails."""
+JOBS_OF_SET = "nodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +225,9 @@ def _kubernetes(
     if unknown or "image" not in told:
         what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
         raise DocumentError("job", f"{what}; settings of a pod: {', '.join(POD_SETTINGS)}")
+    kind = told.get("kind", "job")
+    if kind not in KINDS:
+        raise DocumentError("job", f"kind={kind}: is not known; known: {', '.join(KINDS)}")
     (group,) = machine.groups
     name = told.get("name", _name(plan))
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
@@ -249,16 +256,58 @@ def _kubernetes(
     }
     files = _files(plan_path, plan, command.files)
     secret = {"secret": new_secret()}
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secret},
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files},
+    ]
+    if kind == "jobset":
+        parts.append(_job_set(meta, indexed, starts, hands_over=command.handed_over))
+        return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+    parts += [
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
     ]
     return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
 
 
-_UNCOUNTED = [
+def _job_set(
+    meta: dict[str, str], indexed: dict[str, Any], starts: int, *, hands_over: bool
+) -> dict[str, Any]:
+    """Return a JobSet: all pods are started again when one fails, `starts` times at most.
+
+    An end that is no failure fails its job for a reason of its own, and is not counted.
+    """
+    rules = [{**rule, "action": "FailJob"} for rule in _UNCOUNTED]
+    policy: dict[str, Any] = {"maxRestarts": starts - 1}
+    if hands_over:
+        indexed = {**indexed, "podFailurePolicy": {"rules": rules}}
+        uncounted = "RestartJobSetAndIgnoreMaxRestarts"
+        policy["rules"] = [
+            {
+                "name": "handed-over",
+                "action": uncounted,
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            }
+        ]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": meta,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": meta["name"]},
+            "failurePolicy": policy,
+            "replicatedJobs": [
+                {
+                    "name": JOBS_OF_SET,
+                    "replicas": 1,
+                    "template": {"spec": {**indexed, "backoffLimit": 0}},
+                }
+            ],
+        },
+    }
+
+
+_UNCOUNTED: list[dict[str, Any]] = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {
         "action": "Ignore",
@@ -303,7 +352,7 @@ def _pod(
             {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
             {"name": "NNODES", "value": str(group.nodes)},
-            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+            {"name": "MASTER_ADDR", "value": f"{_first_pod(name, told)}.{name}"},
         ],
         "resources": {"limits": limits},
         "volumeMounts": [{"name": volume["name"], "mountPath": at} for volume, at in volumes],
@@ -315,6 +364,11 @@ def _pod(
         "containers": [container],
         "volumes": [volume for volume, _ in volumes],
     }
+
+
+def _first_pod(name: str, told: Mapping[str, str]) -> str:
+    """Return the host name of the pod with index 0."""
+    return f"{name}-{JOBS_OF_SET}-0-0" if told.get("kind") == "jobset" else f"{name}-0"
 
 
 class _Lines(yaml.SafeDumper):

@@ -60,6 +60,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/checksums.py", "os.open"): CHECKED,
     ("runtime/parts.py", "os.open"): OURS,
     ("runtime/launch.py", "open"): OURS,
+    ("runtime/beacon.py", "open"): OURS,
     ("runtime/supervise.py", "open"): OURS,
     ("runtime/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/user_code.py", "read_bytes"): PROGRAM,

@@ -304,3 +304,51 @@ def test_a_script_that_is_not_there_is_refused_before_a_job_is_written(
     assert cli.main(["run", "--on", "slurm", "none.py"]) == 1
 
     assert "none.py: is no file" in capfd.readouterr().err
+
+
+def test_a_job_set_starts_all_pods_again_and_counts_no_notice(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = pods(written(capfd, *POD, "--job", "kind=jobset", "--checkpoint", "/data/saved"))
+    spec = found["JobSet"]["spec"]
+    (nodes,) = spec["replicatedJobs"]
+    job = nodes["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+
+    assert set(found) == {"Secret", "ConfigMap", "JobSet"}
+    name = found["JobSet"]["metadata"]["name"]
+    # As a JobSet names its pods: set, replicated job, its index, the pod's index.
+    assert environment["MASTER_ADDR"] == f"{name}-{nodes['name']}-0-0.{name}"
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name}
+    assert (job["completionMode"], job["completions"], job["backoffLimit"]) == ("Indexed", 2, 0)
+    assert {rule["action"] for rule in job["podFailurePolicy"]["rules"]} == {"FailJob"}
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+    capfd.readouterr()
+    assert "known: job, jobset" in refused(capfd, *POD, "--job", "kind=pod")
+
+
+def keys(data: object, at: str = "") -> set[str]:
+    """Return the paths of all keys."""
+    if isinstance(data, dict):
+        return {f"{at}.{key}" for key in data}.union(
+            *(keys(value, f"{at}.{key}") for key, value in data.items())
+        )
+    if isinstance(data, list):
+        return set().union(*(keys(value, f"{at}[]") for value in data))
+    return set()
+
+
+@pytest.mark.matrix
+def test_a_job_set_is_one_by_its_published_schema(capfd: pytest.CaptureFixture[str]) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    found = pods(written(capfd, *POD, "--job", "kind=jobset", "--checkpoint", "/data/saved"))
+    spec = found["JobSet"]["spec"]
+
+    read = models.JobsetV1alpha2JobSetSpec.from_dict(spec)
+
+    # What it does not know it drops.
+    assert keys(read.to_dict()) == keys(spec)
