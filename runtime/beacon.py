@@ -11,7 +11,6 @@ import contextlib
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,16 +79,16 @@ class Beacons:
 
 @contextlib.contextmanager
 def beacons(ranks: int) -> Iterator[Beacons]:
-    """Beacons of a node's ranks, in memory that no disk has; gone at the end of a `with` block."""
-    memory = Path("/dev/shm")
-    where = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    descriptor, name = tempfile.mkstemp(prefix="meshwright-beacons-", dir=where)
+    """Beacons of a node's ranks, in memory without a name: gone with this process, however it ends.
+
+    Ranks open it as a file of this process.
+    """
+    descriptor = os.memfd_create("meshwright-beacons")
     try:
         os.truncate(descriptor, ranks * BEACON_BYTES)
-        os.close(descriptor)
-        yield Beacons(Path(name), ranks)
+        yield Beacons(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), ranks)
     finally:
-        Path(name).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _mapped(file: Path) -> mmap.mmap:
