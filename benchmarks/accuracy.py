@@ -106,8 +106,8 @@ WHY = {
     "3.2 and 13 GB gathered: two equations for two unknowns, 3.1 GB/s (predicted: 4.5) and 0.4 s "
     "that no bytes explain. Each matrix of an adapter is a unit of FSDP1 of its own (train.py, "
     "get_wrapping_policy), 1,536 collectives a step, which would fit 0.27 ms each; this was not "
-    "tested and is not counted. Computation of runs of 2,048 tokens is 17 % too slow on this card, "
-    "for no known reason. Two short runs reserve 1.5 GiB more than the replayed step.",
+    "tested and is not counted. Two runs on RTX 6000 Ada take 26 % longer than predicted, for no "
+    "known reason. Two short runs reserve 1.5 GiB more than the replayed step.",
     "megatron_ci": "Two timed rows, of 7B models without overlap or tuning: 18 % slower than what "
     "tuned runs of the same rules take. In memory, rows that do not say whether attention is fused "
     "and did not use Transformer Engine keep scores that are not counted.",
@@ -185,7 +185,22 @@ TRIED = (
     "(worked out by hand): hagemann2023's four false fits are mended, and two layouts that ran no "
     "longer fit. Dropped.",
     "An RTX 3090 at 1.2 of its sheet's rate for 1.1: fsdp_qlora's median 15.3 to 11.9 %, its 90th "
-    "percentile 19.4 to 19.1 %; no measured product to hold it against. Dropped.",
+    "percentile 19.4 to 19.1 %; no measured product to hold it against. Dropped, until one was "
+    "found (below).",
+    "Rates of products through a step that one or two sources told: B200, B300, GB200 and GB300 by "
+    "one law, 1.1 TFLOP/s for each watt of a board's power, of three sources, for 0.75, 0.8, 0.85 "
+    "and 0.85; RTX 3090, 4090 and 5090 by products that were measured (76, 166 and 239 TFLOP/s) "
+    "for 1.1, 1.0 and 1.05; the usual rate of RTX 6000 Ada for 0.75 of two runs; exchanges of "
+    "DeepEP and what hides of them by its table and by the multiprocessors that it takes: median "
+    "8.0 to 7.5 %, 90th percentile 21.3 to 21.6 %, fsdp_qlora 15.5 to 7.9 %, simumax_b200 4.4 to "
+    "3.3 %, megatron_bridge 10.2 to 11.1 %, RTX 6000 Ada -17 to -26 %. On the runs of these "
+    "accelerators alone, 1.12 and 1.15 TFLOP/s a watt, one rate of 0.81 for all four: median 9.0 "
+    "to 9.1, 9.3 and 10.2 %, 90th percentile 18.7 to 18.4, 18.6 and 19.1 % (1.1: 9.1 and 18.1). "
+    "Kept.",
+    "A quarter of a GB that lies beside tensors, however many they are, in ranges of memory, for a "
+    "share of the peak alone: megatron_ci, whose models are small, 73 to 77 %, nanotron_usp 77 to "
+    "78 %. One spread of 0.15 for all stacks: 84 and 77 %, and Megatron's plans would have 62 of "
+    "80 GiB. The first was kept.",
     "Figures of nanotron's host taken as derived: median without figures of one source 13.0 to "
     "12.4 %, tau 0.850 to 0.854. Dropped, they are fitted.",
     "What fsdp_qlora reserves beside its tensors by a replay of its step in a model of torch's "

@@ -419,9 +419,9 @@ def own_runtime_text() -> str:
     hours = 1e12 / (job.seq_len * job.global_batch) * step_s * machine.devices / 3600
     return (
         f"The project's own runtime would take {number(hours)} device-hours for each 10^12 tokens "
-        f"of DeepSeek-V3 on 2,048 H800 in bf16 ({found.plan.layout.text()}): it sends tokens to "
-        "each of their experts and back, of which the way there hides behind shared ones, and "
-        "rounds nothing to 8 bits.\n"
+        f"of DeepSeek-V3 on 2,048 H800 in bf16 ({found.plan.layout.text()}): it sends tokens once "
+        "to each node of their experts and back, of which the way there hides behind shared ones, "
+        "and rounds nothing to 8 bits.\n"
     )
 
 

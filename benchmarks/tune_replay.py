@@ -1,6 +1,6 @@
 """docs/tuning.md's table: trials replayed on sweeps of real runs, one source after the other.
 
-    python benchmarks/tune_replay.py TABLE.csv [--json] [--no-optuna]
+    python benchmarks/tune_replay.py TABLE.csv [--json] [--no-optuna] [--smaller]
 
 Each sweep of the table is a cluster: its layouts are what may be tried, and a trial returns the
 measured step and memory, or that there was not enough memory.  No row is looked at before it is
@@ -9,6 +9,9 @@ layout are repeats: a trial draws one of them, and regret is that of their media
 
 Beside the belief: random order, the order of predictions, the order in which DeepSpeed's autotuner
 goes (ZeRO stage by stage, micro-batches upwards), and optuna's tree-structured Parzen estimator.
+
+`--smaller`: instead, sweeps of one model on fewer devices are tried for those on more, of whose
+rows none is ever seen.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,10 @@ class Sweep:
     """[option] Measured seconds of each repeat; empty: out of memory."""
     ratios: tuple[float | None, ...]
     """[option] Measured over predicted peak."""
+    devices: int = 1
+    nodes: int = 1
+    shape: tuple[int, ...] = ()
+    """Width and blocks of the model, tokens of a sample."""
 
     @property
     def best_s(self) -> float:
@@ -81,7 +88,14 @@ def sweeps_of(table: Path) -> list[Sweep]:
 
 
 def _sweep(source: str, name: str, layouts: Sequence[Sequence[ScoredRow]]) -> Sweep:
+    setup = layouts[0][0].setup
+    assert setup is not None
+    request = setup.request
+    a = request.model.architecture
     return Sweep(
+        devices=request.cluster.devices,
+        nodes=request.cluster.groups[0].nodes,
+        shape=() if a is None else (a.hidden_size, a.layers, request.job.seq_len),
         source=source,
         name=name,
         options=tuple(_option(rows[0]) for rows in layouts),
@@ -327,6 +341,66 @@ def fifths(scores: dict[str, Score], sources: Sequence[str]) -> list[dict[str, f
     return found
 
 
+def in_small(sweeps: Sequence[Sweep]) -> dict[str, dict[str, Any]]:
+    """Replay each sweep by trials of sweeps on half as many devices or fewer, by source and ratio.
+
+    Of the larger one no row is told; regrets are those of what is believed fastest there.
+    """
+    found: dict[str, dict[int, Score]] = defaultdict(lambda: defaultdict(Score))
+    inside: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for large in sweeps:
+        for small in sweeps:
+            alike = (large.source, large.shape) == (small.source, small.shape) and large.shape
+            if not alike or 2 * small.devices > large.devices:
+                continue
+            ratio = large.devices // small.devices
+            tuner = _told_in_small(large, small, found[large.source][ratio])
+            inside[large.source][ratio] += [
+                (tuner.posterior.spread(at), abs(math.log(statistics.median(steps)) - mean))
+                for at, (steps, mean) in enumerate(
+                    zip(large.steps_s, tuner.posterior.mean, strict=False)
+                )
+                if steps
+            ]
+    return {
+        f"{source}, x{ratio}": {
+            "sweeps": len(score.trials),
+            "regret": {str(count): statistics.mean(score.regret[count]) for count in AFTER},
+            "in_range": statistics.mean(
+                float(off <= 1.28 * spread) for spread, off in inside[source][ratio]
+            ),
+        }
+        for source, ratios in sorted(found.items())
+        for ratio, score in sorted(ratios.items())
+    }
+
+
+def _told_in_small(large: Sweep, small: Sweep, score: Score) -> Tuner:
+    """Return what is known of a sweep after trials of a smaller one, whose regrets are noted."""
+    doublings = math.log2(large.devices / small.devices)
+    unseen = small.nodes == 1 < large.nodes
+    options = [replace(one, doublings=doublings, unseen_links=unseen) for one in large.options]
+    tuner = Tuner([*options, *small.options], stand_ins=len(small.options))
+    rng = random.Random(0)
+    for count in range(AFTER[-1] + 1):
+        if count in AFTER:
+            score.regret[count].append(large.regret(tuner.answer))
+        option = tuner.next_trial()
+        if option is not None and count < AFTER[-1]:
+            told = small.trial(option - len(options), rng)
+            tuner = tuner.after(replace(told, option=option))
+    score.trials.append(len(tuner.outcomes))
+    return tuner
+
+
+def _print_in_small(found: dict[str, dict[str, Any]]) -> None:
+    heads = " | ".join(str(count) for count in AFTER)
+    print(f"| source, devices | sweeps | {heads} | in range |\n|---|" + "---:|" * 7)
+    for name, one in found.items():
+        regrets = " | ".join(f"{100 * one['regret'][str(count)]:.1f} %" for count in AFTER)
+        print(f"| {name} | {one['sweeps']} | {regrets} | {100 * one['in_range']:.0f} % |")
+
+
 def result(table: Path, *, optuna: bool = True) -> dict[str, Any]:
     """Return all figures; fractions."""
     started = time.process_time()
@@ -384,7 +458,15 @@ def main() -> None:
     asked.add_argument("table", type=Path)
     asked.add_argument("--json", action="store_true", help="print one JSON object")
     asked.add_argument("--no-optuna", action="store_true", help="leave optuna's order out")
+    asked.add_argument("--smaller", action="store_true", help="try sweeps on fewer devices")
     options = asked.parse_args()
+    if options.smaller:
+        small = in_small(sweeps_of(options.table))
+        if options.json:
+            print(json.dumps(small, indent=2))
+        else:
+            _print_in_small(small)
+        return
     found = result(options.table, optuna=not options.no_optuna)
     if options.json:
         print(json.dumps(found, indent=2))

@@ -1,18 +1,21 @@
 """Verdicts of studies against a Monte Carlo of their own inputs, which shares no code with them.
 
-    python -m benchmarks.whatif_draws plans/studies/*.yaml
+    python -m benchmarks.whatif_draws plans/studies/*.yaml --csv benchmarks/results/whatif_draws.csv
 
-Each study is planned by the command (`meshwright whatif --json`).  From its plain figures alone
+Each study is planned by the command (`meshwright whatif --json`); an answer that it gave before
+(ANSWER.json) is read instead.  From its plain figures alone
 (seconds of a step, tokens, goodput, prices, delivery, with their 80 % ranges) 200,000 futures are
 drawn here: independent normals for each accelerator's kernels and links, for goodput, each quote,
-storage, transfers, power and delivery.  Hours and dollars follow from them, and who is cheapest,
-who is fastest, who is first by both together, and who keeps deadline and budget.  A line has the
-first candidate's probability there and here, and the largest difference of any probability of the
-study.
+what owning costs, storage, transfers, power and delivery.  Hours and dollars follow from them, and
+who is cheapest, who is fastest, who is first by both together, and who keeps deadline and budget.
+A line has the first candidate's probability there and here, and the largest difference of any
+probability of the study.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
 import math
 import subprocess
@@ -27,6 +30,7 @@ from numpy.typing import NDArray
 FUTURES = 200_000
 TENTH = 1.2815515655
 """Of 100 outcomes of a normal, 10 lie beyond so many standard deviations."""
+COLUMNS = ("study", "probabilities", "first", "there", "here", "largest_difference", "of")
 CLOSE = 0.015
 """Sampling error of 10,000 futures there and of as many more here."""
 
@@ -82,7 +86,9 @@ def usd(row: Row, futures: Futures) -> Draws | None:
     """What the run's device-hours cost; None without a price."""
     if row["usd"] is None:
         return None
-    hourly = futures.figure(row["usd_per_device_hour"], row["price_cause"] or row["price"])
+    weight, quote = row["price_quote_weight"], futures.of(row["price_cause"] or row["price"])
+    deviations = weight * quote + math.sqrt(1 - weight**2) * futures.of("owning")
+    hourly = stretched(row["usd_per_device_hour"], deviations)
     run = run_hours(row, futures)
     cost = hourly * row["devices"] * np.maximum(run, row["minimum_hours"])
     if row["stored_usd_per_hour"] is not None:
@@ -147,32 +153,48 @@ def within(limit: str, row: Row, goal: Row, futures: Futures) -> float | None:
     return None if spent is None else float(np.mean(spent <= goal["budget_usd"]))
 
 
-def main(paths: Sequence[str]) -> int:
+def answer_of(path: Path) -> Mapping[str, Any]:
+    """Return what the command says of a study, or said."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        command = [sys.executable, "-m", "meshwright", "whatif", str(path), "--json"]
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return dict(json.loads(text))
+
+
+def row_of(study: str, pairs: Sequence[tuple[str, float, float]]) -> dict[str, str]:
+    """Return a study's line: its first candidate's probability, and the largest difference."""
+    if not pairs:
+        return {"study": study, "probabilities": "0"}
+    first, worst = pairs[0], max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
+    return {
+        "study": study,
+        "probabilities": str(len(pairs)),
+        "first": first[0],
+        "there": f"{first[1]:.4f}",
+        "here": f"{first[2]:.4f}",
+        "largest_difference": f"{abs(worst[1] - worst[2]):.4f}",
+        "of": worst[0],
+    }
+
+
+def main() -> int:
     """Print a line for each study; 1 if a probability differs by more than sampling explains."""
-    far = 0
-    for path in paths:
-        done = subprocess.run(
-            [sys.executable, "-m", "meshwright", "whatif", path, "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout)
-        pairs = differences(found)
-        if not pairs:
-            print(f"{Path(path).stem}: no probability to compare", flush=True)
-            continue
-        name, there, here = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
-        worst = abs(there - here)
-        far += worst > CLOSE
-        first = pairs[0]
-        print(
-            f"{Path(path).stem}: {len(pairs)} probabilities; {first[0]} {first[1]:.3f} there, "
-            f"{first[2]:.3f} here; largest difference {worst:.3f}, {name}",
-            flush=True,
-        )
-    return int(far > 0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", type=Path, nargs="+")
+    parser.add_argument("--csv", type=Path, help="where the lines are written")
+    asked = parser.parse_args()
+    rows = []
+    for path in asked.paths:
+        rows.append(row_of(path.stem, differences(answer_of(path))))
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    if asked.csv:
+        with asked.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    return int(any(float(row.get("largest_difference", 0)) > CLOSE for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Published trainings held against what-if's default answer: the fastest public stack of today.
 
-    python -m benchmarks.whatif_facts TRAININGS.csv [--name DEVICE_HOURS]
+    python -m benchmarks.whatif_facts TRAININGS.csv [--measure device_hours]
 
 `benchmarks/public_facts.py` predicts each with the stack and the layout of its day; here nothing is
 told but model, devices, precision, samples and tokens, as a buyer would ask.  Device-hours count

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from planner.errors import (
         BatchError,
         DocumentError,
+        HandedOver,
         LaunchError,
         MeshwrightError,
         NoPlanFits,
@@ -59,6 +60,7 @@ __all__ = [
     "ClusterSpec",
     "DocumentError",
     "Engine",
+    "HandedOver",
     "LaunchError",
     "MeshwrightError",
     "ModelGraph",
@@ -95,6 +97,7 @@ _FILES = {
     "ClusterSpec": "planner.documents.cluster",
     "DocumentError": "planner.errors",
     "Engine": "runtime.engine",
+    "HandedOver": "planner.errors",
     "LaunchError": "planner.errors",
     "MeshwrightError": "planner.errors",
     "ModelGraph": "planner.documents.model",

@@ -35,7 +35,11 @@ MOUNTED = "/meshwright"
 STARTS_OF_A_POD = 4
 """How often a pod is started before its job gives up."""
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
-POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus")
+POD_SETTINGS = ("image", "namespace", "name", "volume", "cpus", "kind")
+KINDS = ("job", "jobset")
+"""What starts the pods: Kubernetes' own Indexed Job, or a JobSet, which starts all of them again
+when one fails."""
+JOBS_OF_SET = "nodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,18 +170,35 @@ def _slurm(
             "set +x -euo pipefail",
             f"{SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             f"export {SECRET} PYTHONSAFEPATH=1",
-            f"srun --export=ALL --kill-on-bad-exit=1 --wait=60 {shlex.join(words)}"
-            + (" || status=$?" if command.handed_over else ""),
-            *(_QUEUED_AGAIN if command.handed_over else ()),
+            *_started(shlex.join(words), logs, hands_over=command.handed_over),
             "",
         ]
     )
 
 
-_QUEUED_AGAIN = (
-    "# A notice ended the run, and it is saved: this job waits for its turn again.",
-    f'if [ "${{status:-0}}" = {HandedOver.status} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-    'exit "${status:-0}"',
+def _started(words: str, logs: Path, *, hands_over: bool) -> list[str]:
+    """Return the lines that start a command once on every node.
+
+    One that hands over ends well on each of them, or srun would end the others before they have
+    saved; that it did so is a file.  Signals of a notice go to all processes of a step, and the
+    shell between srun and the command waits for it.
+    """
+    srun = "srun --export=ALL --kill-on-bad-exit=1 --wait=60"
+    if not hands_over:
+        return [f"{srun} {words}"]
+    return [
+        f"export handed_over={shlex.quote(str(logs.absolute()))}/handed-over-$SLURM_JOB_ID",
+        'rm -f "$handed_over"',
+        f"{srun} bash -c {shlex.quote(_HANDS_OVER)} - {words} || status=$?",
+        "# A notice ended the run, and it is saved: this job waits for its turn again.",
+        'if [ -e "$handed_over" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "${status:-0}"',
+    ]
+
+
+_HANDS_OVER = (
+    'trap : TERM USR1 HUP; "$@" || { status=$?; '
+    f'[ $status = {HandedOver.status} ] || exit $status; : > "$handed_over"; }}'
 )
 
 
@@ -204,6 +225,9 @@ def _kubernetes(
     if unknown or "image" not in told:
         what = f"'{unknown[0]}' is not known" if unknown else "image=NAME is missing"
         raise DocumentError("job", f"{what}; settings of a pod: {', '.join(POD_SETTINGS)}")
+    kind = told.get("kind", "job")
+    if kind not in KINDS:
+        raise DocumentError("job", f"kind={kind}: is not known; known: {', '.join(KINDS)}")
     (group,) = machine.groups
     name = told.get("name", _name(plan))
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
@@ -232,16 +256,58 @@ def _kubernetes(
     }
     files = _files(plan_path, plan, command.files)
     secret = {"secret": new_secret()}
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": secret},
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files},
+    ]
+    if kind == "jobset":
+        parts.append(_job_set(meta, indexed, starts, hands_over=command.handed_over))
+        return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
+    parts += [
         {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": indexed},
     ]
     return yaml.dump_all(parts, Dumper=_Lines, sort_keys=False)
 
 
-_UNCOUNTED = [
+def _job_set(
+    meta: dict[str, str], indexed: dict[str, Any], starts: int, *, hands_over: bool
+) -> dict[str, Any]:
+    """Return a JobSet: all pods are started again when one fails, `starts` times at most.
+
+    An end that is no failure fails its job for a reason of its own, and is not counted.
+    """
+    rules = [{**rule, "action": "FailJob"} for rule in _UNCOUNTED]
+    policy: dict[str, Any] = {"maxRestarts": starts - 1}
+    if hands_over:
+        indexed = {**indexed, "podFailurePolicy": {"rules": rules}}
+        uncounted = "RestartJobSetAndIgnoreMaxRestarts"
+        policy["rules"] = [
+            {
+                "name": "handed-over",
+                "action": uncounted,
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            }
+        ]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": meta,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": meta["name"]},
+            "failurePolicy": policy,
+            "replicatedJobs": [
+                {
+                    "name": JOBS_OF_SET,
+                    "replicas": 1,
+                    "template": {"spec": {**indexed, "backoffLimit": 0}},
+                }
+            ],
+        },
+    }
+
+
+_UNCOUNTED: list[dict[str, Any]] = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {
         "action": "Ignore",
@@ -286,7 +352,7 @@ def _pod(
             {"name": "PYTHONSAFEPATH", "value": "1"},
             {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}},
             {"name": "NNODES", "value": str(group.nodes)},
-            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+            {"name": "MASTER_ADDR", "value": f"{_first_pod(name, told)}.{name}"},
         ],
         "resources": {"limits": limits},
         "volumeMounts": [{"name": volume["name"], "mountPath": at} for volume, at in volumes],
@@ -298,6 +364,11 @@ def _pod(
         "containers": [container],
         "volumes": [volume for volume, _ in volumes],
     }
+
+
+def _first_pod(name: str, told: Mapping[str, str]) -> str:
+    """Return the host name of the pod with index 0."""
+    return f"{name}-{JOBS_OF_SET}-0-0" if told.get("kind") == "jobset" else f"{name}-0"
 
 
 class _Lines(yaml.SafeDumper):

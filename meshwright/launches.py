@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshwright.replan import for_fewer, leave_out
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
+from planner.documents.events import Decision
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -26,13 +28,18 @@ from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
-from runtime.run import HERE, LaunchRun, Where, account_of
+from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
+from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
 
+RETURN_S = 60.0
+"""How long nodes whose ranks have ended wait for each other."""
+
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
+    from runtime.launch import RankFailed
     from runtime.nodes import NodeRank
     from runtime.report import Comparison, RunReport
 
@@ -53,6 +60,7 @@ def launch(
     where: Where = HERE,
     *,
     replan: bool = False,
+    survive: bool = False,
     profile: str | None = None,
     dry_run: bool = False,
     trust_code: bool = False,
@@ -63,19 +71,23 @@ def launch(
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     `replan` goes on where devices are fewer than the plan's, or one is lost, under a plan for those
     that are left.
+    `survive` looks for ranks that hang, and does about each end what the table of verdicts says:
+    the ranks are started again, or those that are left go on as with `replan`, or it stops.
     A plan of a user's own file runs it, if the file and what it imports beside it are those that
     were planned, or `trust_code` takes them as they are.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
+    if survive and run.checkpoint is None:
+        raise DocumentError("survive", "continues from checkpoints: add --checkpoint FOLDER")
     if where.on != "local":
-        more = {"replan": replan, "profile": profile, "trust_code": trust_code}
+        more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
     if where.job:
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
-    from runtime.launch import RankLost  # noqa: PLC0415 - the runtime
+    from runtime.launch import RankFailed  # noqa: PLC0415 - the runtime
 
     node_rank = where.node_rank()
     fit = LaunchablePlan.of(plan_path, profile)
@@ -84,19 +96,72 @@ def launch(
     elif not trust_code:
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
-    if replan and (left := fit.left(node_rank)) is not None:
+    if (replan or survive) and (left := fit.left(node_rank)) is not None:
         fit, run = fit.again(left, run, quiet=quiet), goes_on
+    table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
+    ends: list[RankEnd] = []
     while True:
         try:
-            return _launched(fit, run, node_rank, dry_run=dry_run, quiet=quiet)
-        except RankLost as lost:
-            devices = fit.plan.mesh.devices
-            if not replan or node_rank.nodes > 1 or devices == 1:
+            return _launched(fit, run, node_rank, survive=survive, dry_run=dry_run, quiet=quiet)
+        except RankFailed as failed:
+            ends += _ends_of_all(failed, node_rank, meet=survive)
+            # Which devices of which node are left out, no node can say of another.
+            devices = fit.plan.mesh.devices if node_rank.nodes == 1 else 1
+            found = verdict(ends, table, devices=devices) if ends else None
+            if found is None or found.reaction == "stop":
                 raise
-            print(f"meshwright: {lines(lost.lead)}", file=sys.stderr)
-            if fit.machine.groups[0].accelerator.kind != "cpu":
-                leave_out(lost.local_rank, devices)
-            fit, run = fit.again(devices - 1, run, quiet=quiet), goes_on
+            fit, run = _reacted(failed, found, fit, run, quiet=quiet), goes_on
+            if node_rank.node == 0:
+                _decided(failed, found, fit, quiet=quiet)
+
+
+def _reacted(
+    failed: RankFailed, found: Verdict, fit: LaunchablePlan, run: LaunchRun, *, quiet: bool
+) -> LaunchablePlan:
+    """Return what is launched next."""
+    print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
+    if found.reaction != "shrink":
+        return fit
+    devices = fit.plan.mesh.devices
+    if fit.machine.groups[0].accelerator.kind != "cpu":
+        leave_out(failed.local_rank, devices)
+    return fit.again(devices - 1, run, quiet=quiet)
+
+
+def _ends_of_all(failed: RankFailed, node_rank: NodeRank, *, meet: bool) -> list[RankEnd]:
+    """Return how the rank ended that ended first, by all nodes, which `meet` again for it.
+
+    Raises how the attempt ended here where a node does not come back.
+    """
+    from runtime.rendezvous import Rendezvous  # noqa: PLC0415 - the runtime
+
+    if not meet or node_rank.nodes == 1:
+        return [] if failed.end is None else [failed.end]
+    own = None if failed.end is None else failed.end.model_dump(mode="json")
+    try:
+        with Rendezvous(node_rank, meet_s=RETURN_S) as rendezvous:
+            told = rendezvous.all_gather(own)
+        found = [RankEnd.model_validate(end) for end in told if end is not None]
+        return sorted(found, key=lambda end: end.waits)[:1]
+    except (LaunchError, ValueError) as error:
+        raise LaunchError(f"{failed}; the nodes have not met again: {error}") from failed
+
+
+def _decided(failed: RankFailed, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
+    """Write down what is done about an end, and say it."""
+    known = account_of(failed.output)
+    decision = Decision(
+        at_unix_s=time.time(),
+        reaction=found.reaction,
+        why=found.why,
+        predicted_s=known.start_s,
+        devices=fit.plan.mesh.devices,
+        plan=fit.plan.digest,
+    )
+    append_record(decision, events_file(failed.output))
+    if not quiet:
+        until = f" in {seconds_text(known.start_s)}" if known.start_s else ""
+        print(f"meshwright: {found.reaction}, because {found.why}{until}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +240,13 @@ def _refuse_foreign(wanted: Plan, path: str) -> None:
 
 
 def _launched(
-    fit: LaunchablePlan, run: LaunchRun, node_rank: NodeRank, *, dry_run: bool, quiet: bool
+    fit: LaunchablePlan,
+    run: LaunchRun,
+    node_rank: NodeRank,
+    *,
+    survive: bool,
+    dry_run: bool,
+    quiet: bool,
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
@@ -218,6 +289,7 @@ def _launched(
         saves=saves,
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
+        survive=survive,
         quiet=quiet,
     )
     if report is None:

@@ -115,6 +115,7 @@ def _command(
         after=(script, *arguments),
         files=(script,),
         goes_on=restarts > 0,
+        handed_over=restarts > 0,
     )
 
 

@@ -1,18 +1,25 @@
 """The command `tune`: plan, try what prediction cannot tell apart, answer with what was measured.
 
     FOLDER/
+    ├── profile.yaml      what was measured of the machine before them, if that paid
     ├── subject.json      what the trials are of
     ├── trials.jsonl      a line for each finished trial
     ├── constants.yaml    the cluster's constants as trials told them: a profile
-    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed
+    ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
+    └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
+                          model with fewer layers
 
 The plan so far is written after every trial, so that whenever this ends it is one that ran.  With
 the same arguments it goes on behind the last finished trial.
+
+With `--on` trials are of plans in small on fewer devices (`planner.tuning.smaller`); what is
+believed of the plans themselves follows from those, and the answer is not measured.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +27,7 @@ from pathlib import Path
 
 from meshwright.calibration import profile_of_any_model
 from meshwright.commands import answer_to
+from meshwright.commands import profile as measure
 from meshwright.inputs import (
     is_plan,
     machine_of,
@@ -29,28 +37,32 @@ from meshwright.inputs import (
     profile_for,
 )
 from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
+from planner.accuracy.calibrate.constants import calibrated
+from planner.costs.predict import predict
 from planner.documents import document
-from planner.documents.cluster import Precision
+from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.stack import base_of
 from planner.documents.units import duration_s, whole_number
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError, LaunchError, NoPlanFits
 from planner.formats.configuration import configuration
 from planner.formats.logs import READERS, LoggedWork
 from planner.process.guarded_files import folder_within
 from planner.requests.pins import read_pins
 from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Answer, Progress
+from planner.search.search import search
 from planner.tuning.candidates import TrialCandidate, candidates
 from planner.tuning.constants import calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
+from planner.tuning.smaller import InSmall, SmallTrial, check_smaller, in_small
 from planner.tuning.tuner import START_S, Outcome, Tuner
 from runtime.held import alone_in, signals_interrupt
 from runtime.report import WARM_UP_STEPS
 
 DEFAULT_TRIALS = 8
-CONSTANTS_FILE = "constants.yaml"
+CONSTANTS_FILE, CLUSTER_FILE, PROFILE_FILE = "constants.yaml", "cluster.yaml", "profile.yaml"
 LONGEST_START_S = 600.0
 """Of a trial, before its first step, after which it is given up."""
 SUFFIXES = {
@@ -61,6 +73,7 @@ SUFFIXES = {
     "torchtitan": ".py",
 }
 """Of configurations, as their frameworks read them."""
+INTERRUPTED = "interrupted; the same command goes on from here"
 PATIENCE = 5.0
 """Times its believed seconds after which a trial is ended."""
 Told = Callable[[str], None]
@@ -98,6 +111,27 @@ class TrialBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenewedProof:
+    """What a search proves with the constants that trials told."""
+
+    chosen_s: float
+    """What the answer is predicted to take with them."""
+    lower_bound_s: float
+    """No plan of the space takes less."""
+    layout: str
+    """The plan that is predicted fastest with them,"""
+    step_s: float
+    """what it takes,"""
+    known: bool
+    """and whether it was among those that could be tried."""
+
+    @property
+    def gap(self) -> float:
+        """By which share of the answer's step a plan may be faster at most."""
+        return max(0.0, 1 - self.lower_bound_s / self.chosen_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """What trials came to."""
 
@@ -113,6 +147,16 @@ class Tuned:
     folder: Path | None = None
     queue: tuple[int, ...] = field(default=())
     """What a dry run would try, as far as that can be told before the first trial."""
+    small: InSmall | None = None
+    """What is tried instead of the candidates."""
+    on: str | None = None
+    """The smaller cluster on which it is."""
+    proof: RenewedProof | None = None
+
+    @property
+    def tried(self) -> tuple[TrialCandidate, ...]:
+        """What an option of the tuner is."""
+        return (*self.candidates, *_stood_in(self.small))
 
     @property
     def chosen(self) -> TrialCandidate:
@@ -142,10 +186,16 @@ class Tuned:
         return self.devices * sum(one.seconds for one in self.trials)
 
 
+def _stood_in(small: InSmall | None) -> tuple[TrialCandidate, ...]:
+    """Return what is tried in small."""
+    return tuple(one.candidate for one in small.stand_ins) if small else ()
+
+
 def tune(
     model: str,
     cluster: str,
     *,
+    on: str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
@@ -172,6 +222,10 @@ def tune(
     (`8 trials`, `20min`) ends.  `run` is the template of a command that trains by a plan, with
     {plan}, {config} (the plan as its backend's configuration) and {output} (a folder): another
     framework's, or `meshwright run` with a script; usually `meshwright launch` runs them.
+    Without a `profile` this machine is measured first where that tells more for each second than a
+    trial.
+    `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
+    and layers, and the answer is believed and not measured.
     `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
     constants as the trials told them lies in it.
 
@@ -179,6 +233,9 @@ def tune(
     """
     allowed = TrialBudget(trials=DEFAULT_TRIALS) if budget is None else TrialBudget.read(budget)
     started = time.process_time()
+    folder = Path(trials) if trials else _folder(output)
+    if profile is None and document.is_file(folder / PROFILE_FILE):
+        profile = str(folder / PROFILE_FILE)
     mine = document.read(Plan, model) if is_plan(model) else None
     if mine is None:
         graph = model_of(model, seq_len=seq_len)
@@ -211,14 +268,21 @@ def tune(
             f"is missing; say how {request.stack.name} trains, as in --run 'torchrun ... "
             "{config}'",
         )
+    fewer = None if on is None else machine_of(on, measured)
+    if fewer is not None:
+        check_smaller(fewer, request.cluster)
     answer = answer_to(request, "simplest", progress=progress)
+    every = tuple(
+        one if mine is None else _trained_as(one, mine)
+        for one in _runnable(request, answer, run, progress)
+    )
+    small = None if fewer is None or on is None else in_small(request, every, fewer, on)
     tuning = Tuning(
         request=request,
-        candidates=tuple(
-            one if mine is None else _trained_as(one, mine)
-            for one in _runnable(request, answer, run, progress)
-        ),
-        folder=Path(trials) if trials else _folder(output),
+        candidates=every if small is None else small.candidates,
+        small=small,
+        on=fewer,
+        folder=folder,
         output=output,
         budget=allowed,
         run=run,
@@ -230,8 +294,45 @@ def tune(
         return tuning.intended()
     if run is None:
         need_torch("launching a trial")
+        ours = cluster.partition(":")[0] == "local" and mine is None
+        if ours and profile is None and tuning.profile_pays():
+            told("measuring this machine first, which tells more for each second than a trial")
+            _profile(model, cluster, request, folder_within(folder.parent, folder.name))
+            return tune(
+                model,
+                cluster,
+                on=on,
+                seq_len=seq_len,
+                global_batch=global_batch,
+                precision=precision,
+                fix=fix,
+                allow=allow,
+                backend=backend,
+                budget=budget,
+                data=data,
+                tokenizer=tokenizer,
+                trust_code=trust_code,
+                trials=str(folder),
+                output=output,
+                progress=progress,
+                told=told,
+            )
     with signals_interrupt():
         return tuning.done()
+
+
+def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
+    """Measure this machine for the job of a request."""
+    job = request.job
+    measure(
+        model,
+        cluster,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        precision=job.precision,
+        output=str(folder / PROFILE_FILE),
+        quiet=True,
+    )
 
 
 def _refuse_job(**asked: object) -> None:
@@ -293,6 +394,9 @@ class Tuning:
 
     request: Request
     candidates: tuple[TrialCandidate, ...]
+    small: InSmall | None
+    on: ClusterSpec | None
+    """The smaller cluster on which those are tried in small; None: they are tried themselves."""
     folder: Path
     output: str
     budget: TrialBudget
@@ -311,26 +415,43 @@ class Tuning:
             seq_len=job.seq_len,
             global_batch=job.global_batch,
             precision=job.precision,
+            on=self._called_on,
             run=self.run,
         )
+
+    @property
+    def _called_on(self) -> str | None:
+        return None if self.small is None else self.small.stand_ins[0].request.cluster_name
+
+    @property
+    def _every(self) -> tuple[TrialCandidate, ...]:
+        """What options are of: plans, then what is tried in small."""
+        return (*self.candidates, *_stood_in(self.small))
 
     def _start(self, trials: Sequence[Trial] = ()) -> Tuner:
         """Return what is known after finished trials."""
         tries = [one for one in trials if one.step_s is not None]
         beside = [one.seconds - (WARM_UP_STEPS + one.steps) * (one.step_s or 0.0) for one in tries]
         start_s = max(0.0, sum(beside) / len(beside)) if beside else START_S
-        at = {one.plan.digest: place for place, one in enumerate(self.candidates)}
+        at = {one.plan.digest: place for place, one in enumerate(self._every)}
         outcomes = [
             _outcome(at[one.plan_digest], one)
             for one in trials
             if one.plan_digest in at and one.ended != "failed"
         ]
         return Tuner(
-            [one.option for one in self.candidates],
+            [one.option for one in self._every],
             outcomes,
+            stand_ins=len(_stood_in(self.small)),
             start_s=start_s,
             steps=WARM_UP_STEPS + MOST,
         )
+
+    def profile_pays(self) -> bool:
+        """Whether a profile tells more for each second than any trial, and none was made."""
+        from profiler.profile import BUDGET_S  # noqa: PLC0415 - starts ranks
+
+        return not read_trials(self.folder) and self._start().profile_pays(BUDGET_S)
 
     def intended(self) -> Tuned:
         """Return what would be tried if every step took what is predicted; nothing is run."""
@@ -342,12 +463,12 @@ class Tuning:
                 break
             queue.append(option)
             tuner = tuner.after(
-                Outcome(option=option, step_s=self.candidates[option].prediction.step_time_s)
+                Outcome(option=option, step_s=self._every[option].prediction.step_time_s)
             )
         return self._tuned(self._start(), (), "a dry run: nothing was tried", tuple(queue))
 
     def _expected(self, tuner: Tuner, option: int) -> Trial:
-        one = self.candidates[option]
+        one = self._every[option]
         return Trial(
             trial=1,
             plan_digest=one.plan.digest,
@@ -382,13 +503,36 @@ class Tuning:
                     tuner = self._start(trials)
                     self._keep(tuner)
             except KeyboardInterrupt:
-                stopped = "interrupted; the same command goes on from here"
+                stopped = INTERRUPTED
         if not tuner.ran:
             raise LaunchError(
                 f"none of {len(trials)} trials ran ({stopped}): "
                 + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])
             )
-        return self._tuned(tuner, tuple(trials), stopped)
+        proof = None if stopped == INTERRUPTED else self._proof(tuner)
+        return replace(self._tuned(tuner, tuple(trials), stopped), proof=proof)
+
+    def _proof(self, tuner: Tuner) -> RenewedProof | None:
+        """Search again with the constants that trials told; None where nothing fits then."""
+        constants = self._constants(tuner)
+        request = replace(
+            self.request,
+            cluster=calibrated(self.request.cluster, constants.calibration),
+            profile=None if base_of(self.request.stack.name) != "native" else constants,
+        )
+        chosen = self.candidates[tuner.answer].plan
+        try:
+            answer = search(request)
+        except NoPlanFits:
+            return None
+        known = {one.plan.layout for one in self.candidates}
+        return RenewedProof(
+            chosen_s=predict(chosen, request.model, request.cluster, request.profile).step_time_s,
+            lower_bound_s=answer.certificate.lower_bound_s,
+            layout=answer.prediction.layout,
+            step_s=answer.prediction.step_time_s,
+            known=answer.plan.layout in known,
+        )
 
     def _check_subject(self) -> None:
         """Refuse a folder with trials of something else."""
@@ -407,7 +551,7 @@ class Tuning:
     def _failed(self, trials: Sequence[Trial]) -> frozenset[int]:
         """Return candidates whose trial failed for another reason than memory."""
         failed = {one.plan_digest for one in trials if one.ended == "failed"}
-        return frozenset(at for at, one in enumerate(self.candidates) if one.plan.digest in failed)
+        return frozenset(at for at, one in enumerate(self._every) if one.plan.digest in failed)
 
     def _stop(self, tuner: Tuner, trials: Sequence[Trial]) -> str:
         """Return why there are no more trials; empty: there are."""
@@ -422,15 +566,15 @@ class Tuning:
 
     def _tried(self, tuner: Tuner, option: int, trials: Sequence[Trial]) -> Trial:
         """Run one trial."""
-        number, one = len(trials) + 1, self.candidates[option]
+        number, one = len(trials) + 1, self._every[option]
         believed_s, low_s, high_s = tuner.posterior.seconds(option)
         self.told(
             f"trial {number}: {one.prediction.layout}, expected {low_s:.3g} to {high_s:.3g} s a "
             "step"
         )
         measured = trial(
-            self._command(folder_within(self.folder, f"{number:02}"), one.plan),
-            best_s=min((o.step_s for o in tuner.outcomes if o.step_s is not None), default=None),
+            self._command(folder_within(self.folder, f"{number:02}"), option),
+            best_s=None if self.small else tuner.best_s,
             most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
         )
         found = self._trial(number, one, believed_s, measured)
@@ -463,10 +607,15 @@ class Tuning:
             why=seen.why or None,
         )
 
-    def _command(self, folder: Path, plan: Plan) -> Trialled:
+    def _command(self, folder: Path, option: int) -> Trialled:
         """Write a trial's files, and return what runs it."""
-        request, path = self.request, folder / "plan.yaml"
-        work = LoggedWork(job=request.job, devices=plan.mesh.devices)
+        plan, path = self._every[option].plan, folder / "plan.yaml"
+        request = self.request
+        if self.small is not None:
+            stand_in = self.small.stand_ins[option - len(self.candidates)]
+            request = stand_in.request
+            _write_model(stand_in, folder)
+        work = LoggedWork(job=plan.job, devices=plan.mesh.devices)
         document.write(plan, path)
         if self.run is None:
             words = launch_words(path, folder, self.options)
@@ -497,7 +646,10 @@ class Tuning:
         """Write the plan so far, and the constants of the cluster."""
         document.write(self.candidates[tuner.answer].plan, self.output)
         if tuner.ran:
-            document.write(self._constants(tuner), self.folder / CONSTANTS_FILE)
+            told = self._constants(tuner)
+            document.write(told, self.folder / CONSTANTS_FILE)
+            machine = calibrated(self.request.cluster, told.calibration)
+            document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
         """Return the cluster's constants as a profile that holds for any model."""
@@ -507,6 +659,7 @@ class Tuning:
             tuner.posterior,
             runs=len(tuner.ran),
             source=f"tune of {today}, {len(tuner.ran)} trials of {request.model.name}"[:200],
+            seen=self.on,
         )
         if request.profile is not None and request.only_profile is not None:
             return request.only_profile.model_copy(update={"calibration": found})
@@ -514,7 +667,7 @@ class Tuning:
             found,
             command=f"meshwright tune {request.model.name}",
             today=today,
-            ranks=request.cluster.devices,
+            ranks=(self.on or request.cluster).devices,
         )
 
     def _tuned(
@@ -528,13 +681,22 @@ class Tuning:
             candidates=self.candidates,
             trials=trials,
             tuner=tuner,
-            devices=self.request.cluster.devices,
+            devices=(self.on or self.request.cluster).devices,
             planned_s=self.planned_s,
             stopped=stopped,
             plan_file=None if queue else self.output,
             folder=self.folder,
             queue=queue,
+            small=self.small,
+            on=self._called_on,
         )
+
+
+def _write_model(stand_in: SmallTrial, folder: Path) -> None:
+    """Write the configuration of a model with fewer layers beside the plan that names it."""
+    if stand_in.config is not None:
+        where = folder_within(folder, stand_in.request.model.name)
+        document.write_text(json.dumps(stand_in.config, indent=2), where / "config.json")
 
 
 def _outcome(option: int, one: Trial) -> Outcome:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
 
-from meshwright.tuning import CONSTANTS_FILE, Tuned
+from meshwright.tuning import CLUSTER_FILE, CONSTANTS_FILE, RenewedProof, Tuned
+from planner.documents import document
 from planner.documents.units import seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.tuning.options import CONSTANTS
 from planner.tuning.record import Trial
+from planner.tuning.tuner import NEAR
 
 MOVED = 0.02
 """Logarithm by which a constant has to move to be told."""
@@ -23,16 +26,34 @@ SURELY = 1.28
 def tuned_parts(found: Tuned, said: Sequence[Fact], *, explain: bool) -> Iterator[RenderableType]:
     """Yield the answer in ten lines; with `explain` all trials too."""
     facts = _intended(found) if found.queue else _measured(found)
-    yield Summary(f"{found.chosen.plan.model.name} on {found.chosen.plan.cluster}", [*facts, *said])
+    yield Summary(_title(found), [*facts, *said])
     if explain and found.trials:
         yield trials_table(found.trials)
+
+
+def write_page(found: Tuned, path: str) -> None:
+    """Write the page of trials."""
+    from planner.report.trials import page  # noqa: PLC0415 - loads jinja2
+
+    names = [one.prediction.layout for one in found.candidates]
+    if found.small is not None:
+        names += [
+            f"{one.candidate.prediction.layout}, {one.request.model.name} on {found.on}"
+            for one in found.small.stand_ins
+        ]
+    text = page(_title(found), list(_measured(found)), names, found.tuner, found.trials)
+    document.write_text(text, path)
+
+
+def _title(found: Tuned) -> str:
+    return f"{found.chosen.plan.model.name} on {found.chosen.plan.cluster}"
 
 
 def _intended(found: Tuned) -> Iterator[Fact]:
     yield Fact(label="plan", text=found.chosen.prediction.layout, lines=2)
     total_s = 0.0
     for place, option in enumerate(found.queue, start=1):
-        one, seconds = found.candidates[option], found.tuner.trial_s(option)
+        one, seconds = found.tried[option], found.tuner.trial_s(option)
         total_s += seconds
         yield Fact(
             label=f"trial {place}",
@@ -49,14 +70,17 @@ def _intended(found: Tuned) -> Iterator[Fact]:
 
 
 def _measured(found: Tuned) -> Iterator[Fact]:
-    chosen, step_s = found.chosen, found.step_s or 0.0
-    _, low_s, high_s = found.tuner.posterior.seconds(found.tuner.answer)
+    chosen = found.chosen
+    believed_s, low_s, high_s = found.tuner.posterior.seconds(found.tuner.answer)
+    told = "believed" if found.step_s is None else "measured"
     yield Fact(label="plan", text=chosen.prediction.layout)
     yield Fact(
         label="time",
-        text=f"{seconds_text(step_s)} a step, measured ({seconds_text(low_s)} to "
+        text=f"{seconds_text(found.step_s or believed_s)} a step, {told} ({seconds_text(low_s)} to "
         f"{seconds_text(high_s)}); predicted {seconds_text(chosen.prediction.step_time_s)}",
     )
+    if found.small is not None:
+        yield Fact(label="unseen", text=_unseen_text(found))
     yield Fact(label="gain", text=_gain_text(found))
     ended = [one.ended for one in found.trials]
     counts = ", ".join(
@@ -70,7 +94,8 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
     yield Fact(
         label="tried",
-        text=f"{len(ended)} of {len(found.candidates)} plans"
+        text=f"{len(ended)} of {len(found.tried) - _answered(found)} plans"
+        + (f" in small on {found.on}" if found.on else "")
         + (f" ({counts})" if counts else "")
         + f"; {found.stopped}",
     )
@@ -78,6 +103,8 @@ def _measured(found: Tuned) -> Iterator[Fact]:
         label="sure",
         text=f"{100 * found.tuner.sure:.0f} % that no other plan is more than 2 % faster",
     )
+    if found.proof is not None:
+        yield Fact(label="proof", text=_proof_text(found.proof), detail=True)
     moved = [
         f"{CONSTANTS[one.name].what} x {math.exp(one.mean):.2g}"
         for one in sorted(found.tuner.posterior.constants, key=lambda one: -abs(one.mean))
@@ -92,15 +119,47 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
     yield Fact(
         label="written",
-        text=f"{found.plan_file}, {found.folder}/{CONSTANTS_FILE}",
+        text=f"{found.plan_file}, {found.folder}/{CONSTANTS_FILE}, {found.folder}/{CLUSTER_FILE}",
         copied=True,
         detail=True,
     )
 
 
+def _proof_text(proof: RenewedProof) -> str:
+    """Return what a search proves with the constants that trials told."""
+    said = (
+        f"with what trials told no plan takes less than {seconds_text(proof.lower_bound_s)}; this "
+        f"one {seconds_text(proof.chosen_s)} (gap {100 * proof.gap:.1f} %)"
+    )
+    if not proof.known and proof.step_s < (1 - NEAR) * proof.chosen_s:
+        said += f"; not tried: {proof.layout} with {seconds_text(proof.step_s)}"
+    return said
+
+
+def _answered(found: Tuned) -> int:
+    """Return how many plans may be the answer and are not tried themselves."""
+    return 0 if found.small is None else len(found.candidates)
+
+
+def _unseen_text(found: Tuned) -> str:
+    """Return what trials in small cannot tell, which keeps its range."""
+    assert found.small is not None
+    doublings = found.chosen.option.doublings
+    wide = math.exp(SURELY * CONSTANTS["scale"].spread * doublings) - 1
+    many = found.chosen.plan.mesh.devices
+    links = "".join(f"; links of {name}" for name in found.small.unseen)
+    return f"how steps grow from {found.devices} to {many} devices (+-{100 * wide:.0f} %){links}"
+
+
 def _gain_text(found: Tuned) -> str:
     """Return what was gained over the plan that was predicted fastest."""
     first_s, step_s = found.first_s, found.step_s
+    if found.small is not None:
+        if found.tuner.answer == 0:
+            return "none: the plan predicted fastest is believed the fastest"
+        of, mean = found.tuner.answer, found.tuner.posterior.mean
+        gained = math.expm1(float(mean[0] - mean[of]))
+        return f"{100 * gained:.1f} % believed over the plan predicted fastest"
     if found.tuner.answer == 0:
         return "none: the plan predicted fastest is the fastest measured"
     if first_s is None or step_s is None:
@@ -144,14 +203,18 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "layout": chosen.prediction.layout,
         "step_time_s": found.step_s,
         "predicted_s": chosen.prediction.step_time_s,
+        "believed_s": list(posterior.seconds(found.tuner.answer)),
+        "on": found.on,
+        "proof": None if found.proof is None else asdict(found.proof),
+        "unseen": list(found.small.unseen) if found.small else [],
         "first_step_time_s": found.first_s,
         "sure": found.tuner.sure if found.tuner.ran else None,
         "stopped": found.stopped,
         "trials": [one.model_dump(mode="json", exclude_none=True) for one in found.trials],
         "intended": [
             {
-                "layout": found.candidates[option].prediction.layout,
-                "predicted_s": found.candidates[option].prediction.step_time_s,
+                "layout": found.tried[option].prediction.layout,
+                "predicted_s": found.tried[option].prediction.step_time_s,
                 "device_s": found.devices * found.tuner.trial_s(option),
             }
             for option in found.queue

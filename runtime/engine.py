@@ -81,7 +81,8 @@ class StepResult:
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
-    """A launcher was told that its machine will be taken away; `launch` saves now, and ends."""
+    """A launcher was told that its machine will be taken away; `launch` saves now, and ends.  A
+    script saves, and raises meshwright.HandedOver."""
     out_of_time: bool = False
     """Rank 0's time is over; see `end_when`."""
 

@@ -92,11 +92,18 @@ def device_lost(code: int, failure: Failure | None, log: str) -> bool:
     said = f"{failure.message if failure else ''}\n{log}"
     if _ASSERTION in said:
         return False
+    return names_hardware(said) or (failure is None and code == -9)
+
+
+def names_hardware(said: str) -> bool:
+    """Tell whether a driver's words name the hardware as what failed.
+
+    >>> names_hardware("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
+    True
+    """
     if any(sign in said for sign in _HARDWARE):
         return True
-    if any(int(number) in _HARDWARE_XIDS for number in _XID.findall(said)):
-        return True
-    return failure is None and code == -9
+    return any(int(number) in _HARDWARE_XIDS for number in _XID.findall(said))
 
 
 def assertion(failure: Failure) -> bool:

@@ -277,7 +277,8 @@ class Gradients:
             checks[1] = 1.0
         if self.agreement is not None and self.agreement.due(int(self.steps) + 1):
             checks[2:4] = self.agreement.words(totals.device)
-        checks[4] = self.ending()
+        if ending := self.ending():  # a number on its way to a device is waited for
+            checks[4] = ending
         return checks
 
     def ending(self) -> float:

@@ -23,7 +23,15 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from planner.documents.document import read, write
-from planner.documents.events import Attempt, AttemptEnded, Cause, Event, Incident, StepRecord
+from planner.documents.events import (
+    Attempt,
+    AttemptEnded,
+    Cause,
+    Event,
+    Incident,
+    PhaseDone,
+    StepRecord,
+)
 from planner.documents.model import ModelGraph
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
@@ -32,32 +40,52 @@ from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
 from planner.whatif.survival import SaveFigures
 from runtime import checkpoint, data, faults, notice, run, unfinished
+from runtime.beacon import BEACONS, beacons
 from runtime.checkpoint import Progress
+from runtime.hang import HangWatch, HungRank
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
-from runtime.rendezvous import Rendezvous
+from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
+from runtime.verdict import RankEnd
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
+MOST_WAITING = 3
+"""Ranks that an error names beside the one that they wait for."""
 
 
-class RanksHang(LaunchError):  # noqa: N818 - reads as the sentence that it is
-    """Ranks waited for others in vain."""
+class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A rank ended, and its program has not said why: the same training may go on."""
 
-
-class RankLost(LaunchError):  # noqa: N818 - reads as the sentence that it is
-    """A rank ended as if its device were gone: killed from outside, or by its driver."""
-
-    def __init__(self, message: str, *, lead: str, local_rank: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        lead: str,
+        output: Path,
+        local_rank: int = 0,
+        end: RankEnd | None = None,
+    ) -> None:
         super().__init__(message)
         self.lead = lead
         """What happened, without what can be done."""
         self.local_rank = local_rank
+        self.end = end
+        """None where it was a rank of another node, which tells it."""
+        self.output = output
+
+
+class RanksHang(RankFailed):
+    """Ranks waited for others in vain."""
+
+
+class RankLost(RankFailed):
+    """A rank ended as if its device were gone: killed from outside, or by its driver."""
 
 
 def launch(
@@ -72,6 +100,7 @@ def launch(
     saves: SaveFigures | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
+    survive: bool = False,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -82,6 +111,8 @@ def launch(
     `peak_step_s` is what a step would take with every device at its peak; with it the MFU is told.
     With `saves` the steps between checkpoints are computed again from what is measured.
     Progress and warnings go to stderr unless `quiet`.
+
+    With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
     nodes other than the one with rank 0 return nothing.
@@ -120,7 +151,7 @@ def launch(
             }
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
-            _supervise(ready, rendezvous, orders, shown)
+            _supervise(ready, rendezvous, orders, shown, survive=survive)
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -303,21 +334,39 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
 
 
 def _supervise(
-    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, shown: _ProgressLine
+    ready: Preflight,
+    rendezvous: Rendezvous,
+    orders: RankOrders,
+    shown: _ProgressLine,
+    *,
+    survive: bool,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     noticed = None
     shared = {"MESHWRIGHT_RUN": orders.token}
     if ready.run.checkpoint is not None:
-        notice.notice_file(ready.output).unlink(missing_ok=True)
-        shared[notice.NOTICE] = str(notice.notice_file(ready.output.absolute()))
+        shared |= notice.environment(ready.output)
 
         def noticed(number: int) -> None:
             shown.say.print(notice.leave_notice(ready.output, number))
             happened(ready, _incident("notice", notice.name_of(number), after_step=shown.step))
 
-    with signals_interrupt(noticed):
+    with contextlib.ExitStack() as held:
+        held.enter_context(signals_interrupt(noticed))
+        watch = None
+        if survive:
+            seen = held.enter_context(beacons(len(ready.ranks.devices)))
+            shared[BEACONS] = str(seen.file)
+            devices, start_s = ready.ranks.devices, ready.plan.timeout_s
+            watch = HangWatch(
+                seen,
+                devices,
+                ready.output,
+                start_s=start_s,
+                alone=rendezvous.node_rank.nodes == 1,
+            )
+        refresh = _Refresh(ready, shown, watch)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -330,31 +379,79 @@ def _supervise(
                 leads=ready.ranks.leads,
                 shared=shared,
                 grace_s=0.0,  # they leave these signals to us, and what they wrote is whole
-                refresh=shown.refresh,
+                refresh=refresh,
             )
+        except RanksHang as error:
+            _write_incident(ready, error, after_step=shown.step)
+            raise
+        except NodeLeft as error:
+            _write_incident(ready, error, after_step=shown.step)
+            raise RankFailed(str(error), lead=str(error), output=ready.output) from error
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
     if bad is not None:
-        error = _bad_end(ready, bad, after_step=shown.step)
-        happened(ready, _incident(_cause(error), str(error), after_step=shown.step, bad=bad))
-        raise error
+        ended = _bad_end(ready, bad, after_step=shown.step)
+        _write_incident(ready, ended, after_step=shown.step)
+        raise ended
 
 
-def _cause(error: Exception) -> Cause:
-    """Return what an end is evidence of."""
-    if isinstance(error, RankLost):
-        return "crash"
-    return "hang" if isinstance(error, RanksHang) else "program"
+class _Refresh:
+    """What a launcher does while its ranks run: it shows steps, and looks for ranks that hang."""
+
+    def __init__(self, ready: Preflight, shown: _ProgressLine, watch: HangWatch | None) -> None:
+        self._ready, self._shown, self._watch = ready, shown, watch
+        self._begin_s = time.monotonic()
+        self._before = shown.step
+        self._predicted_s = run.account_of(ready.output).start_s
+
+    def __call__(self) -> None:
+        self._shown.refresh()
+        if self._begin_s and self._shown.step > self._before:
+            took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
+            started = PhaseDone(
+                at_unix_s=time.time(),
+                phase="start",
+                measured_s=took_s,
+                predicted_s=self._predicted_s,
+            )
+            happened(self._ready, started)
+        waiting = self._watch.look() if self._watch is not None else []
+        if waiting:
+            raise _hung(self._ready, waiting, after_step=self._shown.step)
 
 
-def _incident(
-    cause: Cause, evidence: str, *, after_step: int, bad: BadEnd | None = None
-) -> Incident:
+def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
+    """Return the error that names the rank that the others wait for, and where they do."""
+    first, *others = waiting
+    lead = f"the run hangs after step {after_step}: {first.text}"
+    lead += "".join(f"; {one.text}" for one in others[:MOST_WAITING])
+    return RanksHang(
+        f"{lead}{_way_on(ready)}. Stacks of all ranks are in {ready.output / 'flight'}",
+        lead=lead,
+        local_rank=ready.ranks.devices[first.rank],
+        end=RankEnd(
+            cause="hang",
+            rank=first.rank,
+            after_step=after_step,
+            waits=first.collective is not None,
+        ),
+        output=ready.output,
+    )
+
+
+def _write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+    end = error.end if isinstance(error, RankFailed) else None
+    cause = end.cause if end else "program"
+    rank = end.rank if end else None
+    happened(ready, _incident(cause, str(error), after_step=after_step, rank=rank))
+
+
+def _incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None = None) -> Incident:
     return Incident(
         at_unix_s=time.time(),
         cause=cause,
-        rank=bad.cause.rank if bad else None,
+        rank=rank,
         after_step=after_step,
         evidence=evidence[:MOST_EVIDENCE] or "nothing was said",
     )
@@ -369,26 +466,46 @@ def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
+    how, hung = _how(ready, bad, said, after_step=after_step)
+    message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    if faults.device_lost(ended.code, failure, said):
+        # SIGKILL alone is no evidence of the device: its rank may start on it again.
+        killed = failure is None and not faults.names_hardware(said)
+        kind: type[RankFailed] = RankLost
+        cause: Cause = "crash" if killed else "device"
+    elif hung:
+        kind, cause = RanksHang, "hang"
+    elif failure is None and ended.code < 0:
+        kind, cause = RankFailed, "crash"
+    else:
+        return LaunchError(message)
+    return kind(
+        message,
+        lead=how,
+        local_rank=ready.ranks.devices[ended.rank],
+        end=RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
+        output=ready.output,
+    )
+
+
+def _how(ready: Preflight, bad: BadEnd, said: str, *, after_step: int) -> tuple[str, bool]:
+    """Return which rank ended the run and how, and whether it waited for others in vain."""
+    ended, failure = bad.cause, bad.failure
     waited = faults.hang(said)
     if waited is not None:
         late = faults.behind(ready.output, waited.group)
         others = ", ".join(f"rank {rank} began {count}" for rank, count in late.items())
-        lead = f"{waited.text} after step {after_step}" + (f"; {others}" if others else "")
-        return RanksHang(f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}")
+        how = f"{waited.text} after step {after_step}"
+        return (f"{how}; {others}" if others else how), True
     if failure is not None and is_timeout(failure):
         seen = {seen.rank for seen in bad.seen}
         silent = [rank for rank in ready.ranks.devices if rank not in seen]
         named = f" (ranks {', '.join(map(str, silent[:8]))} said nothing)" if silent else ""
-        how = f"waited {ready.plan.timeout_s:g} s (the plan's timeout_s) for other ranks{named}"
-        kind: type[LaunchError] = RanksHang
-    else:
-        kind = LaunchError
-        how = faults.how(ended.code, failure)
-    lead = f"rank {ended.rank} {how} after step {after_step}"
-    message = f"{lead}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
-    if faults.device_lost(ended.code, failure, said):
-        return RankLost(message, lead=lead, local_rank=ready.ranks.devices[ended.rank])
-    return kind(message)
+        limit = f"{ready.plan.timeout_s:g} s (the plan's timeout_s)"
+        how = f"waited {limit} for other ranks{named}"
+        return f"rank {ended.rank} {how} after step {after_step}", True
+    how = faults.how(ended.code, failure)
+    return f"rank {ended.rank} {how} after step {after_step}", False
 
 
 def _way_on(ready: Preflight) -> str:

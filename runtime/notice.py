@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.process.guarded_files import opened
@@ -20,6 +20,8 @@ NOTICE = "MESHWRIGHT_NOTICE"
 """Names, to each rank, the file that a notice leaves."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What tells a launcher."""
+OF_SCRIPTS = (signal.SIGUSR1, signal.SIGHUP)
+"""What ranks of a script leave to it: what a script starts itself is ended by SIGTERM."""
 GRACE_S = 120
 """How long before the end jobs of ours ask schedulers for a notice."""
 
@@ -27,6 +29,12 @@ GRACE_S = 120
 def notice_file(output: Path) -> Path:
     """Return the file by which a launcher tells the ranks of its node."""
     return output / "notice"
+
+
+def environment(output: Path) -> dict[str, str]:
+    """Return what tells ranks where a notice would be, once none is left there of a run before."""
+    notice_file(output).unlink(missing_ok=True)
+    return {NOTICE: str(notice_file(output.absolute()))}
 
 
 def leave_notice(output: Path, number: int) -> str:
@@ -60,8 +68,8 @@ def take_notice() -> Callable[[], bool]:
     return Path(file).exists if file is not None else lambda: False
 
 
-def wait_for_launcher() -> None:
+def wait_for_launcher(numbers: Sequence[signal.Signals] = SIGNALS) -> None:
     """Leave signals of notices to the launcher: a scheduler may send them to every process."""
     if NOTICE in os.environ:
-        for number in SIGNALS:
+        for number in numbers:
             signal.signal(number, signal.SIG_IGN)

@@ -60,6 +60,10 @@ def to_stderr(text: str) -> None:
     print(f"meshwright: warning: {lines(text)}", file=sys.stderr)
 
 
+class NodeLeft(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """Another node has left, and this one leaves with it; the message is its reason."""
+
+
 class Rendezvous:
     """All nodes of a job, connected for the length of a `with` block."""
 
@@ -200,12 +204,12 @@ class Rendezvous:
                 f"node {other}: {error}; somebody else writes into its connection"
             ) from None
         except OSError:
-            raise LaunchError(
+            raise NodeLeft(
                 f"node {other} is gone without a word; its own output may say why"
             ) from None
         reason = _parting(other, said)
         if reason is not None:
-            raise LaunchError(reason)
+            raise NodeLeft(reason)
         return said
 
 

@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from planner.errors import HandedOver
+from runtime import notice
 from runtime.rank import die_with_launcher, leave, tell
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -24,6 +26,7 @@ OUTPUT_VARIABLE = "MESHWRIGHT_OUTPUT"
 def main() -> int:
     """Run the script that the command line names, as if it had been started by itself."""
     die_with_launcher()
+    notice.wait_for_launcher(notice.OF_SCRIPTS)
     faulthandler.enable()
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
@@ -39,10 +42,24 @@ def main() -> int:
             print(said, file=sys.stderr)
         tell("SystemExit", said, **_place())
         return code
+    except HandedOver:
+        _hand_over()
     except BaseException as error:
         _say(error, script)
         return 1
     return 0
+
+
+def handed_over(output: Path, rank: int) -> Path:
+    """Return the file by which a rank says that its script has saved and ended for a notice."""
+    return output / "ranks" / f"rank-{rank:05}.handed-over"
+
+
+def _hand_over() -> None:
+    from planner.process.guarded_files import opened  # noqa: PLC0415
+
+    place = _place()
+    opened(handed_over(**place), within=place["output"]).close()
 
 
 def _place() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import statistics
 import sys
 import time
@@ -22,9 +23,9 @@ from planner.documents.events import StepRecord
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import count_text, seconds_text
-from planner.errors import LaunchError
+from planner.errors import HandedOver, LaunchError
 from planner.process.guarded_files import folder_within
-from runtime import faults, run
+from runtime import faults, notice, run, script_rank
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import LocalRanks, check_devices, cuda_devices, ranks_of_node
@@ -101,9 +102,13 @@ class _ScriptProgress:
         self._say = say
         self._said = 0
         self._due_s = 0.0
+        self.ends_s = math.inf
+        """When a script that does not end for a notice is ended, by time.monotonic()."""
 
     def refresh(self, *, now: bool = False) -> None:
         """Say the newest step if it is time to, or `now`."""
+        if time.monotonic() > self.ends_s:
+            raise KeyboardInterrupt
         if not now and time.monotonic() < self._due_s:
             return
         record = run.newest_record(self._metrics)
@@ -149,7 +154,12 @@ def run_script(
         folder = folder_within(folder, f"node-{node_rank.node:05}")
     started = _Started(plan, plan_path, script, tuple(arguments), folder, ranks)
     progress = _ScriptProgress(run.metrics_file(folder), say)
-    with alone_in(folder), signals_interrupt():
+
+    def noticed(number: int) -> None:
+        progress.ends_s = time.monotonic() + notice.GRACE_S
+        say(notice.leave_notice(folder, number))
+
+    with alone_in(folder), signals_interrupt(noticed):
         if leads:
             write(plan, run.plan_file(folder))
             run.metrics_file(folder).unlink(missing_ok=True)
@@ -223,6 +233,7 @@ def _attempt(
                 shared={
                     PLAN_VARIABLE: str(started.plan_path.resolve()),
                     OUTPUT_VARIABLE: str(folder),
+                    **notice.environment(folder),
                 },
                 rank_0_shown=True,
                 refresh=progress.refresh,
@@ -230,6 +241,13 @@ def _attempt(
             progress.refresh(now=True)
             if bad is None:
                 rendezvous.all_gather("done")  # nodes leave together
+                if any(script_rank.handed_over(folder, rank).exists() for rank in ranks.devices):
+                    raise HandedOver(
+                        f"a notice ended the script after step {_steps_done(folder)}; start it "
+                        "again and it goes on from what it saved"
+                    )
+        except HandedOver:
+            raise
         except LaunchError as error:  # another node's ranks, or the node itself
             raise _Ended(str(error)) from None
         if bad is not None:

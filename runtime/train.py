@@ -32,6 +32,7 @@ from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
 from runtime.agreement import COMPARED_EVERY
+from runtime.beacon import Beacon
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
@@ -197,6 +198,7 @@ class Loop:
             else None
         )
         self._now_s = now_s
+        self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
         engine.end_when(self._out_of_time)
         self._ahead = ThreadPoolExecutor(
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
@@ -250,6 +252,7 @@ class Loop:
             ends: Stopped | None = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
+            self._beacon.tell(step, "evaluate")
             eval_loss = self._eval_loss(last=ends == "max_seconds") if ends != "notice" else None
             if not result.skipped:
                 loss = result.loss
@@ -258,6 +261,7 @@ class Loop:
             if self._saver is not None and schedule is not None:
                 self._saver.check()
                 if ends or step == self.orders.steps or schedule.due(step):
+                    self._beacon.tell(step, "save")
                     self._saver.finish()
                     schedule.saves(step, step_s, metrics)
                     state = self.engine.state()
@@ -269,6 +273,7 @@ class Loop:
                 break
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
+        self._beacon.tell(self.steps_done, "end")
         self.engine.state()  # a pipeline that never drains does so now
         saved = self._last_saved()
         if schedule is not None:
@@ -341,7 +346,9 @@ class Loop:
         return batch
 
     def _step(self) -> StepResult:
+        self._beacon.tell(self.steps_done + 1, "batch")
         batch = self._next_batch()
+        self._beacon.tell(self.steps_done + 1, "step")
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(

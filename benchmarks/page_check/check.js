@@ -56,11 +56,12 @@ async function moved(page, file) {
   const before = await figures(), times = [];
   for (const id of ids) {
     const value = await page.inputValue(`[id="${id}"]`);
+    const unset = Math.max(90, 2 * await page.evaluate((of) => Number(document.getElementById(of).min), id));
     const limit = ["set-utilisation", "set-residual"].includes(id) ? 0.77 * Number(value) : 1.3 * Number(value);
     const took = [];
     // Other work of the machine delays some moves: what counts is the fastest of a few.
     for (let k = 0; k < MOST_MOVES && (k < 3 || Math.min(...took) > MOST_MS); k++) {
-      await page.fill(`[id="${id}"]`, String((1 - k / 100) * (limit || 90)));
+      await page.fill(`[id="${id}"]`, String((1 - k / 100) * (limit || unset)));
       await page.waitForTimeout(100);
       took.push(await page.evaluate(() => Number(document.documentElement.dataset.ms)));
     }

@@ -39,6 +39,10 @@ def launch(
             "--replan", help="If devices fail, plan again for the remaining ones and continue"
         ),
     ] = False,
+    survive: Annotated[
+        bool,
+        typer.Option("--survive", help="If ranks fail or hang, restart them, or go on with fewer"),
+    ] = False,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only")] = False,
     trust_code: TrustCode = False,
@@ -59,6 +63,7 @@ def launch(
         run,
         where,
         replan=replan,
+        survive=survive,
         profile=profile,
         dry_run=dry_run,
         trust_code=trust_code,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from meshwright.options import (
     ClusterOption,
     Explain,
     GlobalBatch,
+    Html,
     Json,
     PrecisionOption,
     ProfileOption,
@@ -20,6 +21,9 @@ from meshwright.options import (
 )
 from planner.errors import DocumentError
 
+if TYPE_CHECKING:
+    from meshwright.tuning import Tuned
+
 
 def tune(
     model: Annotated[
@@ -27,6 +31,14 @@ def tune(
         typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are kept"),
     ],
     cluster: ClusterOption = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Try plans in small on fewer of these devices, as 8xh100-sxm-80gb: fewer stages "
+            "and layers",
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     precision: PrecisionOption = None,
@@ -67,6 +79,7 @@ def tune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the trials and what they would take")
     ] = False,
+    html: Html = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -78,8 +91,11 @@ def tune(
     from meshwright.answers import as_json
     from meshwright.defaults import of_user
     from meshwright.tuning import tune as tuned
-    from meshwright.tuning_texts import tuned_json, tuned_parts
+    from meshwright.tuning_texts import tuned_json, tuned_parts, write_page
+    from planner.report.facts import Fact
 
+    if html and dry_run:
+        raise DocumentError("html", "is a page of trials, and a dry run makes none")
     mine = of_user()
     where = mine.take("cluster", cluster)
     if where is None:
@@ -88,6 +104,7 @@ def tune(
         found = tuned(
             model,
             where,
+            on=on,
             seq_len=seq_len,
             global_batch=global_batch,
             precision=mine.precision(precision.value if precision else None),
@@ -106,19 +123,28 @@ def tune(
             progress=progress,
             told=(lambda text: None) if json else say,
         )
+    if html:
+        write_page(found, html)
     if json:
-        print(as_json(tuned_json(found)))
+        print(as_json(tuned_json(found) | {"html": html}))
         return
-    then = "the same without --dry-run" if dry_run else _then(run, output)
+    then = "the same without --dry-run" if dry_run else _then(run, found)
     said = [*defaults_facts(mine.said), next_fact(then, explain=explain)]
+    if html:
+        said.insert(-1, Fact(label="page", text=html, copied=True))
     for part in tuned_parts(found, said, explain=explain):
         out.print(part)
 
 
-def _then(run: str | None, output: str) -> str:
-    """Return what trains by the plan: as its trials ran."""
-    if run is None:
+def _then(run: str | None, found: Tuned) -> str:
+    """Return what trains by the plan: as its trials ran, predicted with what they told."""
+    from meshwright.tuning import CONSTANTS_FILE
+
+    output = found.plan_file or ""
+    if found.on is not None and run is None:
         return f"meshwright launch {output}"
+    if run is None:
+        return f"meshwright launch {output} --profile {found.folder}/{CONSTANTS_FILE}"
     if "{config}" in run:
         return f"meshwright export {output} -o CONFIG"
     return run.replace("{plan}", output).replace("{output}", "runs/tuned")

@@ -51,6 +51,11 @@ blox-pal at da726ca, aggregated_data, measured for arXiv:2208.11035 and 2408.119
 219 A100 of Lonestar6 2.1 %; SGEMM, ResNet-50 and BERT on 392, 336 and 136 V100 of Longhorn 1.7, 2.3
 and 0.5 %; ResNet-50 and BERT on 296 and 276 RTX 5000 of Frontera 0.6 and 0.4 %: 1.4 % over the
 three clusters.  PageRank, which waits for memory, has 0.1 and 0.05 % there: traffic is alike."""
+WATT_FLOPS = {"blackwell": 1.1e12}
+"""FLOP/s of products in 16 bits that a watt of a board's power sustains through a step, by
+architecture.  B200, B300, GB200 and GB300 have 1,000, 1,100, 1,200 and 1,400 W, and are in steps as
+much faster; boards of before reach the rate of their short products."""
+WATT_BASIS = {"blackwell": "fitted to megatron_bridge, mlperf, simumax_b200"}
 ONE_NODE = 8
 """Devices whose slowest the rates of kernels in the catalogue are of."""
 
@@ -182,10 +187,25 @@ def sustained(accelerator: Accelerator, stack: Stack) -> float:
     kernels, rule = accelerator.kernels, stack.kernels
     if rule.tuned:
         generation = rule.architecture_products.get(accelerator.architecture or "", 1.0)
-        return kernels.sustained_tuned * rule.products * generation
+        share = min(kernels.sustained_tuned, powered(accelerator))
+        return share * rule.products * generation
     if accelerator.curve.provenance == "measured" or accelerator.kind == "cpu":
         return 1.0
-    return kernels.sustained
+    return min(kernels.sustained, powered(accelerator))
+
+
+def powered(accelerator: Accelerator) -> float:
+    """Return the share of a single kernel's rate for which a board has power, 1 or more if it has.
+
+        η P / (f F)
+
+    P is the board's power, f F the rate of short products in 16 bits, η what a watt sustains.
+    """
+    watt_flops = WATT_FLOPS.get(accelerator.architecture or "")
+    if watt_flops is None or accelerator.tdp_w is None:
+        return math.inf
+    fastest = accelerator.curve.matmul * peak_flops(accelerator, "bf16")
+    return watt_flops * accelerator.tdp_w / fastest
 
 
 def slowest(devices: int) -> float:

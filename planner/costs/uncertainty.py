@@ -66,6 +66,9 @@ MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
 """Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
 over six sources, each left out (docs/accuracy.md).  What nobody knows of holds memory rather than
 that it frees some."""
+BESIDE_BYTES = 0.25e9
+"""Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 0.6 GB,
+buffers of communicators of 0.35 to 0.4, workspaces of products, the ends of segments of 20 MB."""
 BEYOND = 2.0
 """Factor by which sizes may pass those of a stack's runs and still count as like them."""
 
@@ -207,12 +210,16 @@ def room_share(probability: float, spread: float) -> float:
 def memory_range(needed_bytes: float, spread: float) -> tuple[float, float]:
     """Return between what a run's memory should peak, in 80 of 100 runs.
 
-    >>> [round(end, 1) for end in memory_range(60.0, 0.15)], memory_range(60.0, 0.03)[0] > 57
-    ([55.4, 77.1], True)
+    Where no layers were measured, what lies beside tensors is uncertain by as much in small runs as
+    in large ones.
+
+    >>> [round(end / 1e9, 1) for end in (*memory_range(60e9, 0.15), *memory_range(2e9, 0.08))]
+    [55.4, 77.1, 1.8, 2.6]
     """
     below, above = 1.28 * spread, 1.28 * spread
     if spread > MEASURED_MEMORY_SPREAD:
-        below, above = MEMORY_BELOW * spread, MEMORY_ABOVE * spread
+        whole = math.hypot(spread, BESIDE_BYTES / needed_bytes) if needed_bytes else spread
+        below, above = MEMORY_BELOW * whole, MEMORY_ABOVE * whole
     return needed_bytes * math.exp(-below), needed_bytes * math.exp(above)
 
 

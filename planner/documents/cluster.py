@@ -66,6 +66,8 @@ class KernelRates(Part):
     sustained_tuned: Annotated[float, Field(gt=0, le=1.2)] = 0.95
     """The same of frameworks with their own kernels.  Above 1 on cards whose sheets quote a lower
     clock than they hold."""
+    sustained_basis: Text | None = None
+    """What these two are fitted to, or derived from; None where they are the usual."""
     attention: dict[AttentionKernel, Rate] = {"fa1": 0.65, "fa2": 1.0, "fa3": 1.0}  # noqa: RUF012 - frozen
     """Rate of each generation of fused attention over that of the curve (Dao, 2023,
     arXiv:2307.08691; Shah et al., 2024, arXiv:2407.08608)."""

@@ -4,6 +4,7 @@
     ├── DocumentError     a document or argument does not say what it must; carries file and path
     ├── NoPlanFits        the search ended without a plan; carries the closest miss
     ├── LaunchError       the plan is fine, this machine or this run is not
+    │   ├── HandedOver    a notice ended the run, and it is saved
     │   ├── PlanError     the plan is of another module or batch, or of other ranks
     │   └── EngineAttributeError    a name that torch's wrappers have and an Engine has not
     ├── RecordError       a module's forward cannot be recorded; carries the line of its code

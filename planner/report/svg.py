@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 14, 44
 COLOURS = ("#3b7dd8", "#d9730d", "#2e9e5b", "#b54708", "#8250df", "#c2255c", "#0b8a9f", "#7a7a00")
 ROW = 22
-LABEL_WIDTH = 250
+LABEL_WIDTH, RANGE_LABEL_WIDTH = 250, 310
 MOST_LABEL = 38
 
 
@@ -36,6 +36,16 @@ class StepCurve:
 
     name: str
     points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRow:
+    """A figure before and after something was learnt, each as (middle, low, high)."""
+
+    name: str
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+    measured: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +220,39 @@ def steps(title: str, found: Sequence[StepCurve], x_title: str, y_title: str) ->
         )
     key, height = _legend([one.name for one in found], HEIGHT + 4)
     return _svg(title, [*body, *key], HEIGHT + height + 4)
+
+
+def ranges(title: str, rows: Sequence[RangeRow], unit: str) -> str:
+    """Return for each row its range before, after and, as a dot, what was measured, with a key."""
+    if not rows:
+        return ""
+    ends = [size for row in rows for size in (*row.before, *row.after, row.measured) if size]
+    across = _axis(ends, RANGE_LABEL_WIDTH, WIDTH - RIGHT, log=True, zero=False)
+    bottom = TOP + ROW * len(rows)
+    body = []
+    for tick in across.ticks():
+        body += [
+            _stroke(across.at(tick), TOP, across.at(tick), bottom, "grid"),
+            _text(across.at(tick), bottom + 16, number(tick), "middle"),
+        ]
+    names = ("predicted", "believed after trials", "measured")
+    for place, row in enumerate(rows):
+        y = TOP + ROW * place
+        body.append(_text(RANGE_LABEL_WIDTH - 8, y + 15, short(row.name), "end"))
+        for index, (middle, low, high) in enumerate((row.before, row.after)):
+            tip = f"{row.name}, {names[index]}: {middle:,.4g} {unit} ({low:,.4g} to {high:,.4g})"
+            x, top = across.at(low), y + 3 + 8 * index
+            body.append(_rect(x, top, across.at(high) - x, 6, COLOURS[index], tip))
+            body.append(_stroke(across.at(middle), top, across.at(middle), top + 6, "middle"))
+        if row.measured:
+            body.append(
+                f'<circle cx="{across.at(row.measured):.1f}" cy="{y + 14}" r="4" '
+                f'fill="{COLOURS[2]}"><title>{escape(row.name)}, measured: '
+                f"{row.measured:,.4g} {unit}</title></circle>"
+            )
+    body.append(_text((across.start + across.end) / 2, bottom + 34, unit, "middle"))
+    key, height = _legend(names, bottom + BOTTOM)
+    return _svg(title, [*body, *key], bottom + BOTTOM + height)
 
 
 def stacked(

@@ -68,7 +68,7 @@ AXES: dict[str, tuple[Axis, ...]] = {
 }
 
 
-_LIKE_LAYOUTS = tuple(axis.name for axis in LAYOUT_AXES if axis.name != "loss")
+LIKE_LAYOUTS = tuple(axis.name for axis in LAYOUT_AXES if axis.name != "loss")
 """Axes that a pin gives as a layout does."""
 
 
@@ -136,7 +136,7 @@ class Pins:
         several = all(getattr(layout, axis) > 1 for axis in self.divided)
         if not several or not all(pin in (None, value) for pin, value in pinned):
             return False
-        return all(getattr(self, name) in (None, getattr(layout, name)) for name in _LIKE_LAYOUTS)
+        return all(getattr(self, name) in (None, getattr(layout, name)) for name in LIKE_LAYOUTS)
 
     def axes(self) -> dict[str, Any]:
         """Return what a layout that says no more has on each axis, by name."""

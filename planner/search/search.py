@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -212,12 +211,8 @@ def _prove(
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())
         return proof
-    if request.pins.require:
-        # Splits that are met on the way need not keep what is required.
-        goal.effort = replace(effort, solved=0, programs=0, further=None)
     every = simulations.simulated_spaces(spaces, goal, bound_s)
-    if not request.pins.require:
-        simulations.look_near(every, goal)
+    simulations.look_near(every, goal)
     for one in every:
         queue.run(one)
         proof.looked_at.update(one.tried.looked_at)

@@ -151,10 +151,8 @@ class SimulatedCandidates(Candidates):
         found = cls.__new__(cls)
         found.__dict__.update(candidates.__dict__)
         found._own = candidates
-        moved, traffic = candidates._known_moved, candidates._known_traffic  # same in either
         found._known_paces = {}
         found._forget()
-        found._known_moved, found._known_traffic = moved, traffic
         if found.families:
             # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.
             chain = candidates._chain

@@ -48,6 +48,7 @@ from planner.search.simulated_cuts import Placed, least_s
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.highs import highspy, silent_highs
 from planner.solver.instance import Instance, Option, Solution, priced
+from planner.solver.solve import narrowed
 from planner.stacks.stage_rules import Rows
 
 MOST_COLUMNS = 6_000
@@ -210,7 +211,7 @@ def of_chain(
     if layout.pipeline == 1:
         return None
     instance = candidates.instance(layout)
-    if instance.sides or instance.hosts or instance.used_bytes is None:
+    if instance.used_bytes is None:
         return None
     costs = candidates.costs(layout)
     prices = candidates.model, candidates.recompute, costs
@@ -273,7 +274,8 @@ def choices_of(
                 own = each[number].of(rank, first, end, least=least)
                 if own is None or len(columns) + len(own) > MOST_COLUMNS:
                     return None
-                following.add(end)
+                if own:
+                    following.add(end)
                 columns += own
                 where += [(rank, first, end, number)] * len(own)
         starts = following
@@ -294,7 +296,15 @@ class Columns:
         ways: int,
         places: Places | None = None,
     ) -> None:
-        self.instance, self.costs = instance, costs
+        self.costs = costs
+        self._ties = [tie for tie in instance.sides if not tie.options]
+        self._kept: list[list[int]] = []
+        """[kind][option] Its number before, where options of some layers are required."""
+        self.instance = instance
+        if len(self._ties) < len(instance.sides):
+            narrow, self._kept = narrowed(instance)
+            self.instance = narrow or instance
+        instance = self.instance
         self.places = places or Places(len(instance.layers))
         self.fastest_s = [
             min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
@@ -315,6 +325,8 @@ class Columns:
         With `least` one that no column is below, or none.
         """
         held = self.places.between(first, end)
+        if not all(tie.allows(rank, set(held)) for tie in self._ties):
+            return []
         kinds = tuple(self.instance.layers[at] for at in held)
         key = least, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
@@ -479,9 +491,16 @@ class Columns:
         instance = self.instance
         assert instance.used_bytes is not None
         held, before = self.places.between(*span), self.places.before(span[0])
-        used = instance.used_bytes.of(rank, before, held, options)
+        used = instance.used_bytes.of(rank, before, held, self._numbers(span, options))
         capacity = instance.stages[rank].capacity_bytes
         return used <= capacity + ROUNDING * abs(capacity)
+
+    def _numbers(self, span: tuple[int, int], options: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the numbers of options among all that their layers have."""
+        if not self._kept:
+            return options
+        kinds = [self.instance.layers[at] for at in self.places.between(*span)]
+        return tuple(self._kept[kind][at] for kind, at in zip(kinds, options, strict=True))
 
     def _contents(
         self, rank: int, first: int, end: int, options: tuple[int, ...]
@@ -494,6 +513,7 @@ class Columns:
         stages, splits = layout.stages, layout.executed.splits_backward
         seconds = np.zeros((len(KINDS), stages))
         sync_s = update_s = 0.0
+        options = self._numbers((first, end), options)
         for stage, layers in self._contents(rank, first, end, options).items():
             figures = np.sum([self._layer(at, choice) for at, choice in layers], axis=0)
             forward_s, backward_s, weight_s, synced_s, updated_s = figures

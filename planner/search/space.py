@@ -90,17 +90,30 @@ class ShardingChoice:
     reshard: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+class Sharings(tuple[ShardingChoice, ...]):
+    """Sharings that families have in common; their hash is worked out once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        """Return the hash of the tuple."""
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutFamily:
     """Layouts of equal degrees and micro-batch whose tensor and context groups use equal links.
 
-    `sharings` begin with the simplest, and at each ZeRO level with the most ranks.
+    `sharings` begin with the simplest, and at each ZeRO level with the most ranks.  Two families
+    are never equal: a search has each once, and tells it from the others as an object.
     """
 
     degrees: Degrees
     micro_batch: int
     micro_batches: int
-    sharings: tuple[ShardingChoice, ...]
+    sharings: Sharings
     timetables: tuple[Timetable, ...]
     savings: tuple[Saving, ...] = (Saving(),)
     place: axis_orders.Spans = ()
@@ -403,7 +416,7 @@ def families(
             inner = by_place.setdefault(spans[:2], [])  # of tensor and context
             for prefetch, reshard in ways_to_gather:
                 inner.append(ShardingChoice(zero, shard, replicate, order, prefetch, reshard))
-    shared = {place: tuple(found) for place, found in by_place.items()}
+    shared = {place: Sharings(found) for place, found in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     relay = relay_of(request, degrees)
     for size, count in micro_batches(job, degrees, pins):

@@ -54,15 +54,25 @@ class Tie:
 
     def kept(self, stage_of: Sequence[int], names: Sequence[str]) -> bool:
         """Whether a split does, with the stage of each layer and the name of its option."""
-        own = [stage_of[at] for at in self.layers]
-        if self.at_most is not None:
-            held = self.stages or set(stage_of)
-            return all(list(stage_of).count(stage) <= self.at_most for stage in held)
-        if self.together:
-            return len(set(own)) == 1
         if self.options:
             return all(names[at] in self.options for at in self.layers)
-        return all(stage in self.stages for stage in own)
+        contents: dict[int, set[int]] = {}
+        for at, stage in enumerate(stage_of):
+            contents.setdefault(stage, set()).add(at)
+        return all(self.allows(stage, layers) for stage, layers in contents.items())
+
+    def allows(self, stage: int, layers: set[int]) -> bool:
+        """Whether a stage may have exactly these layers, whatever their options.
+
+        >>> Tie(layers=(0, 1), together=True).allows(0, {0, 2}), Tie(at_most=1).allows(0, {0})
+        (False, True)
+        """
+        if self.at_most is not None:
+            return len(layers) <= self.at_most or (bool(self.stages) and stage not in self.stages)
+        tied = layers.intersection(self.layers)
+        if self.together:
+            return len(tied) in (0, len(self.layers))
+        return not self.stages or not tied or stage in self.stages
 
 
 def unkept(ties: Iterable[Tie], cuts: Sequence[int], names: Sequence[str]) -> Tie | None:

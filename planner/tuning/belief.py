@@ -18,7 +18,7 @@ with residuals r = measured - ln p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,8 @@ Array = NDArray[np.float64]
 FAMILY, TENSOR, MICRO_BATCH, LAYOUT = 0.06, 0.04, 0.065, 0.08
 """Spreads of what options of one family, of one tensor degree, of one micro-batch have in common
 beside the constants, and of what each has alone."""
+KEPT_AT_SCALE = 0.6
+"""Of what two options have in common, for each doubling of devices between them."""
 DEGREES_OF_FREEDOM = 6.0
 """How surely the scale is 1 before any trial: as if six had told it."""
 NOISE = 0.02
@@ -91,6 +93,14 @@ class Belief:
         self._prior += TENSOR**2 * _alike(options, lambda one: one.layout.tensor)
         self._prior += MICRO_BATCH**2 * _alike(options, lambda one: one.layout.micro_batch)
         self._prior += LAYOUT**2 * np.eye(len(options))
+        doublings = np.array([one.doublings for one in options])
+        self._prior *= KEPT_AT_SCALE ** np.abs(doublings[:, None] - doublings)
+
+    def of_constants(self, names: Collection[str]) -> Array:
+        """[option, option] Return what some constants alone add to the covariance before trials."""
+        chosen = self._weights * [name in names for name in CONSTANTS]
+        shared: Array = (self._rows * chosen) @ self._rows.T
+        return shared
 
     def after(self, trials: Sequence[Timed]) -> Posterior:
         """Return the belief that follows from trials."""

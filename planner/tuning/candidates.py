@@ -54,7 +54,7 @@ def candidates(
     found: dict[str, TrialCandidate] = {}
     for plan, prediction in _plans(request, answer, progress):
         if prediction.step_time_s > 0:
-            found.setdefault(plan.digest, _candidate(request, plan, prediction))
+            found.setdefault(plan.digest, trial_candidate(request, plan, prediction))
     every = list(found.values())
     chances = _chances([one.option for one in every])
     first, *others = range(len(every))
@@ -106,7 +106,8 @@ def _variants(pins: Pins, plan: Plan) -> Iterator[Pins]:
         yield replace(mesh, recompute="none" if "full" in used else "full")
 
 
-def _candidate(request: Request, plan: Plan, prediction: Prediction) -> TrialCandidate:
+def trial_candidate(request: Request, plan: Plan, prediction: Prediction) -> TrialCandidate:
+    """Return a plan of a request as one that may be tried."""
     spread = request.stack.memory.spread
     if request.profile is not None:
         spread = min(spread, MEASURED_MEMORY_SPREAD)

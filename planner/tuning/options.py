@@ -44,9 +44,18 @@ CONSTANTS: Mapping[str, UncertainConstant] = {
     "pipelined": UncertainConstant(what="of any pipeline", spread=0.05),
     "chunks": UncertainConstant(what="for each doubling of the stages of a rank", spread=0.03),
     "gathered weights": UncertainConstant(what="of ZeRO-2 and ZeRO-3", spread=0.05),
+    "unseen links": UncertainConstant(
+        what="seconds of gradients and gathered weights over links that trials do not have",
+        spread=0.25,
+    ),
+    "scale": UncertainConstant(
+        what="for each doubling of devices beyond those of trials", spread=0.1
+    ),
 }
 """Spreads are those under which the residuals of published sweeps are most likely
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
+PROFILED = ("kernels", "recompute", "inner links", "outer links", "data links", "optimizer", "host")
+"""Constants that a profile of the machine measures."""
 
 SURE, NEVER = 1 - ROUNDING, ROUNDING
 """Probabilities beyond which a margin of memory is not told apart."""
@@ -68,6 +77,10 @@ class TrialOption:
     """Before any trial."""
     memory_spread: float = 0.15
     """Of the logarithm of memory needed, behind that probability."""
+    doublings: float = 0.0
+    """Of devices, beyond those on which trials run."""
+    unseen_links: bool = False
+    """Its data axis goes over links that trials do not have."""
 
     @classmethod
     def of_plan(
@@ -120,9 +133,12 @@ class TrialOption:
         inside = shares.pop("layer links", 0.0)
         far = one.tensor * one.context * one.expert > self.devices_per_node
         computing = shares.pop("computing", 0.0) + shares["recompute"]
+        data = shares.pop("data links", 0.0)
         found = {
             "kernels": 1.0,
             **shares,
+            "unseen links" if self.unseen_links else "data links": data,
+            "scale": self.doublings,
             "outer links" if far else "inner links": inside,
             "narrow products": computing * math.log2(one.tensor),
             "stages": math.log2(one.pipeline),

@@ -67,6 +67,8 @@ class Subject(Document):
     seq_len: Positive
     global_batch: Positive
     precision: Line
+    on: Line | None = None
+    """The smaller cluster on which trials run; None: the cluster itself."""
     run: Text | None = None
     """The template of the command that runs a trial; None: `meshwright launch`."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from planner.documents.tolerances import ROUNDING
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
-from planner.tuning.options import TrialOption
+from planner.tuning.options import PROFILED, TrialOption
 from planner.tuning.room import MemoryTrial, fit_probabilities
 
 TRIED_ABOVE = 0.9
@@ -58,11 +58,13 @@ class Tuner:
         options: Sequence[TrialOption],
         outcomes: Sequence[Outcome] = (),
         *,
+        stand_ins: int = 0,
         start_s: float = START_S,
         steps: int = STEPS,
     ) -> None:
+        """`stand_ins`: so many of the last options are tried instead of the others."""
         self.options, self.outcomes = options, tuple(outcomes)
-        self._start_s, self._steps = start_s, steps
+        self._stand_ins, self._start_s, self._steps = stand_ins, start_s, steps
 
     @cached_property
     def _belief(self) -> Belief:
@@ -71,10 +73,19 @@ class Tuner:
     def after(self, outcome: Outcome) -> Tuner:
         """Return what is known after another trial."""
         found = Tuner(
-            self.options, (*self.outcomes, outcome), start_s=self._start_s, steps=self._steps
+            self.options,
+            (*self.outcomes, outcome),
+            stand_ins=self._stand_ins,
+            start_s=self._start_s,
+            steps=self._steps,
         )
         found.__dict__["_belief"] = self._belief
         return found
+
+    @cached_property
+    def before(self) -> Tuner:
+        """What was known before any trial."""
+        return Tuner(self.options, stand_ins=self._stand_ins)
 
     @cached_property
     def posterior(self) -> Posterior:
@@ -102,14 +113,34 @@ class Tuner:
         return frozenset(one.option for one in self.outcomes)
 
     @property
+    def best_s(self) -> float | None:
+        """The least step that was measured."""
+        steps = (one.step_s for one in self.outcomes if one.step_s is not None)
+        return min(steps, default=None)
+
+    @property
+    def _answers(self) -> range:
+        """Options that may be the answer."""
+        return range(len(self.options) - self._stand_ins)
+
+    @property
+    def _triable(self) -> range:
+        """Options that may be tried."""
+        return range(len(self._answers) if self._stand_ins else 0, len(self.options))
+
+    @property
     def ran(self) -> list[int]:
         """Options that ran."""
         return sorted({one.option for one in self.outcomes if one.step_s is not None})
 
     @cached_property
     def answer(self) -> int:
-        """The fastest option that ran; before, the one believed fastest that surely fits."""
-        return min(self.ran or self._surest(range(len(self.options)), SURE_TO_FIT), key=self._mean)
+        """The fastest option that ran; before, the one believed fastest that surely fits.
+
+        Where others are tried for it, it is always the one believed fastest.
+        """
+        measured = [] if self._stand_ins else self.ran
+        return min(measured or self._surest(self._answers, SURE_TO_FIT), key=self._mean)
 
     def _mean(self, option: int) -> float:
         return float(self.posterior.mean[option])
@@ -122,11 +153,11 @@ class Tuner:
 
     def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
         """Return the option whose trial gains most for each second; None if none is left."""
-        left = [one for one in range(len(self.options)) if one not in self.tried | skip]
+        left = [one for one in self._triable if one not in self.tried | skip]
         may_run = self._surest(left, TRIED_ABOVE)
         if not may_run:
             return None
-        if not self.ran:
+        if not self.ran and not self._stand_ins:
             return min(self._surest(left, SURE_TO_FIT), key=self._mean)
         gains = {one: self._gain(one) / self.trial_s(one) for one in may_run}
         return min(may_run, key=lambda one: (-gains[one], self._mean(one)))
@@ -137,20 +168,51 @@ class Tuner:
 
     def _gain(self, option: int) -> float:
         """Return by how much a trial is expected to lower the logarithm of the answer's step."""
+        if self._stand_ins:
+            return self._told(option)
+        lower = self._mean(self.answer) - self._moved([*self.ran, option], option).min(axis=0)
+        return float(np.maximum(0.0, lower).mean() * self.fits[option])
+
+    def _told(self, option: int) -> float:
+        """Return the same of the plan that is believed fastest after it, measured or not."""
+        lower = self._mean(self.answer) - self._moved(self._believed, option).min(axis=0)
+        return float(lower.mean() * self.fits[option])
+
+    def _moved(self, options: Sequence[int], option: int) -> Array:
+        """[option, quantile] Return where means may lie after the trial of one."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         told = math.sqrt(float(covariance[option, option]) + NOISE**2)
-        choice = [*self.ran, option]
-        moved = mean[choice][:, None] + covariance[choice, option][:, None] / told * QUANTILES
-        lower = np.maximum(0.0, self._mean(self.answer) - moved.min(axis=0))
-        return float(lower.mean() * self.fits[option])
+        moved: Array = (
+            mean[options][:, None] + covariance[options, option][:, None] / told * QUANTILES
+        )
+        return moved
+
+    def profile_pays(self, seconds: float) -> bool:
+        """Whether measuring the machine for so long tells more for each second than any trial."""
+        among = self._believed
+        if len(among) < 2:
+            return False
+        shared = self._belief.of_constants(PROFILED)[np.ix_(among, among)]
+        normal = np.random.default_rng(0).standard_normal((DRAWS, len(among)))
+        normal -= normal.mean(axis=0)  # what all have in common decides nothing
+        spread = np.linalg.cholesky(shared + ROUNDING * np.eye(len(among)))
+        moved = self.posterior.mean[among] + normal @ spread.T
+        gained = self._mean(self.answer) - float(moved.min(axis=1).mean())
+        trials = (self._told(one) / self.trial_s(one) for one in self._triable)
+        return gained / seconds > max(trials, default=0.0)
+
+    @cached_property
+    def _believed(self) -> list[int]:
+        """Options among which belief alone decides."""
+        return self._surest(self._answers, SURE_TO_FIT)
 
     @cached_property
     def sure(self) -> float:
         """The probability that no option is more than NEAR faster than the answer."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
         spreads = np.sqrt(np.maximum(0.0, np.diag(covariance)))
-        rivals = np.flatnonzero((mean - 4 * spreads < self._mean(self.answer)) & (self.fits > 0))
-        among = np.union1d(rivals, [self.answer])
+        may_win = (mean - 4 * spreads < self._mean(self.answer)) & (self.fits > 0)
+        among = np.union1d(np.flatnonzero(may_win[: len(self._answers)]), [self.answer])
         rng = np.random.default_rng(0)
         part = covariance[np.ix_(among, among)] + ROUNDING * np.eye(len(among))
         normal = rng.standard_normal((DRAWS, len(among))) @ np.linalg.cholesky(part).T

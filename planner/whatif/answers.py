@@ -405,9 +405,12 @@ def _fewest(result: Result) -> Iterator[str]:
         for outcome in result.outcomes
         if outcome.fits and not any(miss.startswith("deadline") for miss in outcome.misses)
     ]
+    asked = study.goal.confidence
+    surely = [o for o in keeping if o.chances.get("deadline", 1.0) >= asked]
     if keeping:
-        least = min(keeping, key=lambda outcome: outcome.devices)
-        yield f"Fewest devices that keep the deadline: {least.devices}, {least.candidate}."
+        least = min(surely or keeping, key=lambda outcome: outcome.devices)
+        how = f"with probability {asked:g} or more" if surely else "at their midpoint alone"
+        yield f"Fewest devices that keep the deadline, {how}: {least.devices}, {least.candidate}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,10 +683,19 @@ def _carbon(result: Result) -> Iterator[str]:
         return
     grids = sorted(facility().carbon_g_per_kwh.by_country.items(), key=lambda item: item[1])
     tonnes = [
-        f"{name} {best.energy_kwh.value * grams / 1e6:,.0f} ({grams:g} g/kWh)"
+        f"{name} {_tonnes_text(best.energy_kwh.value * grams / 1e6)} ({grams:g} g/kWh)"
         for name, grams in grids
     ]
     yield f"Tonnes of CO2 of {best.candidate} by grid: {', '.join(tonnes)}."
+
+
+def _tonnes_text(tonnes: float) -> str:
+    """Return tonnes with two figures where they are few.
+
+    >>> _tonnes_text(1234.5), _tonnes_text(0.0421)
+    ('1,234', '0.042')
+    """
+    return f"{tonnes:,.0f}" if tonnes >= 10 else f"{tonnes:.2g}"
 
 
 def slack_days(result: Result, outcome: CandidateOutcome) -> float | None:

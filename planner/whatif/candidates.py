@@ -26,6 +26,7 @@ from planner.whatif.economics import (
     prepaid_factor,
     residual_share,
     summed,
+    terms_begun,
 )
 from planner.whatif.financing import (
     Instalments,
@@ -47,6 +48,7 @@ from planner.whatif.study import (
     Study,
     Tuning,
 )
+from planner.whatif.words import price_dates
 
 MONTHS_PER_YEAR = 12.0
 SOLD: frozenset[ChangeName] = frozenset({"host_memory", "devices"})
@@ -98,6 +100,18 @@ class DevicePrice:
     """Commitment, date and source, in words."""
     cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
+    settled: Hourly | None = None
+    """What is not rented alone, with its quotes exact: what is left of its range is of owning."""
+
+    def quote_weight(self, utilisation: float) -> float:
+        """Return how much of the price's deviation is its quotes', beside what owning costs.
+
+        Squares of both add up to 1.  Of a rent it is 1; of what is owned, 0.
+        """
+        if self.hourly is None or self.settled is None:
+            return 0.0 if self.owned else 1.0
+        whole, rest = (sum(of.at(utilisation).spreads()) for of in (self.hourly, self.settled))
+        return math.sqrt(max(0.0, 1 - (rest / whole) ** 2)) if whole else 0.0
 
     @property
     def at_once_usd_per_device(self) -> float | None:
@@ -106,14 +120,22 @@ class DevicePrice:
             return self.purchase.hardware_usd.value * self.purchase.bound_share
         return None if self.reservation is None else self.reservation.term_usd_per_device.value
 
-    def outlay_usd_per_device(self, utilisation: float) -> Span | None:
+    def outlay_usd_per_device(
+        self, utilisation: float, run_hours: Span | None = None
+    ) -> Span | None:
         """Return what binding terms take out of a budget for each device; None on others.
 
-        A purchase takes its price and what its years cost, a contract its whole term.
+        A purchase takes its price and what its years cost, a contract its whole term; a run that
+        takes longer takes more of both.
         """
         if self.purchase is not None:
-            return self.purchase.outlay_usd(utilisation)
-        return None if self.reservation is None else self.reservation.term_usd_per_device
+            return self.purchase.outlay_usd(utilisation, run_hours)
+        if self.reservation is None:
+            return None
+        once = self.reservation.term_usd_per_device
+        if run_hours is None:
+            return once
+        return product([once, terms_begun(run_hours, self.reservation.years * HOURS_PER_YEAR)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,8 +379,24 @@ def _name(offer: Offer, text: str) -> str:
 
 def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]) -> DevicePrice:
     assumed = study.assumptions.but(offer.assumptions)
+    priced = _price_of(assumed, offer, cluster, known)
+    if priced.hourly is None or not (priced.purchase or priced.parts):
+        return priced
+    settled = _price_of(assumed, offer, cluster, known, settled=True)
+    return replace(priced, settled=settled.hourly)
+
+
+def _price_of(
+    assumed: Assumptions,
+    offer: Offer,
+    cluster: ClusterSpec,
+    known: Sequence[Rent],
+    *,
+    settled: bool = False,
+) -> DevicePrice:
+    """Return an offer's price; `settled` with quotes that are exact, as signed ones are."""
     if isinstance(offer.owned, tuple) or (offer.buy is not None and offer.buy.of):
-        return _in_parts(assumed, offer, cluster, known)
+        return _in_parts(assumed, offer, cluster, known, settled)
     if offer.owned:
         return DevicePrice(
             hourly=kept_hourly(assumed, cluster, offer.power_limit),
@@ -366,15 +404,16 @@ def _priced(study: Study, offer: Offer, cluster: ClusterSpec, known: Sequence[Re
             how="owned: hosting, staff, support and power are paid, the hardware is not",
         )
     if offer.buy is not None:
-        return _bought(assumed, offer.buy, cluster, offer.power_limit)
+        return _bought(assumed, offer.buy, cluster, offer.power_limit, settled)
     if offer.rent is None and cluster.price is not None:
         price = cluster.price
+        quote = _quoted(price.usd_per_device_hour, None, None, "USD", price.date, assumed)
         return DevicePrice(
-            quote=exact(price.usd_per_device_hour),
-            hourly=_used_alone(exact(price.usd_per_device_hour)),
+            quote=quote,
+            hourly=_used_alone(quote),
             how=f"{commitment_words(price.commitment)}, {price.date}, {price.source}",
         )
-    return _rented(assumed, offer.rent or Rental(), cluster, known)
+    return _rented(assumed, offer.rent or Rental(), cluster, known, settled)
 
 
 def _used_alone(price: Span) -> Hourly:
@@ -392,18 +431,29 @@ def _in_usd(amount: float, currency: str, assumed: Assumptions) -> float:
 
 
 def _quoted(
-    value: float, low: float | None, high: float | None, currency: str, assumed: Assumptions
+    value: float,
+    low: float | None,
+    high: float | None,
+    currency: str,
+    date: str | None,
+    assumed: Assumptions,
 ) -> Span:
-    """Return a given price with its range, in US dollars."""
-    return Span(
+    """Return a given price in US dollars, with the range that it states or that its age gives it.
+
+    What states neither a range nor a month is exact.
+    """
+    price = Span(
         value=_in_usd(value, currency, assumed),
         low=_in_usd(low or value, currency, assumed),
         high=_in_usd(high or value, currency, assumed),
     )
+    if low is not None or high is not None or not price_dates(date or ""):
+        return price
+    return aged(price, age_years(date or ""))
 
 
 def _in_parts(
-    assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent]
+    assumed: Assumptions, offer: Offer, cluster: ClusterSpec, known: Sequence[Rent], settled: bool
 ) -> DevicePrice:
     """Return the mean price of a device of which some are owned or bought, and others rented."""
     roles = _roles(offer, cluster)
@@ -422,10 +472,10 @@ def _in_parts(
         kept = kept_hourly(assumed, parts["owned"], offer.power_limit)
         hourly.append(kept.times(share["owned"]))
     if "rented" in parts:
-        priced["rented"] = _rented(assumed, offer.rent or Rental(), parts["rented"], known)
+        priced["rented"] = _rented(assumed, offer.rent or Rental(), parts["rented"], known, settled)
     if "bought" in parts:
         assert offer.buy is not None  # it names what is bought
-        priced["bought"] = _bought(assumed, offer.buy, parts["bought"], offer.power_limit)
+        priced["bought"] = _bought(assumed, offer.buy, parts["bought"], offer.power_limit, settled)
     missing = next((one for one in priced.values() if one.hourly is None), None)
     if missing is not None:
         return missing
@@ -482,13 +532,22 @@ def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
 
 
 def _rented(
-    assumed: Assumptions, rental: Rental, cluster: ClusterSpec, known: Sequence[Rent]
+    assumed: Assumptions,
+    rental: Rental,
+    cluster: ClusterSpec,
+    known: Sequence[Rent],
+    settled: bool,
 ) -> DevicePrice:
     """Return a given rent, or that of the catalogue's offers that can make the cluster."""
     term, prepaid, cause = rental.term_months, rental.prepaid or 0.0, ""
     if rental.usd_per_device_hour is not None:
         price = _quoted(
-            rental.usd_per_device_hour, rental.low, rental.high, rental.currency, assumed
+            rental.usd_per_device_hour,
+            rental.low,
+            rental.high,
+            rental.currency,
+            rental.date,
+            assumed,
         )
         _check_spot(price.value, rental, cluster, known)
         how = f"{commitment_words(rental.commitment)}, {rental.date}, {rental.source}"
@@ -503,6 +562,7 @@ def _rented(
         price, how, cause = found.usd_per_device_hour, found.how, found.cause
         term = term or found.term_months
         prepaid = found.prepaid if rental.prepaid is None else prepaid
+    price = exact(price.value) if settled else price
     if rental.commitment != "reserved":
         hourly = _used_alone(price)
         return DevicePrice(
@@ -565,15 +625,21 @@ def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Seque
 
 
 def _bought(
-    assumed: Assumptions, buying: Buying, cluster: ClusterSpec, power_limit: float
+    assumed: Assumptions,
+    buying: Buying,
+    cluster: ClusterSpec,
+    power_limit: float,
+    settled: bool,
 ) -> DevicePrice:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
         raise DocumentError("buy", "one price cannot be that of accelerators that differ")
     if buying.lease is not None:
-        return _leased(assumed, buying.lease, cluster, power_limit)
+        return _leased(assumed, buying.lease, cluster, power_limit, settled)
     name = cluster.groups[0].accelerator.name
     if buying.usd_per_device is not None:
-        price = _quoted(buying.usd_per_device, buying.low, buying.high, buying.currency, assumed)
+        price = _quoted(
+            buying.usd_per_device, buying.low, buying.high, buying.currency, buying.date, assumed
+        )
         how = f"bought, {buying.date}, {buying.source}"
     else:
         known = purchases().get(name)
@@ -582,6 +648,7 @@ def _bought(
         price = listed_price(known)
         node = "with its node" if known.with_node else "without its node"
         how = f"bought {node}, {known.date}, {known.source}"
+    price = exact(price.value) if settled else price
     network = span_of(network_purchase())
     if buying.network_usd_per_device is not None:
         network = exact(buying.network_usd_per_device)
@@ -619,10 +686,13 @@ def loan_words(loan: Loan) -> str:
 
 
 def _leased(
-    assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float
+    assumed: Assumptions, lease: Lease, cluster: ClusterSpec, power_limit: float, settled: bool
 ) -> DevicePrice:
     """Return what leased devices cost: the lease for its hardware, all else as if bought."""
-    price = _quoted(lease.usd_per_device_month, lease.low, lease.high, lease.currency, assumed)
+    price = _quoted(
+        lease.usd_per_device_month, lease.low, lease.high, lease.currency, lease.date, assumed
+    )
+    price = exact(price.value) if settled else price
     purchase = lease_of(assumed, price, lease.term_months, cluster, power_limit)
     how = f"leased for {lease.term_months} months, {lease.date}, {lease.source}"
     return DevicePrice(

@@ -1,13 +1,13 @@
 /**
  * All candidates drawn together: how often each is the first.  The twin of draws.py.
  *
- * What candidates share is drawn once: an accelerator's kernels and links, lost hours, a quote,
- * power, delivery.
+ * What candidates share is drawn once: an accelerator's kernels and links, lost hours, a quote, what
+ * owning costs, power, delivery.
  */
 import { DRAWS, deviated, multipliers, normals } from "./chances.mjs";
 import { spreads } from "./span.mjs";
 
-const NOTHING = 1e-9;
+const NOTHING = 1e-9, MOST_PRICES = 300;
 
 /**
  * Futures of time, cost and energy (hours, USD, Wh; of a token if no goal is set); null: unknown.
@@ -59,13 +59,28 @@ function energies({ watts }, duration) {
 function costs(outcome, duration) {
   const { usdPerDeviceHour: hourly, devices, hours, candidate, priced } = outcome;
   if (hourly === null) return null;
-  const price = multipliers(hourly, `price ${candidate.cause || candidate.how}`), found = new Float64Array(DRAWS);
+  const price = priceMultipliers(hourly, `price ${candidate.cause || candidate.how}`, outcome.quoteWeight);
+  const found = new Float64Array(DRAWS);
   const least = hours === null ? 0 : priced.minimumHours;
   for (let k = 0; k < DRAWS; k++) {
     found[k] = hourly.value * price[k] * devices * Math.max(duration[k], least);
   }
   if (hours !== null) addData(outcome, duration, found);
   return found;
+}
+
+const prices = new Map();
+
+/** A price over its value: its quotes' deviations, and those of owning, which purchases share. */
+function priceMultipliers(hourly, cause, weight) {
+  if (weight === 1) return multipliers(hourly, cause);
+  const [down, up] = spreads(hourly), key = `${cause}|${down}|${up}|${weight}`;
+  if (!prices.has(key)) {
+    if (prices.size >= MOST_PRICES) prices.clear();
+    const [quote, owning] = [cause, "owning"].map(normals), rest = Math.sqrt(1 - weight * weight);
+    prices.set(key, deviated(down, up, quote.map((each, k) => weight * each + rest * owning[k])));
+  }
+  return prices.get(key);
 }
 
 function addData({ storedUsdPerHour: stored, movedUsd: moved }, duration, costsOf) {

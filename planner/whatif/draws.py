@@ -1,13 +1,14 @@
 """All candidates drawn together: how often each is the cheapest, the fastest, the least in energy.
 
 What candidates have in common is drawn once: an accelerator's kernels and links for all clusters of
-it, failures and lost hours for all runs, a quote for all that it prices, what a node draws, and
-deliveries.  So two offers of one plan differ by their prices alone, and a candidate comes first as
-often as in the futures that can happen.  `DRAWS` futures, always the same ones.
+it, failures and lost hours for all runs, a quote for all that it prices, what owning costs, what a
+node draws, and deliveries.  So two offers of one plan differ by their prices alone, and a candidate
+comes first as often as in the futures that can happen.  `DRAWS` futures, always the same ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -73,7 +74,7 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
     duration, hourly = _duration(outcome), outcome.usd_per_device_hour
     if duration is None or hourly is None:
         return None
-    price = _of(hourly, f"price {outcome.price_cause or outcome.price}") * outcome.devices
+    price = outcomes_of(hourly, _price_normals(outcome)) * outcome.devices
     if outcome.hours is None or outcome.usd is None:
         return price * duration
     cost = price * np.maximum(duration, outcome.minimum_hours)
@@ -82,6 +83,15 @@ def _cost(outcome: CandidateOutcome) -> Draws | None:
     if outcome.moved_usd is not None:
         cost = cost + _of(outcome.moved_usd, "price of transfers")
     return cost
+
+
+def _price_normals(outcome: CandidateOutcome) -> Draws:
+    """Return a price's deviations: its quotes', and those of owning, which purchases share."""
+    weight = outcome.price_quote_weight
+    quote = normals(f"price {outcome.price_cause or outcome.price}")
+    if weight == 1:
+        return quote
+    return weight * quote + math.sqrt(1 - weight * weight) * normals("owning")
 
 
 def _energy(outcome: CandidateOutcome) -> Draws | None:

@@ -14,7 +14,7 @@ import { exact, inverse, product, times, total } from "./span.mjs";
 
 export const HOURS_PER_YEAR = 8760;
 export const SECONDS_PER_HOUR = 3600;
-const NOTHING = 1e-9;
+const NOTHING = 1e-9, ROUNDING = 1e-12;
 
 /** Hours on the wall clock to train so many tokens. @returns {Span} */
 export const hours = (tokens, tokensPerS, goodput) =>
@@ -125,10 +125,24 @@ export function owningUsdPerHour(bought, utilisation) {
 export const paidShare = ({ instalments }) => instalments.reduce((sum, { share }) => sum + share, 0);
 
 /** USD that leave a budget for a device over its years; no resale. @returns {Span} */
-export const outlayUsd = (bought, utilisation) => total([
-  times(bought.hardware, paidShare(bought)),
-  times(owningUsdPerHour(bought, utilisation), HOURS_PER_YEAR * bought.horizon.years),
-]);
+export function outlayUsd(bought, utilisation, run = null) {
+  const planned = HOURS_PER_YEAR * bought.horizon.years;
+  const kept = run ? atLeast(run, planned) : exact(planned), paid = times(bought.hardware, paidShare(bought));
+  return total([bought.leased ? product([paid, times(kept, 1 / planned)]) : paid,
+    product([owningUsdPerHour(bought, utilisation), kept])]);
+}
+
+/** A figure of which a least amount is paid. @param {Span} span */
+export const atLeast = (span, least) => ({
+  value: Math.max(span.value, least), low: Math.max(span.low, least),
+  high: Math.max(span.high, least),
+});
+
+/** How many terms of a contract a run begins. @param {Span} run  hours @returns {Span} */
+export function termsBegun(run, termHours) {
+  const begun = (hours) => Math.max(1, Math.ceil(hours / termHours * (1 - ROUNDING)));
+  return { value: begun(run.value), low: begun(run.low), high: begun(run.high) };
+}
 
 /** USD paid for a device on the first day, then in each year; the last has the resale. */
 export function purchaseCash(bought, utilisation) {

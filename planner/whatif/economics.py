@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.documents.tolerances import NOTHING
+from planner.documents.tolerances import NOTHING, ROUNDING
 from planner.whatif.financing import AT_ONCE, Instalments
 from planner.whatif.span import Span, exact, product, total
 
@@ -74,6 +74,31 @@ class Power:
         """
         each = total([self.node_over_tdp.times(tdp_w), self.network_w_per_device])
         return product([exact(float(devices)), each, self.usage_effectiveness])
+
+
+def at_least(figure: Span, least: float) -> Span:
+    """Return a figure of which a least amount is paid.
+
+    >>> at_least(Span(value=5.0, low=1.0, high=9.0), 4.0)
+    Span(value=5.0, low=4.0, high=9.0)
+    """
+    return Span(
+        value=max(figure.value, least), low=max(figure.low, least), high=max(figure.high, least)
+    )
+
+
+def terms_begun(run_hours: Span, term_hours: float) -> Span:
+    """Return how many terms of a contract a run begins: each is paid whole.
+
+    >>> terms_begun(Span(value=730.0, low=400.0, high=1600.0), 730.0)
+    Span(value=1.0, low=1.0, high=3.0)
+    """
+
+    def begun(hours: float) -> float:
+        return float(max(1, math.ceil(hours / term_hours * (1 - ROUNDING))))
+
+    low, high = begun(run_hours.low), begun(run_hours.high)
+    return Span(value=begun(run_hours.value), low=low, high=high)
 
 
 def energy_kwh(watts: Span, run_hours: Span) -> Span:
@@ -286,15 +311,17 @@ class Purchase:
         power = product([self.running_usd_per_hour, drawn])
         return total([self.yearly_usd.times(1 / HOURS_PER_YEAR), power])
 
-    def outlay_usd(self, utilisation: float) -> Span:
-        """Return what is paid for a device over its years, interest of a loan too; no resale."""
-        hours = HOURS_PER_YEAR * self.horizon.years
-        return total(
-            [
-                self.hardware_usd.times(self.paid_share),
-                self.owning_usd_per_hour(utilisation).times(hours),
-            ]
-        )
+    def outlay_usd(self, utilisation: float, run_hours: Span | None = None) -> Span:
+        """Return what is paid for a device over its years, interest of a loan too; no resale.
+
+        A run that takes longer than the years keeps it so long; a lease goes on as it began.
+        """
+        planned = HOURS_PER_YEAR * self.horizon.years
+        kept = exact(planned) if run_hours is None else at_least(run_hours, planned)
+        paid = self.hardware_usd.times(self.paid_share)
+        if self.leased:
+            paid = product([paid, kept.times(1 / planned)])
+        return total([paid, product([self.owning_usd_per_hour(utilisation), kept])])
 
     def cash_usd(self, utilisation: float) -> tuple[float, ...]:
         """Return what is paid for a device: on the first day, then in each year, before tax.

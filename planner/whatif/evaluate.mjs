@@ -6,14 +6,14 @@
 import { within } from "./chances.mjs";
 import { drawnFigures } from "./draws.mjs";
 import {
-  carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
+  atLeast, carbonKg, energyKwh, hourlyAt, hours, HOURS_PER_YEAR, owningUsdPerHour, paidShare, rentUsd,
   SECONDS_PER_HOUR,
 } from "./economics.mjs";
 import { goodputOf } from "./goodput.mjs";
 import { load } from "./queue.mjs";
 import { exact, inverse, product, times, total } from "./span.mjs";
 import { movedUsd, storedUsdPerHour } from "./transfers.mjs";
-import { boundUsd, outlayOf, pricedOf, usefulHour, wattsOf } from "./terms.mjs";
+import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "./terms.mjs";
 
 const ROUNDING = 1e-12;
 
@@ -57,6 +57,7 @@ export function evaluate(candidate, given, goal, drawn = true) {
   outcome.misses = limits.filter(({ figure, limit }) =>
     figure === null || figure > limit * (1 + ROUNDING));
   if (!drawn) return { ...outcome, chance: 1 };
+  outcome.quoteWeight = quoteWeight(candidate, assumed, priced.hourly);
   outcome.drawn = drawnFigures(outcome);
   outcome.chances = Object.fromEntries(limits.filter(({ figure }) => figure !== null)
     .map(({ name, limit }) => [name, chanceOf(name, outcome, limit * (1 + ROUNDING))]));
@@ -92,10 +93,11 @@ function withData(outcome) {
 }
 
 /** What leaves a budget: what terms bind to, and what a run pays of the rest. @returns {Span} */
-function outlayWith({ outlayUsd, priced: { beside }, devices, hours: run, assumed }, rent) {
-  if (outlayUsd === null) return rent;
-  if (!beside) return outlayUsd;
-  return total([outlayUsd, rentUsd(devices, run, hourlyAt(beside, assumed.utilisation))]);
+function outlayWith({ priced, devices, hours: run, assumed: { utilisation } }, rent) {
+  const each = outlayOf(priced, utilisation, run), { beside } = priced;
+  if (each === null) return rent;
+  const outlay = times(each, devices);
+  return beside ? total([outlay, rentUsd(devices, run, hourlyAt(beside, utilisation))]) : outlay;
 }
 
 /** USD of storage and transfers of a run. @returns {Span} */
@@ -121,11 +123,6 @@ function withRun(outcome) {
     outcome.carbonKg = carbonKg(outcome.energyKwh, assumed.grams_per_kwh);
   }
 }
-
-const atLeast = (span, least) => ({
-  value: Math.max(span.value, least), low: Math.max(span.low, least),
-  high: Math.max(span.high, least),
-});
 
 /** Goals that are set: name, figure (null: not known) and limit in one unit. */
 function limitsOf(goal, outcome) {

@@ -156,7 +156,7 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         run_hours = economics.hours(tokens, outcome.tokens_per_s, outcome.goodput)
         outcome = replace(outcome, hours=run_hours, tokens=tokens)
         if outcome.usd_per_device_hour is not None:
-            paid_hours = at_least(run_hours, outcome.minimum_hours)
+            paid_hours = economics.at_least(run_hours, outcome.minimum_hours)
             rent = economics.rent_usd(outcome.devices, paid_hours, outcome.usd_per_device_hour)
             outcome = replace(
                 outcome,
@@ -175,17 +175,6 @@ def _with_goal(study: Study, candidate: Candidate, outcome: CandidateOutcome) ->
         tokens_in_budget=tokens_in_budget(goal, candidate, outcome),
         misses=tuple(misses(goal, outcome)),
         chances=chances_of(goal, outcome),
-    )
-
-
-def at_least(figure: Span, least: float) -> Span:
-    """Return a figure of which a least amount is paid.
-
-    >>> at_least(Span(value=5.0, low=1.0, high=9.0), 4.0)
-    Span(value=5.0, low=4.0, high=9.0)
-    """
-    return Span(
-        value=max(figure.value, least), low=max(figure.low, least), high=max(figure.high, least)
     )
 
 
@@ -220,14 +209,14 @@ def goodput(candidate: Candidate, parameters: float, *, idle: int = 0) -> Span:
 
 def _outlay_usd(candidate: Candidate, outcome: CandidateOutcome, rent: Span) -> Span:
     """Return what leaves a budget: what terms bind to, and what a run pays of the rest."""
-    beside, run_hours = candidate.priced.beside, outcome.hours
-    if outcome.outlay_usd is None:
+    beside, run_hours, used = candidate.priced.beside, outcome.hours, candidate.assumed.utilisation
+    each = candidate.priced.outlay_usd_per_device(used, run_hours)
+    if each is None:
         return rent
+    outlay = each.times(candidate.devices)
     if beside is None or run_hours is None:
-        return outcome.outlay_usd
-    price = beside.at(candidate.assumed.utilisation)
-    others = economics.rent_usd(outcome.devices, run_hours, price)
-    return total([outcome.outlay_usd, others])
+        return outlay
+    return total([outlay, economics.rent_usd(outcome.devices, run_hours, beside.at(used))])
 
 
 def _data(candidate: Candidate, outcome: CandidateOutcome) -> dict[str, Any]:
@@ -252,6 +241,7 @@ def _prices(candidate: Candidate) -> dict[str, Any]:
     return {
         "minimum_hours": priced.minimum_hours,
         "usd_per_device_hour": priced.hourly.at(candidate.assumed.utilisation),
+        "price_quote_weight": priced.quote_weight(candidate.assumed.utilisation),
         "capital_usd": None if at_once is None else at_once * candidate.devices,
         "outlay_usd": None if outlay is None else outlay.times(candidate.devices),
     }

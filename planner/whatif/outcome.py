@@ -67,6 +67,8 @@ class CandidateOutcome:
     """Commitment, date and source of the price, in words."""
     price_cause: str = ""
     """The quotes that it rests on: prices of the same quotes move together."""
+    price_quote_weight: float = 1.0
+    """How much of the price's deviation is its quotes'; the rest is what owning costs."""
     capital_usd: float | None = None
     """What signing binds to: a purchase, or a contract's whole term."""
     minimum_hours: float = 0.0

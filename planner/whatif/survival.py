@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planner.documents.document import Part
-from planner.documents.events import Attempt, Event, Incident, Saved, StepDone
+from planner.documents.events import Attempt, Event, Incident, PhaseDone, Saved, StepDone
 from planner.documents.units import Amount, Rate
 from planner.whatif.economics import SECONDS_PER_HOUR
 
@@ -73,6 +73,8 @@ class RunSeconds:
     incidents: Counter[str] = field(default_factory=Counter)
     """By cause."""
     steps_lost: int = 0
+    start_s: float | None = None
+    """From the start of ranks to their first step, the last time; None before that."""
 
     @property
     def failures(self) -> int:
@@ -92,6 +94,7 @@ def account(events: Iterable[Event]) -> RunSeconds:
     devices = attempts = lost = 0
     device_s = blocked_s = again_s = 0.0
     step_s: dict[int, float] = {}
+    start_s = None
     incidents: Counter[str] = Counter()
     for event in events:
         at_s = event.at_unix_s
@@ -107,6 +110,8 @@ def account(events: Iterable[Event]) -> RunSeconds:
                 again_s += sum(step_s.pop(step) for step in undone)
             case StepDone():
                 step_s[event.record.step] = event.record.step_s
+            case PhaseDone(phase="start"):
+                start_s = event.measured_s
             case Saved():
                 blocked_s += event.blocked_s
             case Incident():
@@ -122,4 +127,5 @@ def account(events: Iterable[Event]) -> RunSeconds:
         device_hours=device_s / SECONDS_PER_HOUR,
         incidents=incidents,
         steps_lost=lost,
+        start_s=start_s,
     )

@@ -10,10 +10,10 @@
  */
 import {
   deviceWatts, hourlyAt, HOURS_PER_YEAR, outlayUsd, powerUsdPerHour, prepaidFactor, purchaseHourly,
-  residualShare,
+  residualShare, termsBegun,
 } from "./economics.mjs";
 import { AT_ONCE, leaseInstalments, leaseMonths, loanInstalments } from "./financing.mjs";
-import { exact, product, times, total } from "./span.mjs";
+import { exact, product, spreads, times, total } from "./span.mjs";
 
 const MONTHS_PER_YEAR = 12;
 
@@ -49,6 +49,21 @@ export function pricedOf(candidate, assumed) {
     default:
       return {};
   }
+}
+
+/** How much of a price's deviation is its quotes'; the rest is what owning costs. */
+export function quoteWeight(candidate, assumed, hourly) {
+  const { terms } = candidate;
+  if (!hourly || !["bought", "part"].includes(terms.kind)) return terms.kind === "owned" ? 0 : 1;
+  const signed = (quote) => (quote ? exact(quote.value) : quote);
+  const settled = pricedOf({
+    ...candidate, terms: { ...terms, quote: signed(terms.quote), part_rent: signed(terms.part_rent) },
+  }, assumed).hourly;
+  const [whole, rest] = [hourly, settled].map((of) => {
+    const [down, up] = spreads(hourlyAt(of, assumed.utilisation));
+    return down + up;
+  });
+  return whole ? Math.sqrt(Math.max(0, 1 - (rest / whole) ** 2)) : 0;
 }
 
 function rented(terms, assumed) {
@@ -113,7 +128,7 @@ function leaseOf(assumed, { quote, lease }, groups, limit) {
   return {
     ...purchaseOf(assumed, groups[0].listed ?? exact(0), assumed.network_usd_per_device, groups, limit),
     hardware: times(quote, months * (1 + owning.sales_tax)),
-    residual: exact(0), taxRate: 0,
+    residual: exact(0), taxRate: 0, leased: true,
     instalments: leaseInstalments(lease, years), boundShare: lease.term_months / months,
   };
 }
@@ -161,8 +176,14 @@ export function boundUsd({ purchase, reservation }) {
   return reservation ? reservation.price.value * (reservation.years * HOURS_PER_YEAR) : null;
 }
 
-/** USD that binding terms take out of a budget for each device; null on others. @returns {?Span} */
-export function outlayOf({ purchase, reservation }, utilisation) {
-  if (purchase) return outlayUsd(purchase, utilisation);
-  return reservation ? times(reservation.price, reservation.years * HOURS_PER_YEAR) : null;
+/**
+ * USD that binding terms take out of a budget for each device; null on others.
+ * @param {?Span} run  hours: one that takes longer than the terms takes more
+ * @returns {?Span}
+ */
+export function outlayOf({ purchase, reservation }, utilisation, run = null) {
+  if (purchase) return outlayUsd(purchase, utilisation, run);
+  if (!reservation) return null;
+  const hours = reservation.years * HOURS_PER_YEAR, once = times(reservation.price, hours);
+  return run ? product([once, termsBegun(run, hours)]) : once;
 }

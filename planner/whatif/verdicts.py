@@ -180,18 +180,21 @@ def _kept(outcome: CandidateOutcome) -> str:
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
-def _kept_texts(outcome: CandidateOutcome, digits: str = ".2f") -> list[str]:
+def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]:
+    """Return how surely each goal is kept; of one less sure than asked, that it is."""
     return [
-        f"{goal} kept with probability {chance:{digits}}"
+        f"{goal} kept with probability {chance:.2f}"
+        if chance >= confidence
+        else f"{goal} kept with probability {chance:.3g}, less than the {confidence:g} asked for"
         for goal, chance in outcome.chances.items()
     ]
 
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
     """Say how surely the first keeps the goals, and how surely it is the best of all."""
-    said = _kept_texts(best, ".2f" if sure(result.study, best) else ".3g")
+    said = _kept_texts(best, result.study.goal.confidence)
     if not sure(result.study, best):
-        said[-1] += _surest_text(result, best, ranks)
+        said += _surest_texts(best, ranks)
     ties = [rank.outcome.candidate for rank in ranks if rank.tied]
     if ties:
         said.append(f"within {100 * result.study.assumptions.tie:.0f} %: {listed(ties)}")
@@ -207,15 +210,13 @@ def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 
-def _surest_text(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
-    """Say that the goal is kept less surely than asked, and by which candidate most surely."""
-    text = f", less than the {result.study.goal.confidence:g} asked for"
+def _surest_texts(best: CandidateOutcome, ranks: Sequence[Rank]) -> Iterator[str]:
+    """Name the candidate that keeps the goal most surely, where it is another."""
     sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
     surest = max(sold, key=lambda outcome: (outcome.chance, outcome is best))
-    if surest is best:
-        return text
-    usd = f", {range_text(exact(surest.usd.value))} USD" if surest.usd is not None else ""
-    return f"{text}, and most surely by {surest.candidate}, {surest.chance:.3g}{usd}"
+    if surest is not best:
+        usd = f", {range_text(exact(surest.usd.value))} USD" if surest.usd is not None else ""
+        yield f"most surely by {surest.candidate}, {surest.chance:.3g}{usd}"
 
 
 def _why_likelier(

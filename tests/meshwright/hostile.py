@@ -306,6 +306,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tune": (
         ("@model", "--cluster", "@cluster", "--dry-run"),
         ("plan.yaml", "--cluster", "local:2", "--dry-run"),
+        ("@model", "--cluster", "local:4", "--on", "@cluster", "--dry-run"),
     ),
     "profile": (("@model", "--cluster", "local:2", "--dry-run"),),
     "show": (("plan.yaml",), ("large.yaml",)),

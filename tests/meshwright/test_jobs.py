@@ -6,6 +6,7 @@ import os
 import shlex
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,19 @@ def test_a_job_that_hands_over_waits_for_its_turn_again_and_no_other_does(
     script = written(capfd, "--on", "slurm", "--checkpoint", "saved")
     queued = tmp_path / "queued"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {queued}\n')
-    for name in ("scontrol", "srun"):
+    # One node hands over before the other, which must not be ended for it.
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done; "$@"\n')
+    launch = tmp_path / "launch"
+    script = script.replace(sys.executable, str(launch))
+    for name in ("scontrol", "srun", "launch"):
         (tmp_path / name).touch()
         (tmp_path / name).chmod(0o755)
+    (Path("runs") / "gpt2").mkdir(parents=True)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     for status in (0, 1, 137, 75):
-        (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+        launch.write_text(f"#!/bin/sh\nkill -TERM $PPID\nexit {status}\n")
         done = subprocess.run(["bash", "-c", script], env=environment, check=False)
-        assert done.returncode == status
+        assert done.returncode == (0 if status == 75 else status)
         assert queued.exists() == (status == 75)
 
     assert queued.read_text() == "requeue 7\n"
@@ -298,3 +304,51 @@ def test_a_script_that_is_not_there_is_refused_before_a_job_is_written(
     assert cli.main(["run", "--on", "slurm", "none.py"]) == 1
 
     assert "none.py: is no file" in capfd.readouterr().err
+
+
+def test_a_job_set_starts_all_pods_again_and_counts_no_notice(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = pods(written(capfd, *POD, "--job", "kind=jobset", "--checkpoint", "/data/saved"))
+    spec = found["JobSet"]["spec"]
+    (nodes,) = spec["replicatedJobs"]
+    job = nodes["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+
+    assert set(found) == {"Secret", "ConfigMap", "JobSet"}
+    name = found["JobSet"]["metadata"]["name"]
+    # As a JobSet names its pods: set, replicated job, its index, the pod's index.
+    assert environment["MASTER_ADDR"] == f"{name}-{nodes['name']}-0-0.{name}"
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name}
+    assert (job["completionMode"], job["completions"], job["backoffLimit"]) == ("Indexed", 2, 0)
+    assert {rule["action"] for rule in job["podFailurePolicy"]["rules"]} == {"FailJob"}
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+    capfd.readouterr()
+    assert "known: job, jobset" in refused(capfd, *POD, "--job", "kind=pod")
+
+
+def keys(data: object, at: str = "") -> set[str]:
+    """Return the paths of all keys."""
+    if isinstance(data, dict):
+        return {f"{at}.{key}" for key in data}.union(
+            *(keys(value, f"{at}.{key}") for key, value in data.items())
+        )
+    if isinstance(data, list):
+        return set().union(*(keys(value, f"{at}[]") for value in data))
+    return set()
+
+
+@pytest.mark.matrix
+def test_a_job_set_is_one_by_its_published_schema(capfd: pytest.CaptureFixture[str]) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    found = pods(written(capfd, *POD, "--job", "kind=jobset", "--checkpoint", "/data/saved"))
+    spec = found["JobSet"]["spec"]
+
+    read = models.JobsetV1alpha2JobSetSpec.from_dict(spec)
+
+    # What it does not know it drops.
+    assert keys(read.to_dict()) == keys(spec)

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from meshwright import cli, tuning
+from meshwright.commands import predict
 from meshwright.inputs import machine_of, model_of
 from meshwright.trials import Measured, Trialled
 from meshwright.tuning import Tuned, tune
 from planner.documents import document
+from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Plan
 from planner.documents.profile import Profile
 from planner.documents.training import Training
+from planner.documents.units import seconds_text
 from planner.errors import DocumentError, LaunchError
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
@@ -25,6 +28,7 @@ from planner.search.search import search
 from planner.tuning import candidates as candidates_module
 from planner.tuning.candidates import TrialCandidate
 from planner.tuning.record import FILE, read_trials
+from planner.tuning.tuner import Tuner
 
 ASKED = ("demo-4m", "2xh100-sxm-80gb")
 JOB = {"seq_len": 128, "global_batch": 16}
@@ -80,6 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     monkeypatch.setattr(
         tuning, "_runnable", lambda request, *_: searched(request.job.global_batch)[1]
     )
+    monkeypatch.setattr(tuning, "search", lambda request: searched(request.job.global_batch)[0])
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -99,6 +104,8 @@ def test_the_answer_is_the_fastest_measured_and_its_plan_is_written(machine: Mac
     calibrated = document.read(Profile, "plan-trials/constants.yaml")
     assert calibrated.calibration is not None
     assert calibrated.calibration.runs == len(found.trials)
+    told = document.read(ClusterSpec, "plan-trials/cluster.yaml").groups[0].accelerator
+    assert told.curve.matmul == calibrated.calibration.matmul
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -252,3 +259,89 @@ def test_a_template_gets_the_configuration_of_its_framework(
 def test_another_framework_needs_to_be_told_how_it_trains(machine: Machine) -> None:
     with pytest.raises(DocumentError, match="say how megatron trains"):
         tuned(backend="megatron")
+
+
+def test_plans_are_tried_in_small_and_the_answer_is_of_the_large_cluster(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", ASKED[0], "--cluster", ASKED[1], "--seq-len", "128", "--global-batch", "16"]
+    in_small = [*words, "--on", "1xh100-sxm-80gb", "--budget", "2 trials"]
+    assert cli.main(in_small) == 0
+    said = capsys.readouterr().out
+    machine.interrupted_at = 2  # nothing is tried again
+
+    assert cli.main([*in_small, "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert len(said.splitlines()) <= 10
+    assert "1 to 2 devices" in said
+    assert found["step_time_s"] is None
+    plan = document.read(Plan, "plan.yaml")
+    assert plan.mesh.devices == 2
+    tried = document.read(Plan, "plan-trials/01/plan.yaml")
+    assert (tried.mesh.devices, tried.cluster) == (1, "1xh100-sxm-80gb")
+    assert Path("plan-trials/01", tried.model.source, "config.json").is_file()
+    with pytest.raises(DocumentError, match="another on"):
+        tuned(budget="1 trials")
+
+
+def test_the_page_has_every_trial_beside_its_prediction_and_what_moved(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", ASKED[0], "--cluster", ASKED[1], "--seq-len", "128", "--global-batch", "16"]
+
+    assert cli.main([*words, "--budget", "3 trials", "--html", "trials.html"]) == 0
+
+    page = Path("trials.html").read_text()
+    assert "trials.html" in capsys.readouterr().out
+    assert len(page) < 400_000
+    assert "http" not in page
+    trials = read_trials(Path("plan-trials"))
+    rows = [row for row in page.split("<tr>") if row.startswith('<td class="n">')]
+    assert len(rows) == len(trials) == 3
+    for row, one in zip(rows, trials, strict=True):
+        assert one.layout in row
+        assert seconds_text(one.predicted_s) in row
+        assert seconds_text(one.step_s or 0.0) in row
+    assert page.count("<circle") == 3
+    moved = page.partition("What moved")[2].partition("</table>")[0]
+    assert "kernels" in moved
+    assert cli.main([*words, "--dry-run", "--html", "none.html"]) != 0
+    assert not Path("none.html").exists()
+
+
+def test_the_proof_is_taken_again_with_what_trials_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "search", search)
+
+    found = tuned(budget="3 trials", fix=["compile=none,loss=plain,recompute=none,v=1"])
+
+    again = predict("plan.yaml", "plan-trials/cluster.yaml", profile="plan-trials/constants.yaml")
+    before = found.chosen.prediction.step_time_s
+    assert found.proof is not None
+    assert found.proof.chosen_s == pytest.approx(again.step_time_s)
+    assert found.proof.chosen_s > 1.01 * before  # all trials were slower than predicted
+    assert found.proof.lower_bound_s <= found.proof.chosen_s
+    assert found.proof.lower_bound_s > before * (1 - found.proof.gap) ** 2
+
+
+def test_this_machine_is_measured_first_where_that_pays_and_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(model: str, cluster: str, *, output: str, **_: Any) -> None:
+        measured.append(cluster)
+        document.write(document.read(Profile, "constants.yaml"), output)
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(tuning.Tuning, "_proof", lambda self, tuner: None)
+    tuned(budget="1 trials", trials="others")
+    Path("others/constants.yaml").rename("constants.yaml")
+    for pays, cluster, times in ((False, "local:2", 0), (True, ASKED[1], 0), (True, "local:2", 1)):
+        monkeypatch.setattr(Tuner, "profile_pays", lambda self, seconds, says=pays: says)
+        for _ in range(2):
+            tune(ASKED[0], cluster, **JOB, budget="1 trials", trials=f"{cluster}-{pays}")
+        assert len(measured) == times
+    assert Path("local:2-True/profile.yaml").is_file()

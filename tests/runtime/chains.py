@@ -68,3 +68,23 @@ def broken() -> list[nn.Module]:
 
 def number() -> int:
     return 3
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.out(x + y)
+
+
+def flattened() -> dict[str, object]:
+    """Modules that have no parameters of their own stand between others."""
+    return {
+        "words": (Embed(), "tokens"),
+        "squashed": (nn.Tanh(), "words"),
+        "other": (Embed(), "tokens"),
+        "rectified": (nn.ReLU(), "other"),
+        "both": (Sum(), "squashed", "rectified"),
+    }

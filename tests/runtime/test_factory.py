@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from planner.documents.model import ModelGraph
+from planner.documents.plan import PlacedLayer, Stage
 from planner.errors import DocumentError, LaunchError
 from runtime.factory import graph_of_factory
 from runtime.supported import supported
 from runtime.train import token_engine
 from tests.runtime import cases, chains
+from tests.runtime.ranks import on_ranks
+from tests.runtime.runs import TOLERANCE, Run, errors, train
 
 CPU = torch.device("cpu")
 FILE = str(Path(__file__).with_name("chains.py"))
@@ -135,3 +139,39 @@ def test_a_chain_of_another_length_is_refused() -> None:
 def test_published_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="gives its parameters their values by itself"):
         token_engine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)
+
+
+def all_trained(layouts: list[dict[str, Any]]) -> list[Run]:
+    return [
+        train(cases.plan(graph(name), **layout), graph(name), 3)
+        for layout in layouts
+        for name in ("tied", "dropping", "flattened")
+    ]
+
+
+@pytest.mark.ranks
+def test_ties_draws_and_modules_without_parameters_train_like_one_process() -> None:
+    """A weight of both ends, masks of Dropout, and a module that belongs to another's layer."""
+    (alone,) = on_ranks(1, all_trained, [{"micro_batches": 4}])
+
+    every = on_ranks(2, all_trained, [{"micro_batches": 4, "pipeline": 2}])
+
+    for at, expected in enumerate(alone):
+        found = errors([runs[at] for runs in every], expected)
+        assert all(error < TOLERANCE for error in found.values()), (at, found)
+
+
+def test_modules_are_run_in_the_order_of_a_plan() -> None:
+    model = graph("flattened")
+    assert [(edge.source, edge.target) for edge in model.edges] == [
+        ("words", "both"),
+        ("other", "both"),
+    ]
+    names = ["other", "words", "both"]
+    plan = cases.plan(model)
+    stage = Stage(layers=tuple(PlacedLayer(layer=name) for name in names))
+    engine = token_engine(plan.model_copy(update={"stages": (stage,)}), model, device=CPU)
+
+    assert [layer.name for layer in engine._parts[0].module.layers] == names
+    expected = token_engine(plan, model, device=CPU).step(cases.global_tokens(0))
+    assert engine.step(cases.global_tokens(0)).loss == pytest.approx(expected.loss, rel=1e-6)

@@ -76,7 +76,7 @@ def test_a_hang_is_told_with_rank_collective_and_who_is_behind(tmp_path: Path) -
 
     error = ended(tmp_path, code=-signal.SIGABRT, log=WATCHDOG)
 
-    assert type(error) is LaunchError  # no device is taken out
+    assert type(error) is launch.RanksHang  # no device is taken out
     assert str(error).startswith(
         "rank 3 waited 600.029 s in collective 17 of its group (ALLREDUCE) after step 5; "
         "rank 5 began 16; nothing was saved"

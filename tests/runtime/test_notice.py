@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,10 @@ def test_a_second_signal_ends_at_once_and_the_last_checkpoint_stays(room: Room) 
         os.kill(rank, signal.SIGSTOP)  # no rank ends its step
 
     launcher.send_signal(signal.SIGTERM)
+    end = time.monotonic() + PATIENCE_S
+    while not notice.notice_file(room.folder / "out").exists():  # two at once would be one
+        assert time.monotonic() < end
+        time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
     message = ended(launcher)
 

@@ -282,3 +282,66 @@ def test_a_rank_says_how_its_script_ended_and_a_lost_peer_only_in_its_log(
     assert bool(printed) == bool(said)
     log = run.log_file(tmp_path, 0)
     assert logged in (log.read_text() if log.exists() else "")
+
+
+def test_a_script_that_saved_for_a_notice_ends_well_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "train.py").write_text("import meshwright\nraise meshwright.HandedOver('saved')\n")
+    monkeypatch.setattr(sys, "argv", ["script_rank", str(tmp_path / "train.py")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has its own
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(script_rank.OUTPUT_VARIABLE, str(tmp_path))
+
+    assert script_rank.main() == 0
+
+    assert script_rank.handed_over(tmp_path, 3).exists()
+    assert run.read_failures(tmp_path, 4) == []
+
+
+def test_a_script_that_does_not_look_is_ended_when_its_time_is_over(tmp_path: Path) -> None:
+    progress = script_run._ScriptProgress(run.metrics_file(tmp_path), print)
+    progress.refresh()
+    progress.ends_s = 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        progress.refresh()
+
+
+@pytest.mark.matrix
+@pytest.mark.ranks
+def test_a_script_under_notice_saves_hands_over_and_goes_on_without_a_step_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    space, expected = plain_run()
+    plan_of(space, tmp_path)
+    (tmp_path / "died").touch()  # nobody is killed
+    noticed = SCRIPT.replace(
+        "        engine.step(engine.slice(batch_of(engine.steps)))\n",
+        "        if engine.steps == 3 and engine.slice_rank == 1 and folder:\n"
+        "            os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "            while not Path(os.environ['MESHWRIGHT_NOTICE']).exists(): pass\n"
+        "        result = engine.step(engine.slice(batch_of(engine.steps)))\n",
+    ).replace(
+        "        if folder and engine.steps % 3 == 0:\n"
+        "            engine.save(folder, extra=extra)\n",
+        "        if folder and result.noticed:\n"
+        "            engine.save(folder, extra=extra)\n"
+        "            raise meshwright.HandedOver('saved')\n",
+    )
+    assert noticed.count("HandedOver") == 1
+    (tmp_path / "train.py").write_text(noticed)
+    command = [
+        *("run", "--plan", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "out")),
+        *(str(tmp_path / "train.py"), str(tmp_path)),
+    ]
+
+    assert cli.main(command) == 75
+    assert "a notice ended the script after step 4" in capsys.readouterr().err
+    assert run.account_of(tmp_path / "out").steps_lost == 0
+    assert cli.main(command) == 0
+
+    check_end(tmp_path, expected)

@@ -8,7 +8,6 @@ from planner.errors import DocumentError
 from planner.formats.readers import deepspeed, limits
 from planner.formats.readers.told import Settings, Told, under
 
-_PREFIXED = ("fsdp", "parallelism_config")
 _STRATEGIES = {
     "1": 3, "FULL_SHARD": 3, "2": 2, "SHARD_GRAD_OP": 2, "3": 0, "NO_SHARD": 0,
     "4": 3, "HYBRID_SHARD": 3, "5": 2, "HYBRID_SHARD_ZERO2": 2,

@@ -64,20 +64,21 @@ export function verdict(goal, ranks, tie) {
   }
   const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
   if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
-  const unsure = !sure(goal, outcome);
-  const kept = Object.entries(outcome.chances).map(([goalName, chance]) =>
-    `${goalName} kept with probability ${unsure ? Number(chance.toPrecision(3)) : chance.toFixed(2)}`);
-  return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}${unsure
-    ? surestText(goal, ranks) : ""}.` : ""}`.trim();
+  const kept = Object.entries(outcome.chances).map(([goalName, chance]) => keptText(goal, goalName, chance));
+  if (!sure(goal, outcome)) kept.push(...surestTexts(ranks));
+  return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}.` : ""}`.trim();
 }
 
-/** That the goal is kept less surely than asked, and by which candidate most surely. */
-function surestText({ confidence }, ranks) {
-  const sold = ranks.map((rank) => rank.outcome).filter((o) => !o.candidate.hypothetical);
-  const surest = sold.reduce((a, b) => (a.chance >= b.chance ? a : b));
+const keptText = ({ confidence }, name, chance) => `${name} kept with probability ${chance >= confidence
+  ? chance.toFixed(2) : `${Number(chance.toPrecision(3))}, less than the ${confidence} asked for`}`;
+
+/** The candidate that keeps the goal most surely, where it is another. @returns {string[]} */
+function surestTexts([first, ...others]) {
+  const surest = others.map((rank) => rank.outcome).filter((o) => !o.candidate.hypothetical)
+    .reduce((a, b) => (a.chance >= b.chance ? a : b), first.outcome);
   const usd = surest.usd ? `, ${ranged(exact(surest.usd.value))} USD` : "";
-  return `, less than the ${confidence} asked for${surest === ranks[0].outcome ? ""
-    : `, and most surely by ${surest.candidate.name}, ${Number(surest.chance.toPrecision(3))}${usd}`}`;
+  return surest === first.outcome ? []
+    : [`most surely by ${surest.candidate.name}, ${Number(surest.chance.toPrecision(3))}${usd}`];
 }
 
 /** Why a rival is not the first although it may be so oftener: it keeps a goal too seldom. */

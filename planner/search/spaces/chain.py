@@ -162,15 +162,15 @@ class ChainSpace(Families):
 
 
 def _together(
-    known: dict[int, tuple[LayoutFamily, B]],
+    known: dict[LayoutFamily, B],
     groups: list[LayoutFamily],
     bounds_of: Callable[[list[LayoutFamily]], list[B]],
 ) -> list[B]:
     """Return the bounds of groups; those that are not `known` are worked out at once."""
-    new = [one for one in groups if id(one) not in known]
+    new = [one for one in groups if one not in known]
     if new:
-        known |= {id(one): (one, bounds) for one, bounds in zip(new, bounds_of(new), strict=True)}
-    return [known[id(one)][1] for one in groups]
+        known |= zip(new, bounds_of(new), strict=True)
+    return [known[one] for one in groups]
 
 
 def _exactly(frontiers: FrontierStore, instance: Instance, cutoff_s: float) -> Outcome:

@@ -69,6 +69,7 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.solve import least_s, solve
 from planner.solver.unequal.fastest import FastestOnTypes
+from planner.stacks.stage_rules import Rows
 
 Floats = NDArray[np.float64]
 Split = GraphSolution | Infeasible | Fathomed | Unfinished
@@ -304,12 +305,21 @@ class MixedSpace(GroupSpace):
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         problem = self.instance(layout)
         answer = self.best_split(problem, cutoff_s - step_s)
-        if self.pins.require and layout.virtual_stages > 1:
+        if self.rows(layout) is not None:
             answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, Infeasible) and self.pins.require:
             return Lost(UNKEPT)
         known_s = self.bound_s(layout) if isinstance(answer, Unfinished) else 0.0
         return judged(answer, layout, cutoff_s, step_s, known_s)
+
+    def rows(self, layout: Layout) -> Rows | None:
+        """Return how many entries ranks of several stages may hold by what is required of them.
+
+        None where nothing is.
+        """
+        if not self.pins.require or layout.virtual_stages == 1:
+            return None
+        return required_rows(self.model, layout, self.pins.require)
 
     def _in_rows(
         self, layout: Layout, problem: GraphInstance, free: Split, cutoff_s: float
@@ -318,7 +328,7 @@ class MixedSpace(GroupSpace):
 
         That is the `free` one if its numbers do, and no split takes less than it.
         """
-        rows = required_rows(self.model, layout, self.pins.require)
+        rows = self.rows(layout)
         if rows is None or not isinstance(free, GraphSolution):
             return free
         sizes = [end - first for first, end in itertools.pairwise(free.split.cuts)]

@@ -22,10 +22,10 @@ from operator import itemgetter
 from planner.costs.layout_costs import LayoutCosts
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
-from planner.search.candidates import Bounded
 from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM, SHARED_ROOM, SOLVED
 from planner.search.dominance import covers
 from planner.search.effort import NEAR, Effort
+from planner.search.family_bounds import Bounded
 from planner.search.goals import Simulated, timetable
 from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
@@ -263,7 +263,7 @@ class SimulatedChain(Families):
 
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
-        return [one for _, each in self.own.candidates.opened.values() for one in each]
+        return [one for each in self.own.candidates.opened.values() for one in each]
 
     def rescheduled(self, best: Layout) -> Bounded:
         """Return a layout under its other schedules."""

@@ -53,7 +53,7 @@ from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.simulated import PROGRAMS, SOLVED, BySimulation, Tried, bound_of
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals
-from planner.solver.instance import Fathomed, Infeasible, Instance, priced
+from planner.solver.instance import Fathomed, Infeasible, Instance, broken, priced
 from planner.solver.solve import solve
 
 ABOVE = 1.2
@@ -97,7 +97,7 @@ class SimulatedGraph(BySimulation, GraphSpace):
         problem = self.own.instance(layout)
         [sent_s], [own] = problem.output_s[0], problem.types
         # Sums of bytes are no more than what ranks hold, and quicker.
-        chain = replace(own.chain, credits_s=(), forward_apart=False, used_bytes=None)
+        chain = replace(own.chain, credits_s=(), forward_apart=False, used_bytes=None, sides=())
 
         def with_pace(chain: Instance, times: float) -> GraphInstance:
             return replace(
@@ -158,9 +158,10 @@ class SimulatedGraph(BySimulation, GraphSpace):
             low_s = max(low_s, choices.cut_s(limit_s))
         if low_s >= limit_s:
             return low_s
-        closed_form = self.own.solve(layout, limit_s * ABOVE)
-        if isinstance(closed_form, SplitSolution):
-            limit_s = min(limit_s, self._try(closed_form))
+        if not self.own.instance(layout).chain.sides:  # which takes a program in the closed form
+            closed_form = self.own.solve(layout, limit_s * ABOVE)
+            if isinstance(closed_form, SplitSolution):
+                limit_s = min(limit_s, self._try(closed_form))
         effort = self.tried.effort
         if choices is None or not self.tried.may(PROGRAMS, effort.programs):
             return low_s
@@ -207,10 +208,13 @@ class SimulatedGraph(BySimulation, GraphSpace):
     def _closed(
         self, layout: Layout, order: Sequence[int], cuts: Sequence[int], options: Sequence[int]
     ) -> float:
-        """Simulate a split; return its step, inf if it does not fit."""
+        """Simulate a split; return its step, inf if it does not fit or keep what is required."""
         problem = self.own.instance(layout)
         types = (0,) * layout.pipeline
-        split = priced(problem.laid(order, cuts, types), cuts, options)
+        laid = problem.laid(order, cuts, types)
+        split = priced(laid, cuts, options)
+        if broken(laid, split) is not None:
+            return math.inf
         closed_s = split.objective_s + self._tables.of(layout).step_s
         solution = GraphSolution(
             problem=problem, order=tuple(order), types=types, split=split, method="lattice"

@@ -57,8 +57,9 @@ from planner.search.spaces.simulated import (
     Tried,
 )
 from planner.search.spaces.simulated_graph import GraphColumns, places_of
+from planner.search.stage_rows import within
 from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.instance import Fathomed, Infeasible, Instance, priced
+from planner.solver.instance import Fathomed, Infeasible, Instance, broken, priced
 from planner.solver.solve import solve
 
 MOST_MOVES = 120
@@ -195,6 +196,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
                     chain,
                     steady=(1 - alpha) * m,
                     fill=alpha * self._fill(layout),
+                    sides=(),
                     kinds=tuple(
                         tuple(
                             replace(one, backward_s=one.backward_s + once * one.sync_s, sync_s=0.0)
@@ -218,6 +220,14 @@ class SimulatedMixed(BySimulation, MixedSpace):
         }
 
     # Splits.
+
+    def keeps(self, layout: Layout, split: GraphSolution) -> bool:
+        """Whether a split keeps what is required of it and the memory of hosts."""
+        cuts = split.split.cuts
+        if broken(split.problem.laid(split.order, cuts, split.types), split.split) is not None:
+            return False
+        rows, sizes = self.own.rows(layout), [b - a for a, b in itertools.pairwise(cuts)]
+        return rows is None or any(within(sizes, row) for row in rows)
 
     def solved_s(self, layout: Layout) -> float:
         """Return seconds that no split of a layout simulates below, or the limit."""
@@ -259,21 +269,19 @@ class SimulatedMixed(BySimulation, MixedSpace):
         if (
             layout.pipeline == 1
             or places is None
-            or any(
-                chain.sides or chain.hosts or chain.sizes or chain.used_bytes is None
-                for chain in chains.values()
-            )
+            or any(chain.used_bytes is None for chain in chains.values())
         ):
             return None
         step_s = self.step_s(layout)
         sent_s = min(float(one.min()) for row in self.links(layout) for one in row)
         columns_of = Columns if places.alike else GraphColumns
         found = []
+        rows = self.own.rows(layout) or ()
         for name, chain in chains.items():
             costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
             prices = self.ordered, self.pins.recompute, costs
             most = limit_s, self.tried.effort.ways
-            found.append(columns_of(*prices, layout, chain, *most, places))
+            found.append(columns_of(*prices, layout, replace(chain, sizes=rows), *most, places))
         return found
 
     def places(self, layout: Layout) -> Places | None:
@@ -380,7 +388,9 @@ class _LayoutSearch:
         """That of the best plan."""
 
     def _try(self, split: GraphSolution) -> float:
-        """Simulate a split and return its step; inf if it does not fit."""
+        """Simulate a split and return its step; inf if it does not fit or keep what is required."""
+        if not self._space.keeps(self._layout, split):
+            return math.inf
         plan = self._space.simulated(self._layout, split)
         step_s = plan.prediction.step_time_s
         if not plan.prediction.fits:
@@ -409,9 +419,11 @@ class _LayoutSearch:
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        closed_form = solve(space.own.instance(layout), frontiers=space.frontiers)
-        if isinstance(closed_form, GraphSolution):
-            self._try(closed_form)
+        whole: GraphInstance = space.own.instance(layout)
+        if not whole.chain.sides:  # which takes a program in the closed form
+            closed_form = solve(whole, frontiers=space.frontiers)
+            if isinstance(closed_form, GraphSolution):
+                self._try(closed_form)
         return low_s
 
     def bounded_s(self) -> float:

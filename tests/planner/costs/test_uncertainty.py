@@ -17,11 +17,13 @@ from planner.costs.uncertainty import (
     EXPERTS_SPREAD,
     KNOWN_ABOVE,
     KNOWN_BELOW,
+    MEMORY_ABOVE,
     OUTSIDE,
     PIPELINES_ABOVE,
     SPANNING_ABOVE,
     WAITING_ABOVE,
     fit_probability,
+    memory_range,
     outside_of,
     room_share,
     step_range,
@@ -276,6 +278,14 @@ def test_a_probability_is_asked_for_between_never_and_always(probability: float)
             resolve_cluster("8xh100-sxm-80gb"),
             fit_probability=probability,
         )
+
+
+def test_small_peaks_are_less_sure_and_large_ones_no_less_than_their_stack_says() -> None:
+    wide = [memory_range(peak, 0.08)[1] / peak for peak in (1e9, 4e9, 16e9, 64e9)]
+
+    assert wide == sorted(wide, reverse=True)
+    assert wide[0] > 1.5 and wide[-1] == pytest.approx(math.exp(MEMORY_ABOVE * 0.08), rel=1e-3)
+    assert memory_range(0.0, 0.08) == (0.0, 0.0)
 
 
 def test_a_peak_lies_in_its_range_and_rather_above_its_prediction() -> None:

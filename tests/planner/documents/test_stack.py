@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from planner import catalog
-from planner.catalog import stack, stack_name, stacks
+from planner.catalog import accelerators, stack, stack_name, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.compute import WATT_BASIS, WATT_FLOPS
 from planner.costs.predict import predict
+from planner.documents.cluster import KernelRates
 from planner.documents.stack import (
+    OPTION_BASIS,
     OPTIONS,
+    Basis,
     Stack,
     base_of,
     figures,
@@ -193,7 +197,7 @@ def test_options_speak_of_exchanges_between_experts_and_of_what_is_made_again() 
     tuned = stack("megatron+deepep+expert-overlap+cheap-recompute")
 
     assert (tuned.experts.sends, stack("megatron").experts.sends) == ("once", "each")
-    assert tuned.experts.links_rate > 1 and tuned.experts.overlap == 0.8
+    assert tuned.experts.links_rate > 1 and tuned.experts.overlap == 0.85
     assert tuned.recompute.selective == "cheap"
 
 
@@ -303,6 +307,35 @@ def test_no_figure_is_fitted_to_fewer_than_three_studies(name: str) -> None:
         for entry in fitted
         if len(studies(entry, SOURCES)) >= 3
     }
+
+
+def founded(basis: str) -> bool:
+    """Whether a figure is derived, or fitted to three studies at least."""
+    how, _, what = basis.partition(" to " if basis.startswith("fitted") else ": ")
+    if how != "fitted":
+        return how == "derived" and bool(what)
+    known = Basis(fields=("memory",), provenance="fitted", source=what, runs=3)
+    return len(studies(known, SOURCES)) >= 3
+
+
+def test_figures_of_options_and_accelerators_rest_on_three_studies_or_are_derived() -> None:
+    told = {**OPTION_BASIS, **{f"watts of {name}": basis for name, basis in WATT_BASIS.items()}}
+    assert WATT_BASIS.keys() == WATT_FLOPS.keys()
+    for name, values in OPTIONS.items():
+        if any(isinstance(value, float) and value not in (0.0, 1.0) for value in values.values()):
+            assert name in OPTION_BASIS, name
+    usual = KernelRates()
+    for name, entry in accelerators().items():
+        kernels = entry.kernels
+        own = (kernels.sustained, kernels.sustained_tuned)
+        assert (kernels.sustained_basis is None) == (
+            own == (usual.sustained, usual.sustained_tuned)
+        ), name
+        if kernels.sustained_basis is not None:
+            told[name] = kernels.sustained_basis
+
+    assert [name for name, basis in told.items() if not founded(basis)] == []
+    assert not founded("fitted to mlperf, dgxc") and not founded("measured")
 
 
 def test_what_native_and_common_stacks_have_rests_on_no_single_source() -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,15 @@ def vectors(seed: int) -> Iterator[tuple[str, str, list[Any], Any]]:
     hourly = bought.hourly
     yield "economics", "purchaseHourly", [its], {"fixed": hourly.fixed, "used": hourly.used}
     yield "economics", "outlayUsd", [its, used], bought.outlay_usd(used)
+    run, going_on = figure(100, 1e5), replace(bought, leased=True)
+    yield "economics", "outlayUsd", [its, used, run], bought.outlay_usd(used, run)
+    yield (
+        "economics",
+        "outlayUsd",
+        [its | {"leased": True}, used, run],
+        going_on.outlay_usd(used, run),
+    )
+    yield "economics", "termsBegun", [run, 730.0], economics.terms_begun(run, 730.0)
     yield "economics", "purchaseCash", [its, used], list(bought.cash_usd(used))
     ages = tuple(sorted((rng.random() for _ in range(3)), reverse=True)) if seed % 2 else ()
     rest = economics.residual_share(horizon.years, retained_a_year=0.67, by_age=ages)

@@ -18,8 +18,7 @@ from planner.documents.plan import Job, Layout
 from planner.errors import NoPlanFits
 from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
-from planner.search import candidates as candidates_module
-from planner.search import space
+from planner.search import configurations, space
 from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.effort import GOAL
@@ -222,7 +221,7 @@ def test_the_order_of_enumeration_does_not_matter(
             rng.shuffle(listed)
             return listed
 
-        monkeypatch.setattr(candidates_module, "families", shuffled)
+        monkeypatch.setattr(configurations, "families", shuffled)
 
         answer = case.search()
 

@@ -11,7 +11,7 @@ import pytest
 
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.plan import Job, Layout
-from planner.requests.pins import Pins
+from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
@@ -28,9 +28,7 @@ REQUESTS = {
 }
 
 
-def bounds_of(
-    bounded: SimulatedCandidates, family: LayoutFamily
-) -> Iterator[tuple[Layout, list[float]]]:
+def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layout, list[float]]]:
     """The bounds that arrays give a family's layouts, from the first to the last."""
     if len(family.savings) > 1:
         for part in family.by_saving():
@@ -83,3 +81,43 @@ def test_no_array_bound_is_above_the_simulated_step_of_a_plan(name: str, tries: 
                 tight = max(tight, max(bounds_s) / step_s)
 
     assert tight > 0.8
+
+
+EXACT = {
+    **REQUESTS,
+    "experts": ("qwen1.5-moe-a2.7b", "8xa100-sxm-80gb", 1024, Pins()),
+    "offload": ("gpt2-xl", "8xrtx-3090", 1024, read_pins([], ["offload"])),
+    "overlapped": ("llama-3.2-1b", "8xh100-sxm-80gb", 1024, read_pins([], ["async-tensor"])),
+}
+
+
+@pytest.mark.long(*(f"6-{name}" for name in EXACT if name != "overlapped"))
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("tries", [6, pytest.param(60, marks=pytest.mark.matrix)])
+def test_no_array_bound_is_above_the_exact_seconds_of_a_layout(name: str, tries: int) -> None:
+    model, cluster, seq_len, pins = EXACT[name]
+    job = Job(seq_len=seq_len, global_batch=96)
+    request = Request(resolve_model(model), resolve_cluster(cluster), job, pins=pins)
+    bounded = Candidates(request)
+    bounded.computation_s()
+    rng, tight, tried = random.Random(name), 0.0, 0
+
+    while tried < tries:
+        some = rng.choice(bounded.families)
+        alike = [
+            one
+            for one in bounded.families
+            if (one.degrees, one.micro_batch) == (some.degrees, some.micro_batch)
+        ]
+        rows = [row for one in alike for row in bounds_of(bounded, one)]
+        for layout, bounds_s in rng.sample(rows, min(len(rows), 3)):
+            if bounded.refusal(layout) is not None:
+                continue
+            tried += 1
+            solution = solve_chain(bounded.instance(layout))
+            if isinstance(solution, Solution):
+                exact_s = solution.objective_s + bounded.costs(layout).step_s
+                assert max(bounds_s) <= exact_s * (1 + 1e-9), layout.text()
+                tight = max(tight, max(bounds_s) / exact_s)
+
+    assert tight > 0.5

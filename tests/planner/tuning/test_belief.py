@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -154,3 +155,13 @@ def test_learning_finds_the_best_of_a_cluster_whose_links_are_slow(seed: int) ->
         tuner = tuner.after(Outcome(option=chosen, step_s=true_s[chosen]))
 
     assert true_s[tuner.answer] <= 1.02 * min(true_s)
+
+
+def test_a_profile_pays_where_trials_are_long_and_constants_decide() -> None:
+    def some(step_s: float, links: Sequence[float]) -> list[TrialOption]:
+        return [option(step_s, share, tensor=2**at) for at, share in enumerate(links)]
+
+    assert Tuner(some(60.0, (0.1, 0.3, 0.5))).profile_pays(75.0)
+    assert not Tuner(some(0.1, (0.1, 0.3, 0.5))).profile_pays(75.0)  # a trial is over before
+    assert not Tuner(some(60.0, (0.3, 0.3, 0.3))).profile_pays(600.0)
+    assert not Tuner(some(60.0, (0.3,))).profile_pays(1.0)  # nothing to decide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -154,6 +155,44 @@ def test_two_figures_of_one_source_are_two_quotes() -> None:
 
     assert chances_to_be_first([x, y], "cost") == pytest.approx([0.629, 0.371], abs=0.01)
     assert chances_to_be_first([x, twin], "cost") == [0.5, 0.5]
+
+
+def test_what_owning_costs_moves_all_purchases_and_a_quote_its_own() -> None:
+    """Two vendors' quotes differ; resale, hosting and staff are those of one buyer.
+
+    By hand: of deviations w q + sqrt(1 - w2) o the shared o cancels in the ratio of two prices, so
+    ln y/x = ln 1.1 + w s (q2 - q1), with s = ln 1.5 / 1.2816 and w = 0.6.
+    """
+    price = (2.0, 2.0 / 1.5, 3.0), (2.2, 2.2 / 1.5, 3.3)
+    x, y = (
+        replace(outcome(name, "a", of, name), price_quote_weight=0.6)
+        for name, of in zip("xy", price, strict=True)
+    )
+    deviation = 0.6 * math.log(1.5) / 1.2815516 * math.sqrt(2)
+    expected = NormalDist().cdf(math.log(1.1) / deviation)
+
+    assert chances_to_be_first([x, y], "cost") == pytest.approx([expected, 1 - expected], abs=0.01)
+
+
+def test_the_weight_of_a_quote_is_what_is_left_of_a_range_without_it() -> None:
+    """Of a rent all, of what is owned nothing; an exact quote leaves a purchase's other costs."""
+    quote = {"usd_per_device": 20_000.0, "date": "2026-11", "source": "a quote"}
+    wide = {**quote, "low": 10_000.0, "high": 40_000.0}
+    offers = [
+        {"name": "rented", "cluster": "8xa10g"},
+        {"name": "owned", "cluster": "8xa10g", "owned": True},
+        {"name": "signed", "cluster": "8xa10g", "buy": quote},
+        {"name": "asked", "cluster": "8xa10g", "buy": wide},
+    ]
+    priced = {c.name: c.priced for c in candidates_of(study(offers=offers))}
+    weight = {name: one.quote_weight(0.8) for name, one in priced.items()}
+
+    assert weight["rented"] == 1 and weight["owned"] == 0 and weight["signed"] == 0
+    whole, rest = (
+        sum(of.at(0.8).spreads()) for of in (priced["asked"].hourly, priced["signed"].hourly) if of
+    )
+    assert weight["asked"] == pytest.approx(math.sqrt(1 - (rest / whole) ** 2))
+    assert 0.5 < weight["asked"] < 1
 
 
 def test_a_minimum_of_hours_is_paid_in_every_future() -> None:

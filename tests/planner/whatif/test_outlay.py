@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import random
 from dataclasses import replace
@@ -16,6 +17,7 @@ from planner.whatif.break_even import break_evens, present_value_usd
 from planner.whatif.candidates import candidates_of
 from planner.whatif.evaluate import evaluate
 from planner.whatif.outcome import CandidateOutcome
+from planner.whatif.planning import planned
 from planner.whatif.run import Result, run
 from planner.whatif.sizing import size_of
 from planner.whatif.span import Span
@@ -213,3 +215,68 @@ def test_what_is_owned_costs_all_but_the_hardware() -> None:
     [bought_one] = candidates_of(bought({"tokens": 1e9}))
     assert bought_one.priced.hourly is not None
     assert bought_one.priced.hourly.used.value == pytest.approx(0.0075)
+
+
+def test_a_run_longer_than_its_contract_takes_more_terms_out_of_the_budget() -> None:
+    """A month of 730 h at 1 USD for 4 devices is 2,920 USD; each month that is begun is paid."""
+    month = {"usd_per_device_hour": 1.0, "commitment": "reserved", "term_months": 1.0, **QUOTE}
+    offers = [{"cluster": "4xa10g", "rent": month}]
+    [candidate] = candidates_of(study(offers=offers))
+    plan = planned(study(offers=offers), "gpt2", candidate)
+
+    for tokens, budget in ((1e9, 3_000.0), (2e12, 9_000.0)):
+        asked = study(offers=offers, goal={"tokens": tokens, "budget_usd": budget})
+        found = evaluate(asked, "gpt2", candidate, plan)
+
+        assert found.hours is not None and found.outlay_usd is not None
+        for end in ("low", "value", "high"):
+            terms = math.ceil(getattr(found.hours, end) / 730)
+            assert getattr(found.outlay_usd, end) == pytest.approx(2_920 * terms)
+        assert (found.chances["budget"] > 0.8) == (math.ceil(found.hours.value / 730) == 1)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_run_longer_than_the_years_keeps_what_is_bought_or_leased_so_long(leased: bool) -> None:
+    """A tenth of a year is planned: 876 h; staff and power go on, and so does a lease."""
+    lease = {"usd_per_device_month": 500.0, "term_months": 1, **QUOTE}
+    buying = {"lease": lease} if leased else {**BUYING, "low": 10_000.0, "high": 10_000.0}
+    [short, long] = [
+        study(
+            goal={"tokens": tokens},
+            offers=[{"cluster": "4xa10g", "buy": buying}],
+            assumptions={**ASSUMED, "years": 0.1, "goodput": quantity(0.9)},
+        )
+        for tokens in (1e8, 2e13)
+    ]
+    [candidate] = candidates_of(short)
+    plan = planned(short, "gpt2", candidate)
+    brief, late = (evaluate(asked, "gpt2", candidate, plan) for asked in (short, long))
+
+    assert brief.hours is not None and brief.hours.value < 876
+    assert late.hours is not None and late.hours.value > 2 * 876
+    an_hour = 4 * (1_000 / 8_760 + 0.75 * 0.15 * 0.1)
+    assert brief.outlay_usd is not None and late.outlay_usd is not None
+    hardware = brief.outlay_usd.value - an_hour * 876
+    assert leased or hardware == pytest.approx(40_000)
+    kept = hardware * (late.hours.value / 876 if leased else 1)
+    assert late.outlay_usd.value == pytest.approx(kept + an_hour * late.hours.value)
+
+
+def test_the_age_of_a_quote_without_a_range_widens_it() -> None:
+    """80 of 100 prices move by 0.67 to 1.25 in a year; what is asked today is exact."""
+    today = datetime.date.today()
+    for years, low, high in ((0, 1.0, 1.0), (1, 0.67, 1.25)):
+        dated = {"date": f"{today.year - years}-{today.month:02}", "source": "a quote"}
+        for terms in (
+            {"rent": {"usd_per_device_hour": 2.0, **dated}},
+            {"buy": {"usd_per_device": 2.0, **dated}},
+            {"buy": {"lease": {"usd_per_device_month": 2.0, "term_months": 12, **dated}}},
+        ):
+            [candidate] = candidates_of(study(offers=[{"cluster": "4xa10g", **terms}]))
+            quote = candidate.priced.quote
+            assert quote is not None
+            ends = [quote.value, quote.low, quote.high]
+            assert ends == pytest.approx([2.0, 2.0 * low, 2.0 * high])
+    stated = {"usd_per_device_hour": 2.0, "low": 1.9, "date": "2023-01", "source": "a quote"}
+    [candidate] = candidates_of(study(offers=[{"cluster": "4xa10g", "rent": stated}]))
+    assert candidate.priced.quote == Span(value=2.0, low=1.9, high=2.0)

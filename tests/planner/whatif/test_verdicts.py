@@ -317,18 +317,36 @@ def test_what_keeps_the_goal_too_seldom_is_neither_tied_nor_flips_the_first() ->
 def test_where_nothing_keeps_the_goal_as_surely_as_asked_the_surest_is_named() -> None:
     asked = study(offers=TWO)
     old, new = candidates_of(asked)
-    cheap = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.52})
+    cheap = outcome(old, "gpt2", 10.0, 60.0, chances={"deadline": 0.52, "budget": 0.9})
     surer = outcome(new, "gpt2", 10.0, 90.0, chances={"deadline": 0.798})
 
     said = verdicts(result(asked, [cheap, surer]))[0]
 
     assert said.startswith("old for gpt2")
     assert (
-        "Deadline kept with probability 0.52, less than the 0.8 asked for, and most surely by new, "
-        "0.798, 90.0 USD;" in said
+        "Deadline kept with probability 0.52, less than the 0.8 asked for; budget kept with "
+        "probability 0.90; most surely by new, 0.798, 90.0 USD;" in said
     )
     alone = verdicts(result(asked, [replace(surer, usd=None)]))[0]
     assert "0.798, less than the 0.8 asked for. Bound" in alone
+
+
+def test_the_fewest_devices_keep_the_deadline_as_surely_as_asked() -> None:
+    """Four devices keep it at their midpoint, eight as surely as the goal wants."""
+    fewer = {"name": "few", "cluster": "4xl4", "rent": PRICE}
+    asked = study(offers=[TWO[0], fewer], goal={"tokens": 1e9, "deadline_days": 1.0})
+    eight, four = candidates_of(asked)
+
+    for chance, told in (
+        (0.9, "with probability 0.8 or more: 8, old."),
+        (0.7, "at their midpoint alone: 4, few."),
+    ):
+        outcomes = [
+            outcome(eight, "gpt2", 10.0, 60.0, chances={"deadline": chance}),
+            outcome(four, "gpt2", 20.0, 50.0, chances={"deadline": 0.6}),
+        ]
+        [said] = [text for text in answers(result(asked, outcomes)) if "Fewest" in text]
+        assert said == f"Fewest devices that keep the deadline, {told}"
 
 
 def test_a_rival_that_is_the_cheapest_oftener_is_said_to_be_no_lower_at_its_midpoint() -> None:

@@ -182,7 +182,7 @@ def test_what_no_convention_gives_is_a_reason() -> None:
     assert "no accelerator" in reason(accelerator="abacus")
     assert "not valid" in reason(layers="many")
     assert "not valid" in reason(tp="-2")
-    assert "no arithmetic" in reason(attention="mamba")
+    assert "not planned" in reason(attention="mamba")
     assert "not known" in reason(task="rlhf")
     assert "not valid" in reason(seq_len="inf")
     assert "precision 'int2'" in reason(precision="int2")

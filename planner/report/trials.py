@@ -1,0 +1,92 @@
+"""One self-contained HTML page about trials: predicted beside believed and measured, what moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+
+from planner.documents.units import seconds_text
+from planner.report import svg
+from planner.report.facts import Fact
+from planner.tuning.options import CONSTANTS
+from planner.tuning.record import Trial
+from planner.tuning.tuner import Tuner
+
+MOST_PLANS = 48
+"""Drawn, of those believed fastest and those that were tried."""
+SURELY = 1.28
+"""Spreads from the middle of a range to its ends: four of five lie between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedConstant:
+    """A constant of the cluster, as factors of the predicted seconds: (middle, low, high)."""
+
+    name: str
+    what: str
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+    learnt: float
+    """By which share of its spread it is surer."""
+
+
+def page(
+    title: str, facts: Sequence[Fact], names: Sequence[str], tuner: Tuner, trials: Sequence[Trial]
+) -> str:
+    """Return the report; `names` are the layouts of the tuner's options."""
+    rows = list(plans(names, tuner))
+    template = resources.files("planner.report").joinpath("trials.html").read_text("utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        title=title,
+        facts=facts,
+        picture=svg.ranges("Steps before and after trials", rows, "seconds a step"),
+        plans=rows,
+        left_out=len(names) - len(rows),
+        trials=trials,
+        constants=moved(tuner),
+        seconds=seconds_text,
+    )
+
+
+def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
+    """Yield what is known of plans, the fastest believed first."""
+    measured = {one.option: one.step_s for one in tuner.outcomes}
+    mean = tuner.posterior.mean
+    order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]
+    for at in sorted(order, key=lambda at: float(mean[at])):
+        yield svg.RangeRow(
+            name=names[at],
+            before=tuner.before.posterior.seconds(at),
+            after=tuner.posterior.seconds(at),
+            measured=measured.get(at),
+        )
+
+
+def moved(tuner: Tuner) -> list[MovedConstant]:
+    """Return the constants of which trials told something, the one learnt most first."""
+    found = []
+    for one in tuner.posterior.constants:
+        spread = CONSTANTS[one.name].spread
+        found.append(
+            MovedConstant(
+                name=one.name,
+                what=CONSTANTS[one.name].what,
+                before=_factors(0.0, spread),
+                after=_factors(one.mean, one.spread),
+                learnt=1 - min(1.0, one.spread / spread),
+            )
+        )
+    told = [one for one in found if one.learnt or one.after[0] != 1]
+    return sorted(told, key=lambda one: -abs(math.log(one.after[0])))
+
+
+def _factors(mean: float, spread: float) -> tuple[float, float, float]:
+    middle, low, high = (math.exp(mean + k * SURELY * spread) for k in (0, -1, 1))
+    return middle, low, high

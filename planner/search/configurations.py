@@ -1,0 +1,161 @@
+"""The configurations of one request: what the backend runs, and why it does not run others.
+
+Nothing is bounded here; planner.search.family_bounds and planner.search.candidates do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.costs.layout_costs import CostTables, LayoutCosts
+from planner.costs.recomputes import Recomputes
+from planner.documents.plan import Layout
+from planner.requests.request import Request
+from planner.schedules.schedule import too_long
+from planner.search.formulation import instance_of, unkept
+from planner.search.savings import activations, savings_of
+from planner.search.space import (
+    LayoutFamily,
+    every_degrees,
+    families,
+    micro_batches,
+    plainest,
+    sharings,
+    tensor_overlaps,
+    timetables,
+)
+from planner.search.stage_rows import both, not_required, required_rows
+from planner.solver.frontier import FrontierStore
+from planner.solver.instance import Instance
+from planner.stacks.executable import rules_of
+from planner.stacks.native import Rules
+from planner.stacks.stage_rules import Rows, rows
+
+
+class Configurations:
+    """All families of a space that the backend runs, and the refusals by reason."""
+
+    def __init__(
+        self,
+        request: Request,
+        rules: Rules | None = None,
+        recompute: Recomputes = None,
+        tables: CostTables | None = None,
+        frontiers: FrontierStore | None = None,
+    ) -> None:
+        """`rules` are those of the stack if no others are asked for, `tables` those of the request,
+        under any pins that leave layers the same activations to choose among.
+
+        `recompute` is what layers may recompute, by default what is pinned or anything.
+        """
+        self.request = request
+        self.model = request.model
+        self.cluster = request.cluster
+        self.job = request.job
+        self.pins = request.pins
+        self.stack = request.stack
+        self.recompute = request.pins.recompute if recompute is None else recompute
+        treated = activations(request.cluster, request.pins, space=request.space)
+        self.tables = tables or CostTables(request, treated)
+        self.rules = rules
+        self._of_degrees = rules or rules_of(self.stack, of_degrees=True)
+        self._executes = rules or rules_of(self.stack)
+        self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
+        self._known_instances: dict[Layout, Instance] = {}
+        self.refused: dict[str, int] = {}
+        self.families = list(self._families())
+        self.frontiers = FrontierStore() if frontiers is None else frontiers
+
+    def _families(self) -> Iterator[LayoutFamily]:
+        """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
+        model, pins, space = self.model, self.pins, self.request.space
+        for degrees in every_degrees(self.request):
+            plain = plainest(self.request, degrees)
+            reason = self._refusal_of(plain)
+            if reason is None:
+                saved = savings_of(plain, self.request, self._refusal_of)
+                overlaps = tensor_overlaps(plain, self.request, self._refusal_of)
+                yield from families(self.request, degrees, saved, overlaps)
+                continue
+            sizes = micro_batches(self.job, degrees, self.pins)
+            shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
+            each = sum(
+                len(timetables(model, degrees.pipeline, number, pins, space=space))
+                for _, number in sizes
+            )
+            if not sizes and too_long(**shape):
+                each = 1
+            count = len(sharings(degrees, pins, space=space)) * each
+            if count:
+                self.refused[reason] = self.refused.get(reason, 0) + count
+
+    def _refusal_of(self, plain: Layout) -> str | None:
+        """Return why nothing runs with the degrees and savings of a plain layout."""
+        return self._of_degrees(self.model, self.cluster, self.job, plain)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        lacking = self._lacking(layout)
+        if lacking is None and self.rows(layout) is None:
+            lacking = (
+                f"{self.stack.name}: its blocks cannot be divided among the stages as it does "
+                f"({self.stack.pipeline.stages})"
+            )
+        return lacking or self._executes(self.model, self.cluster, self.job, layout)
+
+    def rows(self, layout: Layout) -> Rows | None:
+        """Return how many layers ranks may hold by the rule of the stack; None if none can."""
+        key = layout.pipeline, layout.virtual_stages, layout.schedule
+        if key not in self._known_rows:
+            found = rows(
+                self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
+            )
+            if self.pins.require and key[1] > 1:
+                found = both(found, required_rows(self.model, layout, self.pins.require))
+            self._known_rows[key] = found
+        return self._known_rows[key]
+
+    def _lacking(self, layout: Layout) -> str | None:
+        """Return what a layout lacks of what is required."""
+        lacking = unkept(self.model, layout, self.pins.require) if self.pins.require else None
+        if lacking is not None:
+            return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
+        if self.pins.require and layout.virtual_stages > 1:
+            return not_required(self.model, layout, self.pins.require)
+        return None
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield every layout that the backend runs."""
+        for family in self.families:
+            for layout in family.layouts():
+                if self.refusal(layout) is None:
+                    yield layout
+
+    def costs(self, layout: Layout) -> LayoutCosts:
+        """Return the costs of a layout."""
+        return self.tables.of(layout)
+
+    def instance(self, layout: Layout) -> Instance:
+        """Return the partition problem of a layout."""
+        if layout not in self._known_instances:
+            self._known_instances[layout] = self._instance(layout)
+        return self._known_instances[layout]
+
+    def _instance(self, layout: Layout) -> Instance:
+        costs = self.tables.of(layout)
+        pins = self.pins
+        found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
+        asked = self.rows(layout)
+        return replace(found, sizes=asked) if asked else found
+
+    def repeats(self, layout: Layout) -> bool:
+        """Whether a layout is ZeRO-2 where that does what ZeRO-1 does, which can be chosen too.
+
+        Under a pipeline, and where a step has one micro-batch, both reduce gradients once and hold
+        the same (planner.costs.memory, planner.costs.sharding).
+        """
+        if layout.zero != 2 or (layout.pipeline == 1 and layout.micro_batches > 1):
+            return False
+        simpler = replace(layout, zero=1)
+        return self.pins.allow(simpler) and self.refusal(simpler) is None

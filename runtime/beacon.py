@@ -1,0 +1,96 @@
+"""Beacons: where each rank of a node is, in memory that its launcher reads too.
+
+A rank writes 64 bytes when it begins a part of a step, and no message; the launcher looks at them a
+few times a second.  A beacon that does not move is how a rank that hangs is found, long before a
+collective gives up.  Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+BEACONS = "MESHWRIGHT_BEACONS"
+"""Names, to each rank, the file that they are in."""
+BEACON_BYTES = 64
+_BEACON = struct.Struct("=QQQQ")
+"""Process, step, phase, nanoseconds of the monotonic clock."""
+Part = Literal["start", "batch", "step", "evaluate", "save", "end"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank is, and since when by time.monotonic()."""
+
+    process: int
+    """0 before the rank has begun."""
+    step: int
+    part: Part
+    since_s: float
+
+
+class Beacon:
+    """A rank's own place, which it tells; without a launcher that looks nothing is written."""
+
+    def __init__(self, local_rank: int) -> None:
+        file = os.environ.get(BEACONS)
+        self._memory = None if file is None else _mapped(Path(file))
+        self._offset = local_rank * BEACON_BYTES
+        self.tell(0, "start")
+
+    def tell(self, step: int, part: Part) -> None:
+        """Say that a part of a step begins."""
+        if self._memory is not None:
+            told = (os.getpid(), step, PARTS.index(part), time.monotonic_ns())
+            _BEACON.pack_into(self._memory, self._offset, *told)
+
+
+class Beacons:
+    """Those of all ranks of a node, as their launcher sees them."""
+
+    def __init__(self, file: Path, ranks: int) -> None:
+        self.file = file
+        self._memory, self._ranks = _mapped(file), ranks
+
+    def places(self) -> list[RankPlace]:
+        """Return where each rank is, by local rank."""
+        found = []
+        for rank in range(self._ranks):
+            process, step, part, since = _BEACON.unpack_from(self._memory, rank * BEACON_BYTES)
+            found.append(
+                RankPlace(
+                    process=process,
+                    step=step,
+                    # A rank's memory is its own: what a broken one writes is no place.
+                    part=PARTS[part] if part < len(PARTS) else "start",
+                    since_s=since / 1e9,
+                )
+            )
+        return found
+
+
+@contextlib.contextmanager
+def beacons(ranks: int) -> Iterator[Beacons]:
+    """Beacons of a node's ranks, in memory without a name: gone with this process, however it ends.
+
+    Ranks open it as a file of this process.
+    """
+    descriptor = os.memfd_create("meshwright-beacons")
+    try:
+        os.truncate(descriptor, ranks * BEACON_BYTES)
+        yield Beacons(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), ranks)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("r+b") as opened:
+        return mmap.mmap(opened.fileno(), 0)

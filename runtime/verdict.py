@@ -1,0 +1,109 @@
+"""Verdicts: what is done about what ended the ranks of a run, as a table.
+
+The first row that fits counts.  `times` is how often this cause has ended the run on this rank,
+`stuck` how often in a row it did so behind the same step.  What is not understood stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from planner.documents.document import Part
+from planner.documents.events import Cause, Reaction
+from planner.documents.units import Count
+
+ATTEMPTS = 3
+"""Ends behind one step by one cause, until that is the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A row: where a cause has come so often, and devices are so many, this is done."""
+
+    causes: frozenset[Cause]
+    stuck: int = 1
+    """At least so often behind one step."""
+    times: int = 1
+    """At least so often on one rank."""
+    devices: int = 1
+    """At least so many."""
+    reaction: Reaction
+    why: str
+
+
+VERDICTS: Sequence[Verdict] = (
+    Verdict(
+        causes=frozenset({"crash", "device", "node", "hang"}),
+        stuck=ATTEMPTS,
+        reaction="stop",
+        why=f"it ended {ATTEMPTS} times behind the same step",
+    ),
+    Verdict(
+        causes=frozenset({"device", "node"}),
+        devices=2,
+        reaction="shrink",
+        why="its device is gone",
+    ),
+    Verdict(
+        causes=frozenset({"crash"}),
+        times=2,
+        devices=2,
+        reaction="shrink",
+        why="it crashed before",
+    ),
+    Verdict(
+        causes=frozenset({"crash", "hang"}),
+        reaction="restart",
+        why="it happened once here",
+    ),
+    Verdict(
+        causes=frozenset(get_args(Cause)),
+        reaction="stop",
+        why="another attempt would end as this one did",
+    ),
+)
+
+
+REPLANNED: Sequence[Verdict] = (
+    Verdict(
+        causes=frozenset({"crash", "device"}), devices=2, reaction="shrink", why="a rank is lost"
+    ),
+)
+"""What `--replan` alone does."""
+
+
+class RankEnd(Part):
+    """How an attempt ended; nodes tell it to each other."""
+
+    cause: Cause
+    rank: Count
+    after_step: Count
+    waits: bool = False
+    """The rank only waits for others: whoever names another rank knows more."""
+
+
+def verdict(
+    ends: Sequence[RankEnd], table: Sequence[Verdict] = VERDICTS, *, devices: int
+) -> Verdict | None:
+    """Return what a table says is done after the last of these ends; None where no row fits.
+
+    >>> first = RankEnd(cause="crash", rank=1, after_step=7)
+    >>> later = RankEnd(cause="crash", rank=1, after_step=9)
+    >>> verdict([first], devices=2).reaction, verdict([first, later], devices=2).reaction
+    ('restart', 'shrink')
+    """
+    last = ends[-1]
+    alike = [end for end in ends if end.cause == last.cause]
+    times = sum(end.rank == last.rank for end in alike)
+    stuck = sum(end.after_step == last.after_step for end in alike)
+    fitting = (
+        row
+        for row in table
+        if last.cause in row.causes
+        and times >= row.times
+        and stuck >= row.stuck
+        and devices >= row.devices
+    )
+    return next(fitting, None)

@@ -1,0 +1,178 @@
+"""`launch --survive`: ranks that hang or are killed cost steps that are done again, no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from meshwright.inputs import machine_of
+from meshwright.launches import launch
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import write
+from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
+from planner.documents.plan import Plan, PlannedModel
+from planner.errors import DocumentError
+from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
+from tests.limits import PATIENCE_S
+from tests.runtime.ports import free_port
+from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+
+EVERY, STEPS = 20, 400
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = Room(tmp_path)
+    made.text.write_text("the quick brown fox jumps over the lazy dog\n" * 200, encoding="utf-8")
+    yield made
+    for launcher in made.started:
+        launcher.kill()
+        launcher.communicate()
+
+
+def two_ranks(room: Room) -> Plan:
+    write(MODEL, room.folder / "model.yaml")
+    source = str(room.folder / "model.yaml")
+    planned = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
+    return plan_of(data=2).model_copy(update={"model": planned, "cluster": "local:2"})
+
+
+def survived(room: Room, faults: Sequence[signal.Signals]) -> tuple[list[Event], float, str]:
+    """Train while rank 1 gets a signal after another; return events, the first signal's time."""
+    output = room.folder / "out"
+    options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
+    command = [sys.executable, "-m", "meshwright", "launch", str(room.plan(two_ranks(room)))]
+    launcher = subprocess.Popen(
+        [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    room.started.append(launcher)
+    begin_s = 0.0
+    for number, fault in enumerate(faults, start=1):
+        room.wait_for_step(number * (EVERY + 10), while_running=launcher)
+        end = time.monotonic() + PATIENCE_S
+        while account_of(output).attempts < number or 1 not in room.ranks():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        begin_s = begin_s or time.time()
+        os.kill(room.ranks()[1], fault)
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, said
+    with events_file(output).open("rb") as lines:
+        return list(events_of(lines)), begin_s, said
+
+
+def losses(room: Room) -> list[float]:
+    return [record.loss for record in read_records(metrics_file(room.folder / "out"))]
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_rank_that_hangs_is_named_and_restarted_and_losses_are_those_of_no_hang(
+    room: Room,
+) -> None:
+    pytest.importorskip("torch")
+    events, begin_s, said = survived(room, [signal.SIGSTOP])
+
+    assert "rank 1 does not answer" in said
+    assert "rank 0 waits for others: wait at replicas.py:" in said
+    (incident,) = [event for event in events if isinstance(event, Incident)]
+    (decision,) = [event for event in events if isinstance(event, Decision)]
+    assert (incident.cause, incident.rank) == ("hang", 1)
+    assert incident.at_unix_s - begin_s < 15.0
+    first, second = [event for event in events if isinstance(event, PhaseDone)]
+    assert decision.reaction == "restart"
+    assert decision.predicted_s == first.measured_s == second.predicted_s
+    assert account_of(room.folder / "out").steps_lost <= EVERY + 1
+    with_hang = losses(room)
+    room.run(plan_of(data=2), steps=STEPS)
+    assert losses(room) == with_hang
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(room: Room) -> None:
+    pytest.importorskip("torch")
+    events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL])
+
+    assert said.count("rank 1 was killed by SIGKILL") == 2
+    decisions = [event for event in events if isinstance(event, Decision)]
+    assert [(one.reaction, one.devices) for one in decisions] == [("restart", 2), ("shrink", 1)]
+    first, _ = [event for event in events if isinstance(event, Incident)]
+    assert first.at_unix_s - begin_s < 5.0
+    assert len(losses(room)) == STEPS
+
+
+def two_nodes(room: Room) -> Path:
+    """Write a plan for one rank on each of two nodes."""
+    (group,) = machine_of("local:2", None).groups
+    data = group.model_dump(mode="json", exclude_none=True)
+    path = room.folder / "two.yaml"
+    nodes = [{**data, "nodes": 2, "devices_per_node": 1}]
+    tiers = machine_of("local:2", None).model_dump(mode="json", exclude_none=True)
+    write(ClusterSpec.of({**tiers, "name": "two", "groups": nodes}), path)
+    return room.plan(two_ranks(room).model_copy(update={"cluster": str(path)}))
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (signal.SIGSTOP, "rank 1 does not answer"),
+    ],
+)
+def test_two_nodes_meet_again_without_a_scheduler(
+    room: Room, fault: signal.Signals, said: str
+) -> None:
+    """Node 1 has the rank; node 0 is told, and neither launcher ends."""
+    pytest.importorskip("torch")
+    path, port = two_nodes(room), free_port()
+    launchers = []
+    for node in range(2):
+        options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
+        where = f"--nodes 2 --node {node} --rendezvous 127.0.0.1:{port} -o {room.folder}/out"
+        command = [sys.executable, "-m", "meshwright", "launch", str(path)]
+        launcher = subprocess.Popen(
+            [*command, *options.split(), *where.split(), "--checkpoint", f"{room.folder}/saved"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        room.started.append(launcher)
+        launchers.append(launcher)
+    room.wait_for_step(EVERY + 10, while_running=launchers[0])
+    begin_s = time.time()
+    os.kill(room.ranks()[1], fault)
+    told = [launcher.communicate(timeout=PATIENCE_S)[1] for launcher in launchers]
+
+    assert [launcher.returncode for launcher in launchers] == [0, 0], told
+    assert said in told[1]
+    assert "meshwright: node 1: " in told[0]
+    assert said in told[0]
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    (incident,) = [event for event in events if isinstance(event, Incident)]
+    assert incident.at_unix_s - begin_s < 15.0
+    assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
+    assert len(losses(room)) == STEPS
+
+
+def test_surviving_needs_checkpoints(room: Room) -> None:
+    path = room.plan(two_ranks(room))
+
+    with pytest.raises(DocumentError, match="survive: continues from checkpoints"):
+        launch(str(path), LaunchRun(), survive=True)
