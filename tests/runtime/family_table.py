@@ -78,11 +78,11 @@ Any other causal language model of transformers is launched as it is recorded: i
 once without data, and a plan cuts what its forward did.  `meshwright plan FOLDER:recorded` (with a
 config.json, or that file) makes such a plan; of a `model_type` without figures of ours the plain
 name does too.  It trains under data parallelism, ZeRO, pipelines, every recompute choice and
-schedule without stale weights, in fp32, bf16, fp16 and 8 bits, with LoRA, from published weights
-(`--weights`), and is exported for transformers.  Not recorded are models that branch on the values
-of tensors between layers.  Tensor, context and expert parallelism need rules of a family, documents
-in a sample too, and a profile has the cluster's constants alone.  First values are the library's
-own; dropout draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
+schedule, in fp32, bf16, fp16 and 8 bits, with LoRA, from published weights (`--weights`), is
+measured by `meshwright profile`, and is exported for transformers.  Not recorded are models that
+branch on the values of tensors between layers.  Tensor, context and expert parallelism need rules
+of a family, documents in a sample too.  First values are the library's own; dropout draws by
+sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
 DeepSeek-V2 and Mamba so, equal to the library's class in a plain loop;
 `python -m benchmarks.library_records` tries every type: of the 189 of transformers 5.23, 160 can be
 cut into layers by their default configurations, four are one layer (gemma4), and of the others most
