@@ -373,7 +373,7 @@ def traced(
             ids = 0
             if not value.is_floating_point() and (recompute != "none" or _keeps(layer, value)):
                 ids = value.nbytes
-            held, value = bytes_of(layer, (value,), end)
+            held, (value, *_) = bytes_of(layer, (value,), end)
             result[kind] = Counted(
                 parameters=sum(_local(p).numel() for p in plain.parameters() if id(p) not in seen),
                 forward_flops=forward,

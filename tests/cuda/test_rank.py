@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from runtime import near_cores, train
 from runtime.preflight import cuda_environment
-from runtime.saving import Saver
+from runtime.saving import Saver, SaveSeconds
 from tests.runtime.test_report import rank, report
 
 
@@ -49,13 +49,15 @@ def test_communicators_form_on_the_ranks_own_device(
 def test_the_thread_that_saves_is_on_the_ranks_device(chosen: list[tuple[str, Any]]) -> None:
     written: list[int] = []
     saver: Any = SimpleNamespace(_device=3, _write=lambda *_: written.append(len(chosen)))
+    blocked = SaveSeconds(step=1, blocked_s=0.5)
 
-    thread = threading.Thread(target=Saver._behind, args=(saver, {}, None), name="saving")
+    thread = threading.Thread(target=Saver._behind, args=(saver, {}, None, blocked), name="saving")
     thread.start()
     thread.join()
 
     assert chosen == [("saving", 3)]
     assert written == [1]
+    assert saver.took.step == 1 and saver.took.written_s >= 0.5
 
 
 def test_a_report_has_what_ends_a_run_beside_its_tensors() -> None:

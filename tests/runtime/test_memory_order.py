@@ -184,6 +184,7 @@ SENT = {
     ("pipeline.py", "isend"): COPIED,
     ("pipeline.py", "recv"): HERE,
     ("replicas.py", "all_reduce"): HERE,
+    ("save_schedule.py", "broadcast"): HERE,
     ("script_passes.py", "all_reduce"): HERE,
     ("script_state.py", "broadcast"): COPIED,
     ("stale_pipeline.py", "all_reduce"): HERE,
@@ -191,7 +192,6 @@ SENT = {
     ("stale_pipeline.py", "recv"): HERE,
     ("synchronised_norm.py", "all_reduce"): HERE,
     ("torch_optimizers.py", "broadcast"): COPIED,
-    ("train.py", "broadcast"): HERE,
     ("whole_batch.py", "all_gather"): COPIED,
 }
 """Where tensors are sent as they lie in memory; between ranks they may lie in different orders."""
