@@ -140,14 +140,20 @@ def _stroke(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
 
 
-def _frame(across: _ChartAxis, up: _ChartAxis, x_title: str, y_title: str) -> list[str]:
+def _columns(across: _ChartAxis, top: float, bottom: float) -> list[str]:
+    """Return a line of the grid for each tick, its number below."""
     body = []
     for tick in across.ticks():
         x = across.at(tick)
         body += [
-            _stroke(x, up.start, x, up.end, "grid"),
-            _text(x, up.start + 16, number(tick), "middle"),
+            _stroke(x, top, x, bottom, "grid"),
+            _text(x, bottom + 16, number(tick), "middle"),
         ]
+    return body
+
+
+def _frame(across: _ChartAxis, up: _ChartAxis, x_title: str, y_title: str) -> list[str]:
+    body = _columns(across, up.end, up.start)
     for tick in up.ticks():
         y = up.at(tick)
         body += [
@@ -229,12 +235,7 @@ def ranges(title: str, rows: Sequence[RangeRow], unit: str) -> str:
     ends = [size for row in rows for size in (*row.before, *row.after, row.measured) if size]
     across = _axis(ends, RANGE_LABEL_WIDTH, WIDTH - RIGHT, log=True, zero=False)
     bottom = TOP + ROW * len(rows)
-    body = []
-    for tick in across.ticks():
-        body += [
-            _stroke(across.at(tick), TOP, across.at(tick), bottom, "grid"),
-            _text(across.at(tick), bottom + 16, number(tick), "middle"),
-        ]
+    body = _columns(across, TOP, bottom)
     names = ("predicted", "believed after trials", "measured")
     for place, row in enumerate(rows):
         y = TOP + ROW * place
@@ -275,12 +276,7 @@ def stacked(
     ends = [0.0, most] if limit is None else [0.0, most, limit[1]]
     across = _axis(ends, LABEL_WIDTH, WIDTH - RIGHT, log=False, zero=True)
     bottom = TOP + ROW * len(rows)
-    body = []
-    for tick in across.ticks():
-        body += [
-            _stroke(across.at(tick), TOP, across.at(tick), bottom, "grid"),
-            _text(across.at(tick), bottom + 16, number(tick), "middle"),
-        ]
+    body = _columns(across, TOP, bottom)
     for place, (label, parts) in enumerate(rows):
         y, begin = TOP + ROW * place, 0.0
         body.append(_text(LABEL_WIDTH - 8, y + 15, short(label), "end"))
