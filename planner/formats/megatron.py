@@ -160,6 +160,19 @@ def recompute_flags(wanted: FrameworkPlan) -> Iterator[str]:
         yield "--recompute-num-layers 1"
     elif recompute_of(wanted) == "selective":
         yield "--recompute-granularity selective"
+        if modules := " ".join(_cheap_modules(wanted)):
+            yield f"--recompute-modules {modules}"
+
+
+def _cheap_modules(wanted: FrameworkPlan) -> Iterator[str]:
+    """Yield the modules of what is cheap to make again, those that the model has."""
+    a = wanted.model.architecture
+    if "cheap-recompute" in wanted.plan.backend.split("+"):
+        yield "layernorm"
+        if a is not None and a.latent is not None:
+            yield "mla_up_proj"
+        if a is not None and a.experts is not None:
+            yield "moe_act"
 
 
 _OPTIONS = {

@@ -94,7 +94,9 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
     elif mesh.pipeline > 1 and len(set(blocks)) > 1:
         told["num_layers_in_first_pipeline_stage"] = blocks[0]
         told["num_layers_in_last_pipeline_stage"] = blocks[-1]
-    flags = dict(line.removeprefix("--").split() for line in megatron.recompute_flags(wanted))
+    flags = dict(
+        line.removeprefix("--").split(maxsplit=1) for line in megatron.recompute_flags(wanted)
+    )
     names = {"granularity": None, "method": None, "num-layers": None} | {
         name.removeprefix("recompute-"): value for name, value in flags.items()
     }
@@ -103,6 +105,8 @@ def _model(wanted: FrameworkPlan) -> dict[str, Any]:
         told["recompute_granularity"] = names["granularity"]
         told["recompute_method"] = names["method"]
         told["recompute_num_layers"] = None if count is None else int(count)
+        if modules := names.get("modules"):
+            told["recompute_modules"] = modules.split()
     else:
         told["recompute_granularity"] = None
     return told

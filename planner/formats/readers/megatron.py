@@ -153,6 +153,11 @@ def _batches(known: Settings, told: Told) -> None:
             told.options.append("16-bit-gathers")
 
 
+ATTENTION = frozenset({"core_attn"})
+CHEAP = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Values of --recompute-modules that its plans have, each set as a whole."""
+
+
 def _recompute(known: Settings, told: Told) -> None:
     kind = known.word("recompute-granularity")
     method, count = known.word("recompute-method"), known.number("recompute-num-layers")
@@ -168,9 +173,15 @@ def _recompute(known: Settings, told: Told) -> None:
             )
     elif kind == "selective":
         told.recompute = "selective"
-        if "recompute-modules" in known:
-            told.assumed.append("--recompute-modules: attention scores are what is recomputed")
-            known.take("recompute-modules")
+        modules = set(known.words("recompute-modules")) or ATTENTION
+        made = CHEAP if modules & CHEAP else ATTENTION
+        if made is CHEAP:
+            told.options.append("cheap-recompute")
+        if modules != made:
+            told.assumed.append(
+                f"--recompute-modules {' '.join(sorted(modules)):.80}: what is recomputed is "
+                f"{' '.join(sorted(made))}"
+            )
 
 
 def _kernels(known: Settings, told: Told) -> None:

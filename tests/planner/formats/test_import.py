@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -265,6 +266,53 @@ def test_megatron_gathers_in_16_bits_what_no_flag_says_to_gather_in_8() -> None:
     assert (wide.plan.backend, told.plan.backend) == ("megatron+16-bit-gathers", "megatron")
     assert narrow not in configuration(wide.plan, MODEL, "megatron")
     assert narrow in configuration(told.plan, MODEL, "megatron")
+
+
+@pytest.mark.parametrize(
+    ("modules", "option", "assumed"),
+    [
+        ("", "", ""),
+        (" core_attn", "", ""),
+        (" mla_up_proj moe_act layernorm", "+cheap-recompute", ""),
+        (" layernorm", "+cheap-recompute", "layernorm mla_up_proj moe_act"),
+        (" mlp", "", "what is recomputed is core_attn"),
+    ],
+)
+def test_megatron_recomputes_the_modules_that_are_named(
+    modules: str, option: str, assumed: str
+) -> None:
+    flags = (
+        "--bf16 --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --fp8-param-gather"
+    )
+    flags += " --recompute-granularity selective"
+    flags += f" --recompute-modules{modules}" if modules else ""
+
+    found = imported(flags, "megatron", resolve_cluster("8xh100-sxm-80gb"), model=MODEL)
+
+    assert found.plan.backend == f"megatron{option}"
+    said = [one for one in found.assumed if "--recompute-modules" in one]
+    assert bool(said) == bool(assumed) and all(assumed in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("llama-3.1-8b", "layernorm"),
+        ("mixtral-8x7b", "layernorm moe_act"),
+        ("deepseek-v3", "layernorm mla_up_proj moe_act"),
+    ],
+)
+def test_what_is_cheap_to_recompute_is_exported_by_its_modules(name: str, modules: str) -> None:
+    model, machine = resolve_model(name), resolve_cluster("8xh100-sxm-80gb")
+    flags = "--bf16 --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 "
+    flags += "--fp8-param-gather --recompute-granularity selective "
+    flags += f"--recompute-modules {modules}"
+
+    plan = imported(flags, "megatron", machine, model=model).plan
+
+    assert f"--recompute-modules {modules}\n" in configuration(plan, model, "megatron")
+    bridge = yaml.safe_load(configuration(plan, model, "megatron-bridge"))
+    assert bridge["model"]["recompute_modules"] == modules.split()
 
 
 @pytest.mark.parametrize(
