@@ -15,7 +15,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ def launch(
         if ready.run.checkpoint is not None and ready.ranks.leads:
             held.enter_context(alone_in(ready.run.checkpoint))
         shown = _ProgressLine(steps=ready.run.steps, say=say)
+        # From here on: what comes while data are prepared is a notice too.
+        shared = held.enter_context(_noticing(ready, shown))
         try:
             told = {
                 "started_unix_s": started_unix_s,
@@ -151,7 +153,8 @@ def launch(
             }
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
-            _supervise(ready, rendezvous, orders, shown, survive=survive)
+            shared["MESHWRIGHT_RUN"] = orders.token
+            _supervise(ready, rendezvous, shared, shown, survive=survive)
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -333,27 +336,34 @@ def _tell_conversations(corpus: data.Corpus, ready: Preflight, say: Terminal) ->
     say.print(shown)
 
 
+@contextlib.contextmanager
+def _noticing(ready: Preflight, shown: _ProgressLine) -> Iterator[dict[str, str]]:
+    """Take signals as notices where a step can be saved, else as Ctrl-C; yield what ranks need."""
+    if ready.run.checkpoint is None:
+        with signals_interrupt():
+            yield {}
+        return
+    shared = notice.environment(ready.output)
+
+    def noticed(number: int) -> None:
+        shown.say.print(notice.leave_notice(ready.output, number))
+        happened(ready, _incident("notice", notice.name_of(number), after_step=shown.step))
+
+    with signals_interrupt(noticed):
+        yield shared
+
+
 def _supervise(
     ready: Preflight,
     rendezvous: Rendezvous,
-    orders: RankOrders,
+    shared: dict[str, str],
     shown: _ProgressLine,
     *,
     survive: bool,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
-    noticed = None
-    shared = {"MESHWRIGHT_RUN": orders.token}
-    if ready.run.checkpoint is not None:
-        shared |= notice.environment(ready.output)
-
-        def noticed(number: int) -> None:
-            shown.say.print(notice.leave_notice(ready.output, number))
-            happened(ready, _incident("notice", notice.name_of(number), after_step=shown.step))
-
     with contextlib.ExitStack() as held:
-        held.enter_context(signals_interrupt(noticed))
         watch = None
         if survive:
             seen = held.enter_context(beacons(len(ready.ranks.devices)))
