@@ -87,8 +87,8 @@ DeepSeek-V2 and Mamba so, equal to the library's class in a plain loop;
 `python -m benchmarks.library_records` tries every type: of the 189 of transformers 5.23, 160 can be
 cut into layers by their default configurations, four are one layer (gemma4), and of the others most
 have a default configuration that the library does not run.  A model that sees the tokens that it is
-to predict (BERT without `is_decoder`) is refused.  `python -m benchmarks.library_equal` trains small
-random models of each type beside the library's class: of the first 52 types by name (afmoe to
+to predict (BERT without `is_decoder`) is refused.  `python -m benchmarks.library_equal` trains
+small random models of each type beside the library's class: of the first 52 types by name (afmoe to
 flint, 2026-11-26) the 34 that are recorded agree within 1.8e-7 in losses and gradient norms.
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
