@@ -57,7 +57,7 @@ hashes: .venv/installed  ## write hashes.txt: every package of an installation, 
 sbom: .venv/installed  ## write sbom.json (CycloneDX): every package of an installation, with the hash of its archive
 	$(BIN)/python -m pip install -q --dry-run --ignore-installed --report - -c constraints.txt \
 		--build-constraint constraints.txt '.[torch]' \
-		| $(BIN)/python .ci/sbom.py > sbom.part
+		| $(BIN)/python .ci/hashes.py --bill > sbom.part
 	mv sbom.part sbom.json
 
 install-matrix: .venv/installed  ## install a wheel with the oldest and the newest allowed packages, per Python of PYTHONS; each plans, and trains with torch

@@ -152,7 +152,7 @@ def test_a_bill_of_materials_names_each_package_with_its_hash(tmp_path: Path) ->
             },
         ]
     }
-    command = [sys.executable, str(ROOT / ".ci" / "sbom.py")]
+    command = [sys.executable, str(ROOT / ".ci" / "hashes.py"), "--bill"]
 
     def bill(of: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
