@@ -46,7 +46,7 @@ def holds(marker: str, python: str) -> bool:
     return minor < int(found[2]) if found[1] == "<" else minor >= int(found[2])
 
 
-def installed(python: str, wheel: str, folder: Path, end: str) -> Path:
+def installed(python: str, wheel: str, extra: str | None, folder: Path, end: str) -> Path:
     """Make an environment with one end of the allowed versions; return its folder."""
     version = subprocess.run(
         [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
@@ -57,7 +57,6 @@ def installed(python: str, wheel: str, folder: Path, end: str) -> Path:
     place = folder / f"{version}-{end}"
     subprocess.run([python, "-m", "venv", "--clear", place], check=True)
     bounds = place / "bounds.txt"
-    extra = "torch" if wheel.endswith("[torch]") else None
     bounds.write_text("\n".join(lower_bounds(version, extra)) if end == "oldest" else "")
     pip = [place / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "--only-binary", ":all:", "-c", bounds, wheel], check=True)
@@ -83,16 +82,17 @@ def main() -> None:
     """Install both ends under each Python that is here; all have to give the same plan."""
     wheel, to, *pythons = sys.argv[1:]
     folder = Path(to).resolve()
+    extra = "torch" if wheel.endswith("[torch]") else None
     found: dict[str, float] = {}
     for python in pythons:
         if subprocess.run(["which", python], capture_output=True, check=False).returncode:
             print(f"{python}: not here")
             continue
         for end in ("oldest", "newest"):
-            place = installed(python, wheel, folder, end)
+            place = installed(python, wheel, extra, folder, end)
             found[place.name] = said(place, PLAN)["step_time_s"]
             said(place, SECOND_OPINION)
-            if wheel.endswith("[torch]"):
+            if extra:
                 said(place, TRAIN)
             print(f"{place.name}: {found[place.name]:.6f} s", flush=True)
     if not found or len({f"{seconds:.9g}" for seconds in found.values()}) > 1:
