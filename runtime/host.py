@@ -16,12 +16,14 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from planner.errors import LaunchError
 from runtime.arena import Arena, Memory
@@ -134,6 +136,60 @@ def to_device(tensor: Tensor, device: torch.device) -> Copied:
 def back_to_host(tensor: Tensor, home: Tensor) -> Copied:
     """Start to copy a tensor of the device over its copy on the host."""
     return _copied(tensor, home, tensor.device, "to host")
+
+
+# --- gradients that arrive ------------------------------------------------------------------------
+
+_sums: dict[int, tuple[Tensor, DTensor]] = {}
+"""Each parameter, by id, and its gradients over the micro-batches that have arrived."""
+_arriving: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+"""(behind its copy, the sum that it belongs to, a gradient), in the order of their copies."""
+
+
+def sum_at_home(parameter: Tensor) -> None:
+    """Sum a parameter's gradients on the host, behind copies that nothing waits for.
+
+    FSDP2 copies a gradient into pinned memory beside computation only where there is none yet, and
+    else into pageable memory while the host waits: 2.0 instead of 51 GB/s on an H100.  So a
+    gradient is set aside as soon as it is on its way, and `summed` gives the sums back.
+    """
+    parameter.register_post_accumulate_grad_hook(_set_aside)
+
+
+def _set_aside(parameter: Tensor) -> None:
+    made = parameter.grad
+    assert isinstance(made, DTensor)
+    parameter.grad = None
+    if id(parameter) not in _sums:
+        _sums[id(parameter)] = parameter, made  # FSDP waits for its copy when backward ends
+        return
+    _, total = _sums[id(parameter)]
+    behind = torch.cuda.current_stream().record_event()
+    _arriving.append((behind, total.to_local(), made.to_local()))
+    while _arriving and _arriving[0][0].query():
+        _add_first()
+
+
+def _add_first() -> None:
+    behind, total, added = _arriving.popleft()
+    behind.synchronize()
+    total.add_(added)
+
+
+@torch.no_grad()
+def summed() -> None:
+    """Wait for all gradients that arrive, and give each parameter the sum of its own."""
+    while _arriving:
+        _add_first()
+    for parameter, total in _sums.values():
+        parameter.grad = total
+    _sums.clear()
+
+
+def forget_sums() -> None:
+    """Drop what a step that failed has left."""
+    _arriving.clear()
+    _sums.clear()
 
 
 Way = Literal["to host", "to device"]

@@ -51,6 +51,8 @@ _CONTEXT_ATTENTION = "meshwright_context"
 """What the library calls our attention over divided sequences."""
 _DOCUMENT_ATTENTION = "meshwright_documents"
 """Our attention within documents, without a mask."""
+_EQUAL_HEADS = "meshwright_equal_heads"
+"""Our attention in 32 bits on a device, for whose kernels key and value heads are repeated."""
 _CAPPED_ATTENTION = "meshwright_capped"
 """And our attention with soft-capped scores or sinks."""
 
@@ -169,6 +171,16 @@ class HuggingFace:
 
             AttentionInterface.register(_DOCUMENT_ATTENTION, _within_documents)
             self.config._attn_implementation = _DOCUMENT_ATTENTION
+        elif (
+            device.type == "cuda"
+            and dtype == torch.float32
+            and context.degree == 1
+            and not self.family.own_attention
+        ):
+            from transformers import AttentionInterface  # noqa: PLC0415 - as above
+
+            AttentionInterface.register(_EQUAL_HEADS, _with_equal_heads)
+            self.config._attn_implementation = _EQUAL_HEADS
         self._rotary: dict[tuple[str | None, int], Any] = {}
         self._masks: dict[int, Tensor] = {}
         self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
@@ -496,6 +508,35 @@ def _over_context(
 ) -> tuple[Tensor, None]:
     """Attention as the library's layers call it; [sample, position, head, head_dim] comes back."""
     mixed = attention(query, key, value, context, scale=scaling, mask=attention_mask)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _with_equal_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attention as `_over_context`, in 32 bits on a device.
+
+    Fused kernels take groups of heads in 16 bits alone; without one there would be scores of every
+    pair of positions in memory.
+    """
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+    mixed = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None,
+        scale=scaling,
+    )
     return mixed.transpose(1, 2).contiguous(), None
 
 

@@ -102,8 +102,13 @@ def over_data(
     if plan.offload == "parameters":
         for parameter in (one for one in module.parameters() if one not in others):
             host.settle(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
-            if device.type == "cpu" and parameter.requires_grad:
+            known = getattr(parameter, "_post_accumulate_grad_hooks", None)  # by a unit inside
+            if known or not parameter.requires_grad:
+                continue
+            if device.type == "cpu":
                 parameter.register_post_accumulate_grad_hook(_moved_home)
+            else:
+                host.sum_at_home(parameter)
 
 
 def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:

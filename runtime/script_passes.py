@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError
 from planner.schedules import schedule, schedule_of
-from runtime import batches
+from runtime import batches, host
 from runtime.batch_norm import RunningStatistics
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Gradients
@@ -181,6 +181,7 @@ class StepPasses:
 
     def train(self, micros: Sequence[MicroBatch]) -> None:
         """Add the gradients of all micro-batches, and note their losses."""
+        host.forget_sums()
         sums = self._summed(micros)
         if isinstance(self._loss, whole_batch):
             with running(InnerLosses(_forget, None, sums)):
@@ -191,6 +192,7 @@ class StepPasses:
                 self.pipeline_of(micros).run_all(micros)
             else:
                 self._one_after_another(micros)
+        host.summed()
         if self._replicas is not None:
             self._replicas.finish()
         self._statistics.apply()

@@ -154,7 +154,7 @@ def page(lines: Lines) -> str:
     for title, case in (
         ("Losses on the device against the host", "equality"),
         ("Ranks on devices of their own against one process", "ranks"),
-        ("Two ranks on one device against one process", "one device, two ranks"),
+        ("Two ranks on one device against one process", "shared device"),
     ):
         rows = lines.of(case)
         if rows:

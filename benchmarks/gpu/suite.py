@@ -50,13 +50,14 @@ CASES = (
     Case(name="kernels", seconds=40),
     Case(name="collectives", seconds=60, devices=2),
     Case(name="ranks", seconds=120, devices=2),
-    Case(name="one device, two ranks", seconds=90),
+    Case(name="shared device", seconds=90),
     Case(name="edge", seconds=120),
     Case(name="compile", seconds=120),
     Case(name="loss", seconds=40),
     Case(name="launches", seconds=40),
     Case(name="ends", seconds=120, devices=2),
     Case(name="profile", seconds=240),
+    Case(name="walk", seconds=90),
 )
 """Most valuable first."""
 
@@ -117,7 +118,7 @@ def run(case: Case, out: Path, *, left_s: float, tiny: bool, device: str) -> Non
             stderr=log,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+            env=_environment(),
             start_new_session=True,
         )
         cut = _follow(child, case, file, deadline_s=begin_s + left_s)
@@ -129,6 +130,13 @@ def run(case: Case, out: Path, *, left_s: float, tiny: bool, device: str) -> Non
     else:
         text = Path(log.name).read_text(errors="replace")[-1500:]
         _append(file, {"case": case.name, "failed": text, "seconds": seconds})
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's variables with the project in front of the caller's own paths."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **own}
 
 
 def _follow(child: subprocess.Popen[str], case: Case, file: Path, *, deadline_s: float) -> bool:

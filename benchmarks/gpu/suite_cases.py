@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case
@@ -164,9 +165,21 @@ def _float8(at: Setting) -> None:
 # --- plans ------------------------------------------------------------------------------------
 
 
-def losses(plan: Plan, model: ModelGraph, device: torch.device, steps: int = 3) -> list[float]:
-    """Return the losses of a plan's first steps on the same tokens."""
+def losses(
+    plan: Plan,
+    model: ModelGraph,
+    device: torch.device,
+    steps: int = 3,
+    weights: dict[str, Tensor] | None = None,
+) -> list[float]:
+    """Return the losses of a plan's first steps on the same tokens, from given first weights.
+
+    Random numbers of a device are others than the host's, so that its own first weights are too.
+    """
     engine = token_engine(plan, model, device=device)
+    for name, value in (weights or {}).items():
+        here = engine.state()[name]
+        (here.to_local() if isinstance(here, DTensor) else here).copy_(value)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     shape = (plan.global_batch, plan.seq_len + 1)
@@ -191,6 +204,16 @@ def _alone(call: Callable[[], Any]) -> Any:
             torch.cuda.reset_peak_memory_stats()
 
 
+def _weights(plan: Plan, model: ModelGraph) -> dict[str, Tensor]:
+    """Return a plan's first weights on the host."""
+    state = token_engine(plan, model, device=torch.device("cpu")).state()
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for name, value in state.items()
+        if name.startswith("model.")
+    }
+
+
 EQUAL = (
     Case(precision="fp32"),
     Case(precision="fp32", recompute=("none", "selective", "full")),
@@ -212,8 +235,9 @@ def equality(at: Setting) -> Rows:
         def row(case: Case = case) -> Row:
             plan = case.plan(model, "device", 128)
             on_host = plan.model_copy(update={"precision": "fp32"})
-            here = _alone(lambda: losses(on_host, model, torch.device("cpu")))
-            there = _alone(lambda: losses(plan, model, at.device))
+            weights = _alone(lambda: _weights(on_host, model))
+            here = _alone(lambda: losses(on_host, model, torch.device("cpu"), weights=weights))
+            there = _alone(lambda: losses(plan, model, at.device, weights=weights))
             worst = max(abs(a / b - 1) for a, b in zip(there, here, strict=True))
             return {"host": here, "device": there, "worst": worst}
 
@@ -432,12 +456,15 @@ def compiled(at: Setting) -> Rows:
 
             def step(compiles: bool) -> Row:
                 how = {"compile": "block" if compiles else "none"}
-                engine = token_engine(plan.model_copy(update=how), model, device=at.device)
+                chosen = plan.model_copy(update=how)
+                engine = token_engine(chosen, model, device=at.device)
                 tokens = torch.zeros(plan.global_batch, plan.seq_len + 1, dtype=torch.int64)
                 begin = time.perf_counter()
                 engine.step(tokens)
                 first = time.perf_counter() - begin
                 found: Row = {"first_s": first, "seconds": at.seconds(lambda: engine.step(tokens))}
+                cluster = resolve_cluster("1xh100-sxm-80gb" if at.tiny else "local:1")
+                found["predicted_s"] = predict(chosen, model, cluster).step_time_s
                 if at.kind == "cuda":
                     found["allocated_bytes"] = torch.cuda.max_memory_allocated()
                 return found
@@ -641,10 +668,10 @@ def _compared(at: Setting, layout: dict[str, Any], *, shared: bool) -> Row:
             "micro_batch": plan.global_batch // whole.micro_batches,
         }
     )
-    expected = _alone(lambda: losses(whole, model, torch.device("cpu")))
+    expected = _alone(lambda: losses(whole, model, at.device))
     found = on_ranks(plan.mesh.devices, at, losses, plan, model, shared=shared)
     worst = max(abs(a / b - 1) for of in found for a, b in zip(of, expected, strict=True))
-    return {"host": expected, "ranks": found, "worst": worst}
+    return {"alone": expected, "ranks": found, "worst": worst}
 
 
 def shared_device(at: Setting) -> Rows:
@@ -755,6 +782,37 @@ def profiled(at: Setting) -> Rows:
     yield "profile", row
 
 
+def walk(at: Setting) -> Rows:
+    """Yield what a user's first commands say: a plan of this machine, its launch, its memory."""
+    folder = at.out / "walk"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text("All happy families are alike. " * 20000)
+    model, length, batch = ("demo-4m", "128", "8") if at.tiny else ("llama-3.2-1b", "2048", "16")
+    commands = {
+        "plan": ["plan", model, "--cluster", "local:1", "--seq-len", length]
+        + ["--global-batch", batch, "-o", "plan.yaml"],
+        "launch": ["launch", "plan.yaml", "--steps", "8", "--data", "text.txt", "--output", "run"],
+        "show": ["show", "plan.yaml"],
+    }
+    for name, command in commands.items():
+
+        def row(command: Sequence[str] = command) -> Row:
+            done = subprocess.run(
+                [sys.executable, "-m", "meshwright", *command],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=folder,
+            )
+            said = done.stdout + done.stderr
+            return {"code": done.returncode, "said": said[-6000:]}
+
+        yield name, row
+    steps = folder / "run" / "metrics.jsonl"
+    if steps.exists():
+        yield "steps", lambda: {"lines": steps.read_text().splitlines()[-8:]}
+
+
 RUNS: dict[str, Callable[[Setting], Rows]] = {
     "machine": machine,
     "equality": equality,
@@ -763,13 +821,14 @@ RUNS: dict[str, Callable[[Setting], Rows]] = {
     "kernels": kernels,
     "collectives": collectives,
     "ranks": ranks,
-    "one device, two ranks": shared_device,
+    "shared device": shared_device,
     "edge": edge,
     "compile": compiled,
     "loss": loss,
     "launches": launches,
     "ends": ends,
     "profile": profiled,
+    "walk": walk,
 }
 
 

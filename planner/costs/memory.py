@@ -259,8 +259,11 @@ class StateSharding:
 
     @property
     def gathers_again(self) -> bool:
-        """Whether parameters are freed between a layer's forward and backward."""
-        return self.sharded and self.zero == 3
+        """Whether parameters are freed between a layer's forward and backward.
+
+        Those on the host are, whatever the ZeRO level (runtime/parallelize.py, `gathers_anew`).
+        """
+        return (self.sharded and self.zero == 3) or self.comes_from_host
 
     @property
     def between(self) -> int | None:
@@ -283,7 +286,23 @@ class StateSharding:
         With a single one ZeRO-2 is ZeRO-1, to the last bit.
         """
         each = self.syncs_each and not self.pipelined_units
-        return self.sharded and self.zero >= 2 and self.accumulated and each
+        leaves = self.sharded and self.zero >= 2
+        leaves = leaves or (self.comes_from_host and self.data == self.shard)
+        return leaves and self.accumulated and each
+
+    @property
+    def comes_from_host(self) -> bool:
+        """Whether FSDP2's units fetch their parameters from the host for every pass."""
+        return self.offload == "parameters" and self.types.unit == "layer"
+
+    @property
+    def fetched(self) -> bool:
+        """Whether a rank alone copies them straight into place, without a collective's buffers.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard
+        with a group of one rank.
+        """
+        return self.comes_from_host and not self.sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +445,7 @@ def states(
             flat_bytes=roots_bytes(types, sharing, types.moments * n),
         )
     once = sharing.pipelined or sharing.accumulated
-    whole_gradients = not sharing.sharded or (once and not sharing.reduces_each_micro_batch)
+    whole_gradients = not sharing.reduces_each_micro_batch and (once or not sharing.sharded)
     whole = padded(n, pieces, d) if pieces and sharing.sharded else n
     moments, on_host, bucket = (
         size * whole / n if n else 0.0 for size in (moments, on_host, bucket)
@@ -439,6 +458,8 @@ def states(
         on_host = (types.stored + types.gradient + types.moments) * whole / d
         moments = masters = 0.0
         arriving = (types.stored + (e if e != types.stored else 0)) * whole / d
+        if sharing.fetched and whole:
+            arriving *= min(1.0, largest / whole)  # one parameter after the other
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
         moments += FP32 * (n + factors)
@@ -533,6 +554,8 @@ def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
     with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
     data (`benchmarks.rehearsal`).
     """
+    if sharing.fetched:
+        return _GatheredBytes(gathered, gathered, 0.0)
     ahead = max(1, sharing.prefetch) * gathered
     ranks = sharing.between
     if ranks is None:
@@ -550,6 +573,8 @@ def _at_an_end(
 
     Nothing is ahead of the last one in forward, nor of the first one in backward.
     """
+    if sharing.fetched:
+        return _GatheredBytes(gathered, gathered, 0.0)
     first = isinstance(end, FirstLayer)
     other = (
         max(1, sharing.prefetch)
