@@ -789,8 +789,10 @@ def walk(at: Setting) -> Rows:
     (folder / "text.txt").write_text("All happy families are alike. " * 20000)
     model, length, batch = ("demo-4m", "128", "8") if at.tiny else ("llama-3.2-1b", "2048", "16")
     commands = {
-        "plan": ["plan", model, "--cluster", "local:1", "--seq-len", length]
-        + ["--global-batch", batch, "-o", "plan.yaml"],
+        "plan": [
+            *("plan", model, "--cluster", "local:1", "--seq-len", length),
+            *("--global-batch", batch, "-o", "plan.yaml"),
+        ],
         "launch": ["launch", "plan.yaml", "--steps", "8", "--data", "text.txt", "--output", "run"],
         "show": ["show", "plan.yaml"],
     }

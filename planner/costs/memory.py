@@ -457,9 +457,7 @@ def states(
     if sharing.offload == "parameters":
         on_host = (types.stored + types.gradient + types.moments) * whole / d
         moments = masters = 0.0
-        arriving = (types.stored + (e if e != types.stored else 0)) * whole / d
-        if sharing.fetched and whole:
-            arriving *= min(1.0, largest / whole)  # one parameter after the other
+        arriving = _arriving(largest if sharing.fetched else whole / d, types)
         gradients = gradients if whole_gradients and once else 0.0
     if sharing.wire == "powersgd":
         moments += FP32 * (n + factors)
@@ -539,6 +537,11 @@ class _GatheredBytes(NamedTuple):
 
 def _made(end: LastLayer | FirstLayer | None) -> bool:
     return isinstance(end, LastLayer) and end.made
+
+
+def _arriving(parameters: float, types: StateTypes) -> float:
+    """Return bytes on the device of parameters that come from the host, before and after a cast."""
+    return (types.stored + (types.working if types.working != types.stored else 0.0)) * parameters
 
 
 def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:

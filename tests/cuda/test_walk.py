@@ -134,6 +134,7 @@ def test_the_host_waits_for_a_step_only_at_its_ends(walked: dict[str, dict[str, 
     # FSDP itself brings gradients that are added up on the host there; the norm is summed there.
     assert {place.split(" at ")[1] for place in more["offloaded parameters"]} == {
         "torch",
+        "runtime/host.py:_add_first",
         "runtime/language_model.py:inputs_and_targets",
         "runtime/engine.py:_updated",
         "runtime/torch_optimizers.py:update_on_device",
