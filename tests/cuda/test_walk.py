@@ -168,6 +168,12 @@ def test_attention_in_32_bits_shares_no_heads(walked: dict[str, dict[str, Any]])
     assert walked["one device, bf16"]["products"]["attention"] == ["grouped bfloat16"]
 
 
+def test_a_librarys_attention_in_32_bits_shares_no_heads(
+    walked: dict[str, dict[str, Any]],
+) -> None:
+    assert walked["a library's layers"]["products"]["attention"] == ["equal float32"]
+
+
 def test_a_profile_in_16_bits_updates_parameters_in_32(walked: dict[str, dict[str, Any]]) -> None:
     assert walked["profile: optimizer"]["products"]["_fused_adamw_"] == ["float32"]
 

@@ -214,6 +214,7 @@ def pipeline() -> None:
 
 PATHS: dict[str, Path] = {
     "one device": stepped(),
+    "a library's layers": stepped(family="llama"),
     "one device, bf16": stepped(precision="bf16", steps=2),
     "one device, fp16": stepped(precision="fp16"),
     "offloaded activations": stepped(activations="offload", precision="bf16", steps=2),
