@@ -1,12 +1,13 @@
 """What is believed of the steps of all options at once: Gaussian on logarithms, in closed form.
 
-    y_i = ln p_i + x_i·θ + f(family) + t(tensor) + b(micro-batch) + l_i        Σ their covariance
+    y_i = ln p_i + x_i·θ + n_i + l_i        Σ their covariance
     measured_i = y_i + noise
 
-p_i is the predicted step, x_i its sensitivities, θ the constants of the cluster.  All terms are
-normal with mean 0; what the options have in common is K, times one unknown scale s whose inverse
-is gamma with ν degrees of freedom: clusters differ in how far predictions miss.  After trials I
-with residuals r = measured - ln p
+p_i is the predicted step, x_i its sensitivities, θ the constants of the cluster, n_i what option i
+has in common with its neighbours and l_i what it has alone.  All terms are normal with mean 0; what
+the options have in common is K, times one unknown scale s whose inverse is gamma with ν degrees of
+freedom: clusters differ in how far predictions miss.  After trials I with residuals
+r = measured - ln p
 
     s     = (ν + r·(K[I, I] + noise²)⁻¹ r) / (ν + |I|)
     mean  = ln p + sK[:, I] S⁻¹ r,     S = sK[I, I] + noise²
@@ -18,7 +19,7 @@ with residuals r = measured - ln p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +29,12 @@ from planner.tuning.options import CONSTANTS, TrialOption
 
 Array = NDArray[np.float64]
 
-FAMILY, TENSOR, MICRO_BATCH, LAYOUT = 0.06, 0.04, 0.065, 0.08
-"""Spreads of what options of one family, of one tensor degree, of one micro-batch have in common
-beside the constants, and of what each has alone."""
+NEIGHBOURS, LAYOUT = 0.14, 0.04
+"""Spreads of what options have in common beside the constants the more, the nearer they are, and of
+what each has alone."""
+NEXT = 0.7
+"""Of what two options have in common, for each doubling between their tensor degrees, stages and
+micro-batches."""
 KEPT_AT_SCALE = 0.6
 """Of what two options have in common, for each doubling of devices between them."""
 DEGREES_OF_FREEDOM = 6.0
@@ -133,12 +137,8 @@ class Belief:
 
     def __init__(self, options: Sequence[TrialOption]) -> None:
         self._options = options
-        self._own = FAMILY**2 * _alike(options, lambda one: one.family)
-        self._own += TENSOR**2 * _alike(options, lambda one: one.layout.tensor)
-        self._own += MICRO_BATCH**2 * _alike(options, lambda one: one.layout.micro_batch)
-        self._own += LAYOUT**2 * np.eye(len(options))
-        doublings = np.array([one.doublings for one in options])
-        self._kept = KEPT_AT_SCALE ** np.abs(doublings[:, None] - doublings)
+        self._own = NEIGHBOURS**2 * _near(options) + LAYOUT**2 * np.eye(len(options))
+        self._kept = KEPT_AT_SCALE ** _apart([one.doublings for one in options])
         self._unmoved = self._tangent(np.zeros(len(CONSTANTS)))
 
     def _tangent(self, constants: Array) -> _Tangent:
@@ -221,9 +221,22 @@ def _mixed(parts: Sequence[tuple[Array, Array]], shares: Array) -> tuple[Array, 
     return np.asarray(mean), np.asarray(covariance)
 
 
-def _alike(options: Sequence[TrialOption], key: Callable[[TrialOption], Hashable]) -> Array:
-    """[option, option] 1 where two have the same key, else 0."""
+def _near(options: Sequence[TrialOption]) -> Array:
+    """[option, option] Return how near two are: 1 as neighbours differ in nothing, 0 in kind."""
+    layouts = [one.layout for one in options]
+    doublings = (
+        _apart([math.log2(one.tensor) for one in layouts])
+        + _apart([math.log2(one.pipeline) for one in layouts])
+        + _apart([math.log2(one.micro_batch) for one in layouts])
+    )
     numbers: dict[Hashable, int] = {}
-    of = np.array([numbers.setdefault(key(one), len(numbers)) for one in options])
-    same: Array = (of[:, None] == of[None, :]).astype(float)
-    return same
+    kinds = [numbers.setdefault((one.kept, one.layout.zero > 1), len(numbers)) for one in options]
+    near: Array = NEXT**doublings * (_apart(kinds) == 0)
+    return near
+
+
+def _apart(values: Sequence[float]) -> Array:
+    """[value, value] Return how far each is from each."""
+    array = np.array(values, dtype=float)
+    apart: Array = np.abs(array[:, None] - array)
+    return apart

@@ -81,9 +81,9 @@ def as_measured(
 ) -> Calibration:
     """Return constants with the pace at which the first of some runs is predicted as measured.
 
-    Their spread is at least one within which all those runs are: `predicted_s` says what each takes with
-    some constants.  What constants cannot say of a machine, which plans have what in common, is in
-    that spread.
+    Their spread is at least one within which all those runs are.  `predicted_s` says what each
+    takes with some constants; what constants cannot say of a machine, what its plans have in
+    common, is in that spread.
     """
     for _ in range(TURNS):
         slower = measured_s[0] / predicted_s(found, 0)
