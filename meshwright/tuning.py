@@ -36,7 +36,7 @@ from meshwright.inputs import (
     plan_model,
     profile_for,
 )
-from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
+from meshwright.trials import USUAL, Measured, Trialled, launch_words, trial, words_of
 from planner.accuracy.calibrate.constants import calibrated
 from planner.costs.pace import pace_of
 from planner.costs.predict import predict
@@ -167,19 +167,13 @@ class Tuned:
     @property
     def step_s(self) -> float | None:
         """The answer's measured step."""
-        return next(
-            (
-                one.step_s
-                for one in self.tuner.outcomes
-                if one.option == self.tuner.answer and one.step_s is not None
-            ),
-            None,
-        )
+        answer = self.tuner.answer
+        return self.tuner.measured_s(answer) if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
         """The measured step of the plan that was predicted fastest."""
-        return next((one.step_s for one in self.tuner.outcomes if one.option == 0), None)
+        return self.tuner.measured_s(0) if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
@@ -457,7 +451,7 @@ class Tuning:
             outcomes,
             stand_ins=len(_stood_in(self.small)),
             start_s=start_s,
-            steps=WARM_UP_STEPS + MOST,
+            steps=WARM_UP_STEPS + USUAL,
         )
 
     def profile_pays(self) -> bool:
@@ -676,11 +670,11 @@ class Tuning:
             source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],
             seen=self.on,
         )
-        runs = sorted((one.step_s, one.option) for one in tuner.outcomes if one.step_s is not None)
+        runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
         found = as_measured(
             told,
-            [step_s for step_s, _ in runs],
-            lambda constants, run: self._with(constants, runs[run][1]),
+            [tuner.measured_s(option) for option in runs],
+            lambda constants, run: self._with(constants, runs[run]),
         )
         return self._profile(found)
 

@@ -145,6 +145,38 @@ def test_the_answer_is_a_plan_that_ran_and_never_one_out_of_memory() -> None:
     assert tuner.answer == 2
 
 
+def test_a_noisy_trial_is_repeated_until_it_tells_and_a_quiet_one_is_not() -> None:
+    """On a busy machine two plans are told apart by more trials of both, not by the luckier one."""
+    tuner = Tuner([option(1.0, pipeline=1), option(1.05, pipeline=2)])
+    rng, true_s = random.Random(3), (1.1, 1.0)
+    for _ in range(2):
+        chosen = tuner.next_trial()
+        assert chosen is not None
+        tuner = tuner.after(Outcome(option=chosen, step_s=true_s[chosen], noise=0.01))
+    assert tuner.next_trial() is None
+
+    tuner = Tuner(tuner.options)
+    for _ in range(30):
+        chosen = tuner.next_trial()
+        if chosen is None or tuner.done:
+            break
+        seen_s = true_s[chosen] * math.exp(rng.gauss(0, 0.1))
+        tuner = tuner.after(Outcome(option=chosen, step_s=seen_s, noise=0.1))
+
+    assert 3 <= len(tuner.outcomes) < 30
+    assert tuner.answer == 1
+    assert tuner.measured_s(1) == pytest.approx(1.0, abs=0.1)
+
+
+def test_of_two_that_ran_alike_within_their_noise_neither_is_surely_the_faster() -> None:
+    options = [option(1.0), option(1.0, pipeline=2)]
+    noisy = [Outcome(option=k, step_s=1.0 + 0.01 * k, noise=0.1) for k in range(2)]
+    quiet = [Outcome(option=k, step_s=1.0 + 0.01 * k, noise=0.01) for k in range(2)]
+
+    assert Tuner(options, noisy).sure < 0.85
+    assert Tuner(options, quiet).sure > 0.95
+
+
 def test_a_plan_that_may_not_fit_is_not_tried_while_others_are_left() -> None:
     tuner = Tuner([option(0.5, fit=0.5), option(1.0), option(1.2, pipeline=2)])
 
