@@ -280,7 +280,7 @@ def preempt(slurm: Slurm, folder: Path) -> Preempted:
 
 
 KILLS = 5
-KILLED_AFTER_S = (6.0, 30.0)
+KILLED_AFTER_S = (6.0, 90.0)
 """Of a start of `tune`: planning and a trial or two."""
 
 
