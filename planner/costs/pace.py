@@ -1,4 +1,4 @@
-"""A machine on which everything takes so many times as long as predicted: its pace.
+"""A machine on which everything takes several times as long as predicted: its pace.
 
 Runs tell the pace (`Calibration.pace`), whatever a prediction rests on.  Rates of a data sheet are
 divided by it in `planner.accuracy.calibrate.constants.calibrated`; measured layers, collectives and
@@ -19,7 +19,7 @@ from planner.documents.stack import PerPass, Stack
 
 
 def pace_of(profile: Profile | None) -> float:
-    """Return the pace that a profile has; 1 where no runs told one."""
+    """Return the pace that a profile has; 1 where it has none."""
     found = profile.calibration if profile else None
     return 1.0 if found is None or found.pace is None else found.pace
 
@@ -40,7 +40,7 @@ def slower_profile(profile: Profile | None) -> Profile | None:
 
 
 def slower_stack(stack: Stack, pace: float) -> Stack:
-    """Return a stack whose host takes so many times as long."""
+    """Return a stack whose host takes `pace` times as long."""
     if pace == 1:
         return stack
     host = stack.host

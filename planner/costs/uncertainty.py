@@ -132,7 +132,7 @@ def step_range(
 
 
 def _fitted_spread(request: Request) -> float:
-    """Return within which logarithm runs lie that told the constants of a machine; 0: none did."""
+    """Return within which logarithm the runs lie that constants were fitted to; 0: none were."""
     profile = request.only_profile
     return profile.calibration.spread if profile and profile.calibration else 0.0
 

@@ -275,7 +275,7 @@ class Calibration(Part):
 
     accelerator: Line
     pace: Rate | None = None
-    """Seconds of everything over what they are with the other constants; None: not told."""
+    """Seconds of everything over what they are with the other constants; None: not known."""
     matmul: Fraction | None = None
     """Of the peak."""
     memory: Fraction | None = None

@@ -105,7 +105,7 @@ MACHINES = (
     ),
 )
 TURNS = 4
-"""In which a belief is taken again about the constants that it told."""
+"""In which a belief is taken again about the constants that it found."""
 FARTHEST = 5.0
 """Logarithm beyond which no constant is taken to have moved: a factor 150."""
 
