@@ -48,7 +48,13 @@ from runtime.recorder import Inputs
 from runtime.script_loader import Loader
 from runtime.script_passes import StepPasses
 from runtime.script_records import ScriptRecords
-from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
+from runtime.script_start import (
+    check_functions,
+    device_of,
+    join_ranks,
+    plan_of_all,
+    plan_or_layout,
+)
 from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles
 from runtime.snapshot import Snapshot, taken
@@ -145,7 +151,7 @@ class Engine:
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         model = OwnModel(
             build,
-            wanted,
+            plan_of_all(wanted),
             loss=loss,
             optimizer=optimizer,
             batch=batch,
