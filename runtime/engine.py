@@ -87,7 +87,7 @@ class StepResult:
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
-    """A launcher was told that its machine will be taken away; `launch` saves now, and ends.  A
+    """A launcher was notified that its machine will be taken away; `launch` saves now, and ends.  A
     script saves, and raises meshwright.HandedOver."""
     out_of_time: bool = False
     """Rank 0's time is over; see `end_when`."""
@@ -499,7 +499,7 @@ class Engine:
         return taken(self.state(), step=self.steps)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
-        """Go on from parts of the state that ranks of any plan held behind one step.
+        """Go on from parts of the state of the ranks of any plan behind one step.
 
         Together they must cover what this rank holds.  Losses and weights are then those of the
         engines that were left, bit for bit where the plan is theirs.  Raises LaunchError, with

@@ -22,7 +22,7 @@ from runtime.script_rank import PLAN_VARIABLE
 def plan_or_layout(
     plan: Plan | Mapping[str, Any] | str | Path | None,
 ) -> Plan | Mapping[str, Any]:
-    """Return the plan that a script was given or told of, or the fields of a layout."""
+    """Return the plan that a script or $MESHWRIGHT_PLAN names, or the fields of a layout."""
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     if isinstance(plan, str | Path):
         return read(Plan, plan)

@@ -2,8 +2,8 @@
 
     CACHE/machine/KEY.json              CACHE is $MESHWRIGHT_CACHE, or ~/.cache/meshwright
 
-A matrix product and a copy are timed in a process of its own, where numpy can be held to one
-thread, by the time that the thread runs; a loopback socket is what ranks on one host talk over.
+A matrix product and a copy are timed in a process of its own, where numpy takes one thread, by
+the time that the thread runs; a loopback socket is what ranks on one host talk over.
 Timings differ from call to call.  All ranks of a script and all commands must plan with the same
 figures, or their plans differ, so the figures are cached and one process measures while others
 wait.  KEY is the machine: its name, its processor, its memory and the version of numpy.
