@@ -261,7 +261,8 @@ def predict(
     A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
 
     >>> import meshwright
-    >>> predicted = meshwright.predict("gpt2-small", "8xa100-sxm-80gb", layout="dp=8", global_batch=64)
+    >>> a100 = "8xa100-sxm-80gb"
+    >>> predicted = meshwright.predict("gpt2-small", a100, layout="dp=8", global_batch=64)
     >>> step_s = predicted.step_time_s
     >>> predicted.fits, predicted.step_time_low_s <= step_s <= predicted.step_time_high_s
     (True, True)
