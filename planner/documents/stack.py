@@ -430,7 +430,7 @@ class OffloadRule(Part):
     processors update what it has of the parameters, whose working copies go back."""
     host_share: Fraction = 0.5
     """Of a host's memory, what offloaded states may take.  Half, where torch pins each block: those
-    are powers of two, up to twice what they hold, and processes and the operating system need some."""
+    are powers of two, up to twice what they contain; processes and the system need some too."""
     activations_share: Fraction = 1.0
     """Of a block's activations, where they are offloaded."""
 
