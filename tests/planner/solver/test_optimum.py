@@ -47,7 +47,8 @@ def agrees_with_enumeration(problem: Problem) -> bool:
         best_s = small_instances.least_objective_s(problem)
     else:
         best_s = small_graphs.least_objective_s(problem)
-        assert least_s(problem) <= best_s * (1 + 1e-9) + 1e-9
+        if len(problem.types) > 1:  # whose stages differ by type alone
+            assert least_s(problem) <= best_s * (1 + 1e-9) + 1e-9
     answer = solved(problem)
     if best_s == math.inf:
         assert isinstance(answer, Infeasible)
@@ -192,7 +193,7 @@ def parts_of(kinds: Mapping[str, Kind]) -> Iterator[Any]:
             yield pytest.param(kind, first, id=f"{name}, {first}", marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "first"), parts_of(KINDS))
+@pytest.mark.parametrize(("kind", "first"), list(parts_of(KINDS)))
 def test_nothing_beats_the_solution(
     kind: Kind, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from tests.planner.solver.small_graphs import (
     changed,
     random_graph,
     random_unequal,
+    random_unequal_graph,
 )
 from tests.planner.solver.small_instances import objective_s, random_instance
 
