@@ -3,7 +3,8 @@
     python benchmarks/mutants.py [--rows FIRST:END] [--write FILE]
 
 `benchmarks/mutants.yaml` lists the faults, each with the files of tests that should fail.  A fault
-is made in a copy of the repository's tracked files; its tests run there until one fails.  It prints
+is made in a copy of the repository's tracked files; the doctests of its file and its tests run there
+until one fails.  It prints
 a line for each fault and, last, how many were found, and writes the lines into `FILE` (CSV) too.
 Tests are merged or removed only where the same faults are found before and after.
 """
@@ -90,7 +91,17 @@ def found_by(mutant: Mutant, copy: Path) -> str | None:
     try:
         _write(file, mutant.within(sound))
         ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                mutant.file,
+                *mutant.tests,
+            ],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy)},
             capture_output=True,
