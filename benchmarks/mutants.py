@@ -3,9 +3,9 @@
     python benchmarks/mutants.py [--rows FIRST:END] [--write FILE]
 
 `benchmarks/mutants.yaml` lists the faults, each with the files of tests that should fail.  A fault
-is made in a copy of the repository's tracked files; the doctests of its file and its tests run there
-until one fails.  It prints
-a line for each fault and, last, how many were found, and writes the lines into `FILE` (CSV) too.
+is made in a copy of the repository's tracked files; the doctests of its file and its tests run
+there until one fails.  It prints a line for each fault and, last, how many were found, and writes
+the lines into `FILE` (CSV) too.
 Tests are merged or removed only where the same faults are found before and after.
 """
 
