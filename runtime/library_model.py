@@ -139,7 +139,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
     if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
         return
     other = tokens.clone()
-    other[:, -1] = (other[:, -1] + 1) % config.vocab_size
+    other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
     tried = copied(module).eval()
     first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
