@@ -7,7 +7,7 @@ Each is a small random model of the type: two layers, narrow where its configura
 Three steps of AdamW by `launch`'s engine are compared with the library's class in a plain loop.  A
 row of benchmarks/results/library_models.json says how many layers a plan may cut, whether it
 launches, the largest relative difference of losses and gradient norms, or why there is none.  Rows
-of the versions that are installed stay; those of types that are named are made anew.
+of the versions that are installed stay unless `--again`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import multiprocessing
 import re
 import resource
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -85,9 +86,11 @@ LEFT_OUT: tuple[tuple[str, ...], ...] = (
 )
 """Fields that stay as they are, tried one row after the other."""
 STEPS = 3
-SECONDS = 120
+CPU_SECONDS = 60
 MOST_BYTES = 4 << 30
 """A type that takes more of either is named so."""
+WALL_SECONDS = 20 * CPU_SECONDS
+"""Behind which a process that waits is given up."""
 EQUAL = 1e-6
 """A larger relative difference of a loss or norm, in fp32, is none of rounding."""
 
@@ -200,23 +203,32 @@ def _quiet() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    signal.signal(signal.SIGXCPU, _out_of_time)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, most))
+
+
+def _out_of_time(*_: Any) -> None:
+    raise TimeoutError(f"takes more than {CPU_SECONDS} CPU s")
 
 
 def main() -> None:
-    """Make the rows of the types that were named, or of all that have none of these versions."""
+    """Make the rows of the types that were named, or of all, that have none of these versions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*")
-    named = parser.parse_args().kinds
+    parser.add_argument("--again", action="store_true", help="make rows anew that are there")
+    asked = parser.parse_args()
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     same = {key: stored.get(key) for key in versions} == versions
     rows = {row["model_type"]: row for row in stored["rows"]} if same else {}
-    for kind in named or [one for one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if one not in rows]:
+    kinds = asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for kind in [one for one in kinds if asked.again or one not in rows]:
         with multiprocessing.get_context("fork").Pool(1, initializer=_quiet) as one:
             try:
-                row = one.apply_async(row_of, (kind,)).get(timeout=SECONDS)
+                row = one.apply_async(row_of, (kind,)).get(timeout=WALL_SECONDS)
             except multiprocessing.TimeoutError:
-                row = {"model_type": kind, "stopped": "by time", "why": f"above {SECONDS} s"}
+                row = {"model_type": kind, "stopped": "by time", "why": f"{WALL_SECONDS} s"}
         rows[kind] = row
         print(*row.values(), sep="  ", flush=True)
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()

@@ -6,11 +6,18 @@ The plain loop knows nothing of the project: the library's own class, a loss and
 from __future__ import annotations
 
 import functools
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples import library_models
 from examples.library_models import MODELS, Trained, plain, train
 from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
@@ -46,3 +53,52 @@ def test_models_of_transformers_train_like_a_plain_loop(rows: list[tuple[str, in
                 torch.testing.assert_close(
                     state[key], weight, rtol=1e-4, atol=1e-5, msg=f"{name}, {LAYOUTS[at]}: {key}"
                 )
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    page = (ROOT / "docs" / f"train-{name}.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_page_has_the_code_and_the_losses_of_its_example(name: str) -> None:
+    source = inspect.getsource(library_models)
+    losses, _ = plainly(name)
+    counts = [int((MODELS[name].batch(at)["targets"] >= 0).sum()) for at in range(len(losses))]
+
+    for block in blocks(name, "python")[:2]:
+        assert block in source
+    assert blocks(name, "text") == [
+        "".join(
+            f"step {at} loss {loss:.4f} of {count} targets\n"
+            for at, (loss, count) in enumerate(zip(losses, counts, strict=True))
+        )
+    ]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MODELS)
+def test_commands_of_a_page_print_its_losses(name: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (commands,) = blocks(name, "bash")
+    found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": ""}
+
+    plan, *trainings = commands.splitlines()
+    subprocess.run(plan, shell=True, cwd=tmp_path, env={**os.environ, **found}, check=True)
+
+    assert len(trainings) == 2
+    for training in trainings:
+        done = subprocess.run(
+            training,
+            shell=True,
+            cwd=tmp_path,
+            env={**os.environ, **found},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+        assert shown == blocks(name, "text")[0].splitlines()
