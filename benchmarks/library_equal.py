@@ -74,6 +74,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
 }
 """What a default configuration lacks, or what does not follow from its narrow width."""
 LEFT_OUT: tuple[tuple[str, ...], ...] = (
@@ -91,8 +94,6 @@ MOST_BYTES = 4 << 30
 """A type that takes more of either is named so."""
 WALL_SECONDS = 20 * CPU_SECONDS
 """Behind which a process that waits is given up."""
-EQUAL = 1e-6
-"""A larger relative difference of a loss or norm, in fp32, is none of rounding."""
 
 
 def narrowed(kind: str) -> Any:

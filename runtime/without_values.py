@@ -1,4 +1,4 @@
-"""Experts whose code reads what a router chose, run without data: as if all had equally many tokens.
+"""Experts whose code reads what a router chose, run without data: as if all had as many tokens.
 
     with even_routing(module):
         module(batch)
@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 LOOPING = ("hidden_states", "top_k_index", "top_k_weights")
-"""What transformers' experts are called with: tokens, and for each its experts and their weights."""
+"""What transformers' experts are called with: tokens, and the experts of each with weights."""
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ class Indexing(Sorted):
 
 class Outside(Model):
     def forward(self, x: Tensor) -> Tensor:
-        first, *others = x[:, 0, 0].long().tolist()
+        first = x[:, 0, 0].long().tolist()[0]
         return super().forward(x * first)
 
 
