@@ -77,6 +77,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
 }
 """What a default configuration lacks, or what does not follow from its narrow width."""
 LEFT_OUT: tuple[tuple[str, ...], ...] = (

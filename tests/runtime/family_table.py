@@ -113,8 +113,9 @@ planned.  What is no causal language model is trained from your own script with
 `model_type`s of transformers {transformers} (torch {torch}, {date}), and trains it for three steps
 by a plan and in a plain loop of the library's class, each in a process with 60 CPU seconds and
 4 GiB.  {plans} plan, {launches} launch, {equal} of these with losses and gradient norms within
-1e-6.  Of the others the last column has the reason.  Small sizes that the library refuses say nothing of
-the sizes that are published: give a config.json of those.  The script goes on where it stopped.
+1e-6.  Of the others the last column has the reason.  Small sizes that the library refuses say
+nothing of the sizes that are published: give a config.json of those.  The script goes on where it
+stopped.
 
 | model_type | plans | launches | largest difference | why not, and what to do |
 |---|---|---|---|---|
