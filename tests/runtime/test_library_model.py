@@ -101,7 +101,10 @@ def plainly(kind: str, folder: Path, weights: Path | None = None) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    named = {f"model.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+    held = dict([*model.named_parameters(), *model.named_buffers()])
+    named = {
+        f"model.{name}": value.numpy() for name, value in model.state_dict().items() if name in held
+    }
     return Run(losses, norms, named)
 
 
