@@ -23,9 +23,12 @@ TRAIN = ["launch", str(ROOT / "plans" / "demo-4m-on-local" / "plan.yaml"), "--st
 
 
 def lower_bounds(python: str, extra: str | None = None) -> list[str]:
-    """Return each dependency at the lowest version that is allowed under a Python, `3.12`."""
+    """Return each dependency at the lowest version that is allowed under a Python, `3.12`.
+
+    Of several lines of one package that hold the last is the narrowest.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = []
+    lowest: dict[str, str] = {}
     added = project["optional-dependencies"][extra] if extra else []
     for dependency in [*project["dependencies"], *added]:
         named, _, marker = dependency.partition(";")
@@ -33,8 +36,8 @@ def lower_bounds(python: str, extra: str | None = None) -> list[str]:
         if bound is None:
             sys.exit(f"{dependency}: has no lower bound; write NAME>=VERSION")
         if not marker or holds(marker, python):
-            lines.append(f"{bound[1]}=={bound[2]}")
-    return lines
+            lowest[bound[1]] = bound[2]
+    return [f"{name}=={version}" for name, version in lowest.items()]
 
 
 def holds(marker: str, python: str) -> bool:

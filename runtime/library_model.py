@@ -139,13 +139,15 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
     if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
         return
     other = tokens.clone()
-    other[:, -1] = (other[:, -1] + 1) % config.vocab_size
+    other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
     tried = copied(module).eval()
     first, second = (tried(**_inputs((one,))).logits[:, :-1] for one in (tokens, other))
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
+        causal = "set is_decoder: true in its config.json, or " * hasattr(config, "is_decoder")
         raise LaunchError(
             f"{config.model_type}: its results change with the tokens behind them, which it is to "
-            "predict; set what makes it causal in its config.json (is_decoder: true)"
+            f"predict; {causal}train it on masked tokens from a script with meshwright.Engine "
+            "(docs/train-bert.md)"
         )
 
 

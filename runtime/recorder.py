@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from planner.errors import RecordError
@@ -31,6 +30,7 @@ from runtime.recording import (
     Recording,
 )
 from runtime.trial import copied, untouched
+from runtime.without_values import even_routing
 
 MOST_RECORDINGS = 64
 """Shapes of batches whose recordings are kept; of others the oldest are made again."""
@@ -157,7 +157,7 @@ class Recorder:
                 part.training = self._modes[name]
             if self._real is None:
                 stack.enter_context(self._fake)
-                stack.enter_context(_grouped_products())
+                stack.enter_context(even_routing(module))
                 batch = tree_map(self._leaf, batch)
             else:
                 batch = own_tensors(batch)
@@ -199,26 +199,6 @@ class Recorder:
             return leaf
         dtype = self._dtype if leaf.dtype == torch.float32 else leaf.dtype
         return torch.empty(leaf.shape, dtype=dtype)
-
-
-@contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
-    """Let products of experts run without data in any type, which torch's own do in bf16 alone.
-
-    In their place stands a product that costs as much and keeps as much.
-    """
-    known = functional.grouped_mm
-
-    def grouped_mm(x: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(x, FakeTensor) and x.dtype != torch.bfloat16 and weights.ndim > x.ndim == 2:
-            return x @ weights[0]
-        return known(x, weights, *args, **kwargs)
-
-    functional.grouped_mm = grouped_mm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.grouped_mm = known
 
 
 def arguments(taken: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,12 +1,18 @@
-"""docs/models.md: the families that launch, from the tests' own list and the runtime's refusals.
+"""docs/models.md: the families that launch, and what became of every type of transformers.
 
-`python -m tests.runtime.family_table` writes it.
+`python -m tests.runtime.family_table` writes it from the tests' own list, the runtime's refusals,
+and benchmarks/results/library_models.json (`python -m benchmarks.library_equal`, which is long).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from planner.documents.plan import Layout
 from planner.documents.training import Lora
@@ -17,6 +23,9 @@ from planner.stacks.native import obstacle
 from tests.runtime import cases, families
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "library_models.json"
+EQUAL = 1e-6
+"""A larger relative difference of a loss or norm, in fp32, is none of rounding."""
 PUBLISHED = {
     "deepseek_v2": "DeepSeek-V2, V2-Lite",
     "deepseek_v3": "DeepSeek-V3, R1",
@@ -80,32 +89,75 @@ config.json, or that file) makes such a plan; of a `model_type` without figures 
 name does too.  It trains under data parallelism, ZeRO, pipelines, every recompute choice and
 schedule, in fp32, bf16, fp16 and 8 bits, with LoRA, from published weights (`--weights`), is
 measured by `meshwright profile`, and is exported for transformers.  Not recorded are models that
-branch on the values of tensors between layers.  Tensor, context and expert parallelism need rules
-of a family, documents in a sample too.  First values are the library's own; dropout draws by
-sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
-DeepSeek-V2 and Mamba so, equal to the library's class in a plain loop;
-`python -m benchmarks.library_records` tries every type: of the 189 of transformers 5.23, 160 can be
-cut into layers by their default configurations, four are one layer (gemma4), and of the others most
-have a default configuration that the library does not run.  A model that sees the tokens that it is
-to predict (BERT without `is_decoder`) is refused.  `python -m benchmarks.library_equal` trains
-small random models of each type beside the library's class: of the first 52 types by name (afmoe to
-flint, 2026-11-26) the 34 that are recorded agree within 1.8e-7 in losses and gradient norms.
+branch on the values of tensors between layers.  Experts that read how many tokens each of them has
+(JetMoE, LongCat-Flash) are recorded as if all had equally many.  Tensor, context and expert
+parallelism need rules of a family, documents in a sample too.  First values are the library's own;
+dropout draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
+DeepSeek-V2, Mamba, JetMoE and LongCat-Flash so on two ranks, equal to the library's class in a
+plain loop.  A model that sees the tokens that it is to predict (BERT without `is_decoder`) is
+refused; [BERT](train-bert.md) trains from a script, and so do [ViT](train-vit.md),
+[T5](train-t5.md), [Whisper](train-whisper.md) and [Mamba-2](train-mamba2.md).  What becomes of each
+type is [below](#every-causal-type).
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
-as recorded: {planned}.  (BERT and ViT predict no next token: train them from a script.)
+as recorded: {planned}.
 Without figures, with the reason (`planner/layers/unsupported.py`), are models with a recurrent
 state (Mamba, Jamba, Qwen3-Next, Qwen3.5), encoder-decoders (T5, Whisper), sparse attention by an
 indexer (DeepSeek-V3.2), and models with an image encoder, of which the language model alone can be
 planned.  What is no causal language model is trained from your own script with
 `meshwright.Engine`, or given as `file.py:factory`.
+
+## Every causal type
+
+`python -m benchmarks.library_equal` makes a small random model of each of the {types} causal
+`model_type`s of transformers {transformers} (torch {torch}, {date}), and trains it for three steps
+by a plan and in a plain loop of the library's class, each in a process with 60 CPU seconds and
+4 GiB.  {plans} plan, {launches} launch, {equal} of these with losses and gradient norms within
+1e-6.  Of the others the last column has the reason.  Small sizes that the library refuses say
+nothing of the sizes that are published: give a config.json of those.  The script goes on where it
+stopped.
+
+| model_type | plans | launches | largest difference | why not, and what to do |
+|---|---|---|---|---|
 """
+TRIED = {
+    "by the library": "transformers does not run our small sizes: ",
+    "before a plan": "not recorded: ",
+    "before a launch": "",
+    "by time": "takes longer than ",
+}
+"""By where a type stopped, how its reason begins."""
 
 
 def text() -> str:
     """Return the page."""
     rows = "\n".join(_row(family) for family in families.FAMILIES)
     planned = ", ".join(sorted(set(SUPPORTED) - set(LAUNCHED)))
-    return HEAD + rows + "\n" + TAIL.format(planned=planned)
+    tried = json.loads(RESULTS.read_text(encoding="utf-8"))
+    by_type = {row["model_type"]: row for row in tried["rows"]}
+    found = [row["difference"] for row in by_type.values() if "difference" in row]
+    tail = TAIL.format(
+        planned=planned,
+        types=len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        plans=sum("layers" in row or "difference" in row for row in by_type.values()),
+        launches=len(found),
+        equal=sum(difference < EQUAL for difference in found),
+        **{key: tried[key] for key in ("date", "transformers", "torch")},
+    )
+    every = (_tried(kind, by_type.get(kind)) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    return HEAD + rows + "\n" + tail + "\n".join(every) + "\n"
+
+
+def _tried(kind: str, row: Mapping[str, Any] | None) -> str:
+    """Return the line of a causal type, from what became of it."""
+    if row is None:
+        return f"| `{kind}` | | | | not tried on these versions |"
+    difference = row.get("difference")
+    planned = "layers" in row or difference is not None
+    plans = "in one layer" if row.get("layers") == 1 else _cell(planned)
+    why = TRIED[row["stopped"]] + row["why"].replace("|", "\\|") if "why" in row else ""
+    shown = "" if difference is None else f"{difference:.1e}"
+    return f"| `{kind}` | {plans} | {_cell(difference is not None)} | {shown} | {why} |"
 
 
 def _row(family: str) -> str:
