@@ -24,9 +24,9 @@ from planner.errors import LaunchError
 from runtime.adapter import next_token_loss
 from runtime.export import DType
 from runtime.mesh import Place
-from runtime.script_model import MOST_CHECKED, script_model
+from runtime.script_model import DEGREES, MOST_CHECKED, script_model
 from runtime.script_start import built
-from runtime.token_model import TokenModel, recording_of, samples
+from runtime.token_model import TokenModel, recording_of, samples, tried_samples
 from runtime.trial import copied
 
 
@@ -39,7 +39,15 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
         with torch.device("meta"):
             module = _built(_configuration(source))
         name = name_of(recorded_file(source))
-        graph = script_model(module, samples(seq_len), _inputs, loss=_loss, name=name)
+        graph = script_model(
+            module,
+            samples(seq_len),
+            _inputs,
+            loss=_loss,
+            name=name,
+            degrees=DEGREES,
+            tried=tried_samples(seq_len),
+        )
     return graph.model_copy(update={"source": source})
 
 

@@ -115,11 +115,15 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
-        self._styles = styles_by_name(plan, module, recorder, tensor)
+        self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
+
+    def _tried(self, few: Any) -> Any:
+        """Return the batch of trials, for the tensor axis, of what is divided there."""
+        return few
 
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
         """Return this rank's stages, the plan applied."""

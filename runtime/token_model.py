@@ -29,10 +29,19 @@ MOST_NUMBERS = 256
 """Of tokens that are tried: nothing says how many a module knows."""
 
 
+TRIED_POSITIONS = 16
+"""Of samples on which units are tried in parts: what is divided does not depend on their length."""
+
+
 def samples(seq_len: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets without data, as many as a recording is of."""
     tokens = torch.empty(SAMPLES, seq_len, dtype=torch.int64, device="meta")
     return tokens, tokens
+
+
+def tried_samples(seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return samples like `samples` that trials of a tensor axis take, which are short."""
+    return samples(min(seq_len, TRIED_POSITIONS))
 
 
 @contextlib.contextmanager
@@ -94,6 +103,9 @@ class TokenModel(OwnModel):
             place=place,
         )
         self.counts = plan.seq_len
+
+    def _tried(self, few: Any) -> Any:
+        return tuple(one[:, :TRIED_POSITIONS] for one in few)
 
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from planner.catalog import native
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import Architecture, ModelGraph, trains_as_module
+from planner.documents.model import Architecture, ModelGraph, is_own
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.prediction import Assumption
 from planner.documents.profile import Recompute
@@ -256,7 +256,7 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
     yield from _foreign_choices(job)
-    claims = SCRIPT if trains_as_module(model.source or "") else LAUNCH
+    claims = SCRIPT if is_own(model.source or "") else LAUNCH
     yield from (Obstacle(*found) for found in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
