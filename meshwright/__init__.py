@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from planner.whatif.study import Study
     from runtime.engine import Engine, StepResult
     from runtime.inner_loss import add_loss, batch_sum
+    from runtime.named_attention import attention
     from runtime.whole_batch import whole_batch
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "StepResult",
     "Study",
     "add_loss",
+    "attention",
     "batch_sum",
     "compare",
     "export",
@@ -112,6 +114,7 @@ _FILES = {
     "StepResult": "runtime.engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",
+    "attention": "runtime.named_attention",
     "batch_sum": "runtime.inner_loss",
     "whole_batch": "runtime.whole_batch",
 }

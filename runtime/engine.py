@@ -456,7 +456,8 @@ class Engine:
         others.  All ranks call it together.
         """
         self._rescale()
-        micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
+        given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
+        micros = self._passes.cut_any(given, step=self.steps, drawing=training)
         return self._passes.outputs(micros, training=training)
 
     def averaged(self, decay: float) -> Averaged:

@@ -114,7 +114,7 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     Models without an adapter can be planned all the same, with a `caveat`.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job, FAMILIES), None)
+    found = found or next(_unplanned(model, job, layout, FAMILIES), None)
     found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
@@ -131,7 +131,7 @@ def limit(
     A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job), None)
+    found = found or next(_unplanned(model, job, layout), None)
     found = found or next(_limits(model, job, layout, space), None)
     return str(found) if found else None
 
@@ -169,9 +169,20 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _unplanned(model: ModelGraph, job: Job, families: tuple[str, ...] = ()) -> Iterator[Obstacle]:
+def _unplanned(
+    model: ModelGraph, job: Job, layout: Layout, families: tuple[str, ...] = ()
+) -> Iterator[Obstacle]:
     """Yield what is not priced; the runtime may train it all the same."""
     a = model.architecture
+    if a is None:
+        for name in ("context", "expert"):
+            degree = getattr(layout, name)
+            if degree > 1:
+                yield Obstacle(
+                    f"mesh.{name}",
+                    f"is {degree}, which is not priced for modules of one's own; use 1, or write "
+                    "it into a plan",
+                )
     if job.lora is None:
         return
     if a is None:
@@ -357,17 +368,13 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
 
 def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
     place, degree = "mesh.context", layout.context
-    if a is None:
-        yield Obstacle(
-            place, "a user's own modules cannot be divided by context parallelism; use 1"
-        )
-        return
-    if not a.causal or a.patches is not None or a.classes:
-        yield Obstacle(place, "context parallelism needs causal attention over tokens; use 1")
-    if a.latent is not None or a.positions == "alibi":
-        yield Obstacle(
-            place, "context parallelism supports neither latent attention nor ALiBi; use 1"
-        )
+    if a is not None:  # a module of one's own is tried by the runtime
+        if not a.causal or a.patches is not None or a.classes:
+            yield Obstacle(place, "context parallelism needs causal attention over tokens; use 1")
+        if a.latent is not None or a.positions == "alibi":
+            yield Obstacle(
+                place, "context parallelism supports neither latent attention nor ALiBi; use 1"
+            )
     # Each rank has one chunk from the front and one from the back, divided by tensor ranks again.
     if job.seq_len % (2 * degree):
         yield Obstacle(place, f"{degree} ranks need 2 x {degree} chunks of seq_len {job.seq_len}")
@@ -408,7 +415,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
         )
     if layout.context > 1 and job.seq_len % layout.context:
         yield Obstacle("mesh.context", f"{layout.context} does not divide seq_len {job.seq_len}")
-    if layout.expert > 1:
+    if layout.expert > 1 and not is_own(model.source or ""):
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
         yield from _tensor_limits(model, job, layout, space)
