@@ -28,11 +28,9 @@ from runtime.context import WHOLE, Context
 from runtime.recorder import Recorder, arguments, has_data
 from runtime.trial import copied, untouched
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenKeys:
     """What queries of a micro-batch see of its keys."""
 
     context: Context = WHOLE
@@ -46,13 +44,13 @@ class Seen:
 class _Now:
     """What the call of a module under way sees; backward may run in another thread."""
 
-    seen = Seen()
+    seen = SeenKeys()
     calls: list[int] | None = None
     """Windows of the calls that are noted, while a trial runs."""
 
 
 @contextlib.contextmanager
-def seeing(seen: Seen) -> Iterator[None]:
+def seeing(seen: SeenKeys) -> Iterator[None]:
     """Let attention see so much."""
     before, _Now.seen = _Now.seen, seen
     try:
@@ -80,24 +78,31 @@ def attention(
     window: int = 0,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention, [sample, head, position, head_dim of values].
 
     There may be fewer heads of keys and values than of queries.  `scale` multiplies scores
     (1 / sqrt(head_dim) without it), `window` counts the keys that a query sees, its own among them,
     a `cap` bounds scores by cap tanh(s / cap), and `sinks` [head] take part in the softmax without
-    a value.
+    a value.  Where samples hold several documents, `starts` [sample, position] says at which
+    position of the sample the document of each query begins, and it sees no key before that.
     """
     if _Now.calls is not None:
         _Now.calls.append(window)
     width, seen = value.shape[-1], _Now.seen
+    starts = seen.starts if starts is None else starts
     if seen.itself:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    if not (window or cap or sinks is not None or seen.starts is not None):
+    if not (window or cap or sinks is not None or starts is not None):
         if seen.context.degree == 1:
-            shared = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
             return functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, **shared
+                query,
+                key,
+                value,
+                is_causal=True,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
             )
         mixed = context.attention(
             query, key, _as_wide(value, query), seen.context, scale=scale or _scale(query)
@@ -112,7 +117,7 @@ def attention(
             cap=cap,
             window=window,
             sinks=sinks,
-            starts=seen.starts,
+            starts=starts,
         )
     return mixed[..., :width]
 
@@ -125,6 +130,43 @@ def _as_wide(value: Tensor, query: Tensor) -> Tensor:
     """Return values with zeros behind, as wide as queries are: kernels take one width."""
     lacking = query.shape[-1] - value.shape[-1]
     return functional.pad(value, (0, lacking)) if lacking else value
+
+
+def library_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Return the same as layers of transformers ask for it, [sample, position, head, head_dim].
+
+    The library makes no masks for attention that it does not know.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if dropout or not causal or attention_mask is not None or settings.get("position_bias"):
+        raise LaunchError(
+            f"{type(module).__name__} has attention with dropout, with a mask or bias of its own, "
+            "or that is not causal, which is neither divided nor kept within documents"
+        )
+    mixed = attention(
+        query,
+        key,
+        value,
+        scale=scaling,
+        window=sliding_window or 0,
+        cap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 # --- where a module may be divided ----------------------------------------------------------------
@@ -149,7 +191,7 @@ def check_positions(
 
         def made(given: Any) -> Any:
             args, kwargs = arguments(recorder.inputs(given))
-            with seeing(Seen(itself=True)):
+            with seeing(SeenKeys(itself=True)):
                 return tried(*args, **kwargs)
 
         whole = made(batch)
@@ -163,14 +205,14 @@ def check_positions(
         order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
         others = order[order != at]
         for one, other in _pairs(whole, changed, length):
-            if not torch.allclose(one[:, others], other[:, others], **_CLOSE):
+            if not _same(one[:, others], other[:, others]):
                 raise LaunchError(
                     f"{why}, and {type(module).__name__} mixes positions elsewhere than in "
                     "meshwright.attention (another attention, a convolution, a mean); use 1"
                 )
         turned = made(_positions_of(batch, length, lambda x: x[:, order]))
         for one, other in _pairs(whole, turned, length):
-            if not torch.allclose(one[:, order], other, **_CLOSE):
+            if not _same(one[:, order], other):
                 raise LaunchError(
                     f"{why}, and {type(module).__name__} counts positions by itself "
                     "(torch.arange); give them with the batch, [sample, position]"
@@ -181,6 +223,10 @@ def _pairs(one: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor]]
     for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
         if isinstance(a, Tensor) and a.ndim > 1 and a.shape[1] == length:
             yield a, b
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def _with_other(x: Tensor, at: int) -> Tensor:

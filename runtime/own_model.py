@@ -21,7 +21,7 @@ from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place, place_of
-from runtime.named_attention import Seen, check_positions, divided, seeing
+from runtime.named_attention import SeenKeys, check_positions, divided, seeing
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
@@ -86,7 +86,8 @@ class OwnModel:
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
         if isinstance(wanted, Plan):
-            check_module(wanted, recorder)
+            if not self._sees_less(wanted):  # which was planned without positions
+                check_module(wanted, recorder)
             plan = wanted
         else:
             name = getattr(build, "__name__", type(module).__name__)
@@ -139,9 +140,9 @@ class OwnModel:
                 )
             for path, one in found.items():
                 experts.check(one, path, degree)
-        if plan.mesh.context == 1:
+        if not self._sees_less(plan):
             return
-        why = f"mesh.context: is {plan.mesh.context}"
+        why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
         norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         if self.sums or isinstance(loss, whole_batch):
             raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
@@ -157,7 +158,7 @@ class OwnModel:
 
     def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Return what attention sees while a node of a micro-batch is called."""
-        return seeing(Seen(context=self.place.context))
+        return seeing(SeenKeys(context=self.place.context))
 
     def _tried(self, few: Any) -> Any:
         """Return the batch of trials, for the tensor axis, of what is divided there."""
@@ -185,15 +186,14 @@ class OwnModel:
                 strict=True,
             )
         )
-        if self._sees_less:
+        if self._sees_less(plan):
             for part in parts:
                 part.module.around = self._seeing
         return parts
 
-    @property
-    def _sees_less(self) -> bool:
-        """Whether attention is told what it sees: some positions, or a document."""
-        return self.plan.mesh.context > 1
+    def _sees_less(self, plan: Plan) -> bool:
+        """Tell whether attention is told what it sees: some positions, or a document."""
+        return plan.mesh.context > 1
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""

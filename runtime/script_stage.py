@@ -63,10 +63,10 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
     other = foreign(plan)
     if other:
         yield other
-    if plan.document_len is not None:
+    if plan.document_len is not None and not by_plan:
         yield (
-            f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
-            "and leave it out"
+            f"document_len: is {plan.document_len}, {not_by_engine}; say it to "
+            "meshwright.attention(..., starts=...), or by masks, and leave it out"
         )
     # What is by the plan was asked for by `supported`.
     obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)

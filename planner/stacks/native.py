@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from planner.catalog import native
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import Architecture, ModelGraph, is_own
+from planner.documents.model import Architecture, ModelGraph, is_own, trains_as_module
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.prediction import Assumption
 from planner.documents.profile import Recompute
@@ -102,6 +102,8 @@ def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | N
             (Obstacle(*found) for found in unexecuted(SCRIPT, layout)),
             _conflicts(model, job, layout),
             _unit_obstacles(layout),
+            _place_obstacles(layout),
+            _relay_obstacles(layout, layout.relay) if layout.relay is not None else (),
             _wire_limits(job, layout) if layout.gradient_wire != "full" else (),
         ),
         None,
@@ -273,6 +275,14 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from _unit_obstacles(layout)
     if layout.relay is not None:
         yield from _relay_obstacles(layout, layout.relay)
+    if a is None and not trains_as_module(model.source or ""):
+        for name in ("context", "expert"):
+            if getattr(layout, name) > 1:
+                yield Obstacle(
+                    f"mesh.{name}",
+                    f"a user's own modules cannot be divided by {name} parallelism; use 1, or a "
+                    "script with meshwright.Engine",
+                )
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -527,8 +537,8 @@ def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:
         yield Obstacle(
             "model.architecture.family",
             f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}. Plan it as recorded "
-            "(FOLDER:recorded, with its config.json), which launches under data parallelism, ZeRO "
-            "and pipelines, or train it from your own script with meshwright.Engine",
+            "(FOLDER:recorded, with its config.json), which launches under data parallelism, ZeRO, "
+            "pipelines and a tensor axis, or train it from your own script with meshwright.Engine",
         )
     lack = _lack_of_reference(a) if a.family == "reference" else None
     if lack:
