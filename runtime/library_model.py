@@ -22,12 +22,12 @@ from planner.documents.model import ModelGraph, recorded_file
 from planner.documents.plan import Plan
 from planner.documents.units import name_of
 from planner.errors import LaunchError
-from runtime.adapter import next_token_loss
 from runtime.export import DType
 from runtime.mesh import Place
 from runtime.named_attention import library_attention
 from runtime.script_model import DEGREES, MOST_CHECKED, script_model
 from runtime.script_start import built
+from runtime.token_loss import token_loss
 from runtime.token_model import TokenModel, recording_of, samples, tried_samples
 from runtime.trial import copied
 
@@ -209,5 +209,4 @@ def _inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
     return given | ({"position_ids": batch[2]} if len(batch) > 2 else {})
 
 
-def _loss(outputs: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    return next_token_loss(outputs.logits, batch[1])
+_loss = token_loss(lambda batch: batch[1])

@@ -39,6 +39,8 @@ class SeenKeys:
     """The first key of each query's document, [sample, position]; None is the sample's first."""
     itself: bool = False
     """Nothing but the query's own position, for a trial."""
+    batch: Any = None
+    """The micro-batch itself."""
 
 
 class _Now:
@@ -57,6 +59,11 @@ def seeing(seen: SeenKeys) -> Iterator[None]:
         yield
     finally:
         _Now.seen = before
+
+
+def seen_now() -> SeenKeys:
+    """Return what is seen by the call under way."""
+    return _Now.seen
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ from runtime.script_stage import (
 )
 from runtime.script_start import built
 from runtime.script_tensor import Styles, styles_by_name
+from runtime.token_loss import check_chunks, token_loss
 from runtime.torch_optimizers import Factory, GroupOf, ParameterGroup, grouped
 from runtime.transforms import Staged
 from runtime.whole_batch import whole_batch
@@ -123,13 +124,14 @@ class OwnModel:
         self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
+        self._loss = loss
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
     def _check_divisions(
         self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
     ) -> None:
-        """Refuse a module whose experts or positions cannot be divided as the plan wants."""
+        """Refuse a module whose experts, loss or positions cannot be divided as the plan wants."""
         degree = plan.mesh.expert
         if degree > 1:
             found = experts.modules_of(module)
@@ -140,6 +142,8 @@ class OwnModel:
                 )
             for path, one in found.items():
                 experts.check(one, path, degree)
+        if plan.loss is not None:
+            check_chunks(plan, module, recorder, few, loss)
         if not self._sees_less(plan):
             return
         why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
@@ -158,7 +162,7 @@ class OwnModel:
 
     def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Return what attention sees while a node of a micro-batch is called."""
-        return seeing(SeenKeys(context=self.place.context))
+        return seeing(SeenKeys(context=self.place.context, batch=batch))
 
     def _tried(self, few: Any) -> Any:
         """Return the batch of trials, for the tensor axis, of what is divided there."""
@@ -178,6 +182,7 @@ class OwnModel:
                 device=self._device,
                 styles=self._styles,
                 participation=self.participation,
+                loss=self._loss if isinstance(self._loss, token_loss) else None,
                 compiler=compiler,
             )
             for stage, own in zip(
@@ -186,7 +191,7 @@ class OwnModel:
                 strict=True,
             )
         )
-        if self._sees_less(plan):
+        if self._sees_less(plan) or plan.loss is not None:
             for part in parts:
                 part.module.around = self._seeing
         return parts

@@ -330,10 +330,15 @@ class StepPasses:
         """Return what the module makes of each micro-batch, where this rank has the last stage."""
         made: list[Any] = []
         self._taken = made
+        heads = [part.chunked for part in self._parts if part.chunked is not None]
         try:
+            for head in heads:
+                head.active = False
             self._forward(micros)
         finally:
             self._taken = None
+            for head in heads:
+                head.active = True
         self._let_go()
         self._statistics.forget()
         return made

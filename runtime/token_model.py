@@ -151,7 +151,7 @@ class TokenModel(OwnModel):
 
     def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         starts = batch[3] if self._documents else None
-        return seeing(SeenKeys(context=self.place.context, starts=starts))
+        return seeing(SeenKeys(context=self.place.context, starts=starts, batch=batch))
 
     def learning_rate(self, steps: int) -> float | None:
         """Return that of the update behind so many."""

@@ -52,6 +52,8 @@ from runtime.recompute import wrapped
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import ScriptStyles, divide
+from runtime.token_loss import ChunkedHead, head_of, token_loss
+from runtime.token_loss import in_chunks as module_in_chunks
 from runtime.torch_internals import act_around, share_memory
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
@@ -75,6 +77,8 @@ class Script:
     participation: Participation
     unused: Sequence[nn.Parameter]
     """Parameters that nothing reads, on the stage that holds them."""
+    loss: token_loss | None
+    """What may be made in chunks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +116,8 @@ class Staged:
     """What a library's layers hold beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...] = ()
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    chunked: ChunkedHead | None = None
+    """The head of a user's own module, where it returns its loss."""
     narrow: NarrowWeights = field(default_factory=lambda: NarrowWeights(None))
     """Weights that are gathered in 8 bits, where the plan says so."""
 
@@ -329,7 +335,14 @@ def _tensor(staged: Staged) -> None:
 
 def _loss(staged: Staged) -> None:
     """Let the head return its loss, made in chunks."""
-    plan = staged.plan
+    plan, of = staged.plan, staged.of
+    if isinstance(of, Script):
+        if plan.loss is not None and staged.stage == len(plan.stages) - 1:
+            assert of.loss is not None, "refused by check_chunks"
+            head = head_of(of.recorder.first, of.module)
+            unit = staged.module.part(head)
+            staged.chunked = module_in_chunks(unit, head, plan.loss, of.loss)
+        return
     if staged.chunks_loss:
         assert plan.loss is not None
         group = staged.place.axis("tensor").get_group() if plan.mesh.tensor > 1 else None

@@ -101,10 +101,10 @@ SCRIPT: Mapping[str, Claim] = {
             "weight_wire",
             "dispatch",
             "relay",
+            "loss",
         ),
         Claim(_any),
     ),
-    "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(
         "it goes with tensor, context and expert 1: what divides your modules calls collectives "
         "that no graph has",

@@ -185,6 +185,8 @@ def _unplanned(
                     f"is {degree}, which is not priced for modules of one's own; use 1, or write "
                     "it into a plan",
                 )
+        if layout.loss is not None:
+            yield Obstacle("loss", "is in chunks, which is not priced for modules of one's own")
     if job.lora is None:
         return
     if a is None:
@@ -405,7 +407,8 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
             yield Obstacle(
                 "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
             )
-        if model.architecture is None or model.edges:
+        known = model.architecture is not None and not model.edges
+        if not (known or is_own(model.source or "")):
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:

@@ -75,10 +75,7 @@ def batch_of(step: int) -> Batch:
     return {"tokens": row[:, :-1], "positions": positions, "targets": row[:, 1:]}
 
 
-def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
-    targets = batch["targets"].flatten()
-    total = functional.cross_entropy(outputs.flatten(0, 1).float(), targets, reduction="sum")
-    return total, targets.numel()
+loss = meshwright.token_loss(lambda batch: batch["targets"])
 
 
 def adamw(groups: Any) -> torch.optim.Optimizer:
@@ -103,7 +100,8 @@ def trained(build: Any, every: list[dict[str, Any]]) -> list[Run]:
 
 DIVIDED: list[tuple[Any, dict[str, Any]]] = [
     (Net, {"context": 2, "micro_batches": 2, "recompute": "full"}),
-    (Net, {"context": 2, "zero": 3}),
+    (Net, {"context": 2, "zero": 3, "loss": {"rows": 3, "gradients": "recomputed"}}),
+    (Net, {"pipeline": 2, "loss": {"rows": 5, "gradients": "precomputed"}}),
     (mixture, {"expert": 2, "zero": 3}),
     (mixture, {"expert": 2, "context": 2, "dispatch": "allgather"}),
 ]
@@ -124,6 +122,20 @@ def test_positions_and_experts_over_two_ranks_train_as_one_process(build: Any) -
             first = (len(made) - len(outputs)) * (at % 2)
             own = made[first : first + len(outputs)]
             torch.testing.assert_close(outputs, own, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_is_not_made_of_one_product_is_not_made_in_chunks() -> None:
+    class Scaled(Net):
+        def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+            return super().forward(tokens, positions) * 0.5
+
+    plan = {"loss": {"rows": 3, "gradients": "recomputed"}}
+    for build, own, said in (
+        (Scaled, loss, "does not return what one nn.Linear makes"),
+        (Net, lambda made, batch: made.mean(), "give meshwright.token_loss"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            Engine(build, plan, loss=own, optimizer=adamw, batch=batch_of(0))
 
 
 @pytest.mark.parametrize(
