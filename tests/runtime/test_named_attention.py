@@ -82,7 +82,7 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
 
 
-Run = tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]
+Run = tuple[list[tuple[float, float]], dict[str, Tensor], Tensor, int]
 
 
 def trained(build: Any, every: list[dict[str, Any]]) -> list[Run]:
@@ -94,7 +94,8 @@ def trained(build: Any, every: list[dict[str, Any]]) -> list[Run]:
         assert engine.evaluate(held).loss > 0
         made = engine.outputs(held)
         assert len(made) == SAMPLES // engine.slices
-        runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict(), made))
+        first = engine.plan.samples_of(engine.slice_rank).start
+        runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict(), made, first))
     return runs
 
 
@@ -107,19 +108,38 @@ DIVIDED: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("build", [Net, mixture])
-def test_positions_and_experts_over_two_ranks_train_as_one_process(build: Any) -> None:
-    layouts = [fields for of, fields in DIVIDED if of is build]
-    ((expected, weights, made),) = trained(build, [{}])
+OVER_FOUR: list[tuple[Any, dict[str, Any]]] = [
+    (Net, {"context": 2, "pipeline": 2, "schedule": "zb-h1"}),
+    (Net, {"context": 2, "tensor": 2, "recompute": "selective"}),
+    (Net, {"context": 2, "zero": 3, "offload": "parameters", "activations": "offload"}),
+    (Net, {"context": 4, "zero": 1}),
+    (mixture, {"expert": 4, "zero": 2, "micro_batches": 1}),
+    (mixture, {"expert": 2, "pipeline": 2, "zero": 1}),
+    (mixture, {"expert": 2, "zero": 3, "context": 2, "recompute": "full"}),
+    (mixture, {"expert": 4, "relay": 2, "context": 2, "zero": 1}),
+]
 
-    for at, runs in enumerate(on_ranks(2, trained, build, layouts)):
-        for layout, (found, ours, outputs) in zip(layouts, runs, strict=True):
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("build", "ranks"),
+    [
+        (Net, 2),
+        (mixture, 2),
+        *(pytest.param(build, 4, marks=pytest.mark.matrix) for build in (Net, mixture)),
+    ],
+)
+def test_positions_and_experts_over_ranks_train_as_one_process(build: Any, ranks: int) -> None:
+    rows = DIVIDED if ranks == 2 else OVER_FOUR
+    layouts = [fields for of, fields in rows if of is build]
+    ((expected, weights, made, _),) = trained(build, [{}])
+
+    for runs in on_ranks(ranks, trained, build, layouts):
+        for layout, (found, ours, outputs, first) in zip(layouts, runs, strict=True):
             for one, other in zip(found, expected, strict=True):
                 assert one == pytest.approx(other, rel=1e-5), layout
             for name, value in weights.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
-            first = (len(made) - len(outputs)) * (at % 2)
             own = made[first : first + len(outputs)]
             torch.testing.assert_close(outputs, own, rtol=1e-4, atol=1e-5)
 
