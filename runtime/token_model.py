@@ -154,7 +154,7 @@ class TokenModel(OwnModel):
         return seeing(SeenKeys(context=self.place.context, starts=starts, batch=batch))
 
     def learning_rate(self, steps: int) -> float | None:
-        """Return that of the update behind so many."""
+        """Return that of the update behind `steps` others."""
         return learning_rate(self.plan.training, steps)
 
 
