@@ -197,7 +197,7 @@ class OwnModel:
         return parts
 
     def _sees_less(self, plan: Plan) -> bool:
-        """Tell whether attention is told what it sees: some positions, or a document."""
+        """Tell whether attention sees less than a sample: some positions, or a document."""
         return plan.mesh.context > 1
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:

@@ -88,12 +88,12 @@ class TokenModel(OwnModel):
             what = "documents" if documents else f"mesh.context: is {plan.mesh.context}"
             if not numbered:
                 raise LaunchError(
-                    f"{what}, and {plan.model.name} is not told which positions it has; train it "
+                    f"{what}, and {plan.model.name} gets no positions with its tokens; train it "
                     "from a script with meshwright.attention"
                 )
             if plan.compile != "none":
                 raise LaunchError(
-                    f"compile: is {plan.compile}, and no graph has attention that is told what it "
+                    f"compile: is {plan.compile}, and no graph has attention that is given what it "
                     f"sees ({what}); use none"
                 )
         self.vocabulary = _vocabulary(module)

@@ -218,7 +218,8 @@ def test_attention_stays_within_documents(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("falcon", "takes no other attention"), ("mamba", "is not told which")]
+    ("kind", "said"),
+    [("falcon", "takes no other attention"), ("mamba", "gets no positions with")],
 )
 def test_attention_of_its_own_is_neither_divided_nor_kept_within_documents(
     kind: str, said: str, folder: Path
