@@ -26,7 +26,7 @@ from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated import BySimulation, Tried, bound_of
 from planner.search.spaces.simulated_graph import SimulatedGraph
-from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
+from planner.search.spaces.simulated_mixed import SimulatedMixed
 
 
 class SimulatedShares(BySimulation, ShareSpace):
@@ -37,7 +37,7 @@ class SimulatedShares(BySimulation, ShareSpace):
     """
 
     def __init__(self, own: ShareSpace, tried: Tried) -> None:
-        super().__init__(own.request, own.whole, known=own)
+        super().__init__(own.candidates)
         self._own, self.tried = own, tried
 
     @property
@@ -77,21 +77,19 @@ class SimulatedShares(BySimulation, ShareSpace):
 
 def simulated_spaces(
     spaces: Sequence[Any], goal: Simulated, closed_form_s: float
-) -> list[SimulatedShares | SimulatedGraph | SimulatedMixed]:
+) -> list[SimulatedShares | SimulatedMixed]:
     """Return the layouts of some spaces by what they simulate.
 
     None of them takes less than `closed_form_s` in the closed form.
     """
-    every: list[SimulatedShares | SimulatedGraph | SimulatedMixed] = []
+    every: list[SimulatedShares | SimulatedMixed] = []
     for space in spaces:
         tried = Tried(goal)
         if isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, tried))
-        elif isinstance(space, GraphSpace):
-            every.append(SimulatedGraph(space, tried, closed_form_s))
         else:
-            along = SimulatedMixedGraph if space.model.edges else SimulatedMixed
-            every.append(along(space, tried))
+            along = SimulatedGraph if isinstance(space, GraphSpace) else SimulatedMixed
+            every.append(along(space, tried, closed_form_s))
     return every
 
 

@@ -16,6 +16,7 @@ from planner.requests.request import Request
 from planner.search.certificate import PROVEN
 from planner.search.effort import FULL, USUAL
 from planner.search.goals import Simulated, SplitSolution
+from planner.search.group_candidates import GroupCandidates
 from planner.search.ranked import Ranked
 from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
@@ -30,7 +31,7 @@ TWO, THREE = "2xa100-sxm-40gb+2xv100-sxm-32gb", "2xa100-sxm-40gb+4xv100-sxm-32gb
 
 def simulated(own: MixedSpace, best: Ranked) -> SimulatedMixed:
     """The layouts of a space, of which those are wanted that are faster than a plan."""
-    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))))
+    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))), 0.0)
 
 
 def every_plan(own: MixedSpace, layout: Layout) -> list[Ranked]:
@@ -84,7 +85,9 @@ LAYOUTS = [
 def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout: Layout) -> None:
     recompute = None if layers < 4 else "full"
     own = MixedSpace(
-        Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
+        GroupCandidates(
+            Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
+        )
     )
     plans = sorted(every_plan(own, layout), key=lambda one: one.prediction.step_time_s)
     least_s = plans[0].prediction.step_time_s
@@ -116,7 +119,7 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
     assert usual.certificate.lower_bound_s <= full.prediction.step_time_s
     least_s = float("inf")
     for groups in (request.cluster.groups, *((one,) for one in request.cluster.groups)):
-        own = MixedSpace(request.on(groups), request.cluster)
+        own = MixedSpace(GroupCandidates(request.on(groups), request.cluster))
         for _, bundle in own.bundles(Counter()):
             for layout in bundle.layouts():
                 if own.refusal(layout) is None and layout.virtual_stages == 1:
