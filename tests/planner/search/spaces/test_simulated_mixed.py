@@ -19,6 +19,7 @@ from planner.search.goals import Simulated, SplitSolution
 from planner.search.group_candidates import GroupCandidates
 from planner.search.ranked import Ranked
 from planner.search.search import search
+from planner.search.simulated_groups import SimulatedGroupCandidates
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
@@ -94,7 +95,8 @@ def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout
     space = simulated(own, plans[-1])
     assert space.refusal(layout) is None
 
-    bounds_s = [bound(layout) for _, bound in space.bounds]
+    every = SimulatedGroupCandidates.of(GroupCandidates(own.request))
+    bounds_s = [every.computation_s(layout), *(bound(layout) for _, bound in space.bounds[1:])]
     bounds_s.append(space.estimate_s(layout, 2 * least_s))
 
     assert all(isinstance(one, float) and 0 < one <= least_s * (1 + 1e-9) for one in bounds_s)
