@@ -503,10 +503,9 @@ _BELOW = 1.0 - SLACK
 
 def _stacked(states: Sequence[States]) -> States:
     """Return states that are arrays."""
-    numbers: dict[int, int] = {}
-    place = np.array([numbers.setdefault(id(one), len(numbers)) for one in states])
-    some = {id(one): one for one in states}
-    rows = np.array([_row(some[key]) for key in numbers])
+    numbers: dict[tuple[float, ...], int] = {}
+    place = np.array([numbers.setdefault(_row(one), len(numbers)) for one in states])
+    rows = np.array(list(numbers))
     return States(**dict(zip(_STATES, rows.T[:, place], strict=True)))
 
 

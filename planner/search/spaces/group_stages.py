@@ -228,20 +228,19 @@ def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
     like = space.model.chain_kinds[shares.run.before]
     numbered: list[StrategyCost] = []
     order: list[int] = []
-    number_of: dict[int, int] = {}
-    for problem in problems.values():
-        for kind, table in problem.costs.kinds.items():
-            first = len(numbered)
-            numbered += table
-            number_of |= {id(cost): first + at for at, cost in enumerate(table)}
+    first_of: dict[tuple[str, str], int] = {}
+    for group, problem in problems.items():
+        for kind in problem.costs.kinds:
+            first = first_of[group, kind] = len(numbered)
+            numbered += problem.choices(kind)
             if kind == like:
                 own = range(first, len(numbered))
                 order += sorted(own, key=lambda n: (numbered[n].layer_bytes.stored, -n))
     choices: list[tuple[int, ...]] = []
     for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
-        problem = problems[found.split.stage_types[rank]]
+        group = found.split.stage_types[rank]
         for entry in range(first, end):
-            costs = problem.treatments(entry, split.options[entry])
-            choices.append(tuple(number_of[id(cost)] for cost in costs))
+            each = problems[group].chosen(entry, split.options[entry])
+            choices.append(tuple(first_of[group, kind] + choice for kind, choice in each))
     placed = shares.placed(split.cuts, choices, order)
     return [[(at, numbered[choice]) for at, choice in stage] for stage in placed]

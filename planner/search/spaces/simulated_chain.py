@@ -297,7 +297,7 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         others = space.rescheduled(best.plan.layout) if space is home else []
         for layout, bound_s in (*space.opened_layouts(), *others):
             sizes = layout.micro_batch, layout.loss, layout.zero > 2
-            key = id(space), timetable(layout), kind(layout), *sizes
+            key = space, timetable(layout), kind(layout), *sizes
             worse = key in alike and alike[key][0] <= bound_s
             if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
                 continue
