@@ -25,6 +25,7 @@ from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
 from planner.costs.rank_memory import in_flight_at_most, room_bytes
 from planner.costs.strategy import least_resident
+from planner.documents.axes import computed_by
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import INSIDE_OUT, Layout
 from planner.documents.tolerances import ROUNDING
@@ -300,4 +301,4 @@ def _alive(layout: Layout) -> Floats:
 def _divided(layout: Layout) -> tuple[object, ...]:
     """What the computation inside layers depends on; axes lie in one order."""
     degrees = layout.tensor, layout.context, layout.expert
-    return *degrees, layout.micro_batch, layout.loss, layout.compile, layout.tensor_overlap
+    return *degrees, layout.micro_batch, layout.loss, *computed_by(layout)

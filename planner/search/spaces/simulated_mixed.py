@@ -345,6 +345,7 @@ class _LayoutSearch:
                 actions=effort.actions,
                 nodes=effort.nodes,
                 most_columns=effort.columns,
+                iterations=effort.iterations,
                 until=time.process_time() + effort.program_s,
             ),
         )

@@ -84,12 +84,12 @@ def simulated_spaces(
     """
     every: list[SimulatedShares | SimulatedMixed] = []
     for space in spaces:
-        tried = Tried(goal)
-        if isinstance(space, ShareSpace):
-            every.append(SimulatedShares(space, tried))
+        if isinstance(space, GraphSpace):
+            every.append(SimulatedGraph(space, Tried(goal, further=True), closed_form_s))
+        elif isinstance(space, ShareSpace):
+            every.append(SimulatedShares(space, Tried(goal)))
         else:
-            along = SimulatedGraph if isinstance(space, GraphSpace) else SimulatedMixed
-            every.append(along(space, tried, closed_form_s))
+            every.append(SimulatedMixed(space, Tried(goal), closed_form_s))
     return every
 
 
