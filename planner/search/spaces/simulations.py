@@ -25,7 +25,7 @@ from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated import BySimulation, Tried, bound_of
-from planner.search.spaces.simulated_graph import SimulatedGraph
+from planner.search.spaces.simulated_graph import SimulatedGraph, places_of
 from planner.search.spaces.simulated_mixed import SimulatedMixed
 
 
@@ -85,7 +85,9 @@ def simulated_spaces(
     every: list[SimulatedShares | SimulatedMixed] = []
     for space in spaces:
         if isinstance(space, GraphSpace):
-            every.append(SimulatedGraph(space, Tried(goal, further=True), closed_form_s))
+            # Many downsets have no program, and each of their problems takes seconds.
+            tried = Tried(goal, further=places_of(space.ordered) is not None)
+            every.append(SimulatedGraph(space, tried, closed_form_s))
         elif isinstance(space, ShareSpace):
             every.append(SimulatedShares(space, Tried(goal)))
         else:
