@@ -181,7 +181,7 @@ class GroupCandidates:
         """Whether the commonest layers may fit, each rank on whichever group holds the most.
 
         A rank holds no more of them than its minimum-memory option allows, at the moment by which
-        planner.search.least_bytes bounds its bytes, on the stage that has least in flight then.
+        planner.search.bytes_bounds bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)
         kind = list(each[0].parts)[int(np.argmax(self.counts))]

@@ -1,7 +1,7 @@
 """The partition problem of the ranks of a pipeline, each with the layers of all its stages.
 
 Bytes are counted as a split holds them (planner.costs.rank_memory), with sums over layers that are
-no more (planner.search.least_bytes).
+no more (planner.search.bytes_bounds).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from planner.documents.plan import Layout
 from planner.errors import DocumentError
 from planner.schedules.pipeline_model import InFlightCounts, held, most_on_first_stage
 from planner.schedules.schedule import splits_backward
+from planner.search.bytes_bounds import BytesBounds
 from planner.search.layer_options import allowed_places, option_of
-from planner.search.least_bytes import LeastBytes
 from planner.search.ranks import Shares, shares_of
 from planner.solver.instance import Instance, Option, Solution, StageLimits, UsedBytes
 
@@ -94,7 +94,7 @@ class RankProblem:
         """Return the problem with the bytes of splits, and sums that are no more."""
         layers, groups = self._entries()
         choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
-        least = LeastBytes(
+        least = BytesBounds(
             self._chain,
             self._shares,
             self.costs,

@@ -211,7 +211,7 @@ def _prove(
         spent = Spent()
         chains = [SimulatedChain(one, goal, spent, bound_s) for one in spaces]
         home = closed_form.home(closed_form.ranking()[0])
-        owner = next(one for one in chains if one.own is home)
+        owner = next(one for one in chains if one.closed_form is home)
         simulated_chain.look_near(chains, owner, start[0])
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())

@@ -100,7 +100,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer of all that crosses it."""
-        problem: GraphInstance = self.own.instance(layout)
+        problem: GraphInstance = self.closed_form.instance(layout)
         places, readers = self._places, problem.readers()
         assert places is not None
         return [
@@ -118,7 +118,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         """Return the split of types [rank], downsets [rank + 1] and options."""
         assert self._places is not None
         layers, cuts = self._places.laid(ends)
-        return closed(self.own, layout, order, cuts, options, layers)
+        return closed(self.closed_form, layout, order, cuts, options, layers)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool

@@ -72,7 +72,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def __init__(self, own: MixedSpace, tried: Tried, closed_form_s: float) -> None:
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(_simulated(own.candidates), effort=own.effort)
-        self.own, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
+        self.closed_form, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -111,7 +111,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return found
 
     def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
-        m, chains = layout.micro_batches, self._own_chains(layout)
+        m, chains = layout.micro_batches, self._bare_chains(layout)
         whole_s = np.array(
             [
                 sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
@@ -150,7 +150,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """
         return computing_problem(self.costs, layout, chains)
 
-    def _own_chains(self, layout: Layout) -> dict[str, Instance]:
+    def _bare_chains(self, layout: Layout) -> dict[str, Instance]:
         return {
             name: replace(chain, credits_s=(), forward_apart=False)
             for name, chain in self.chains(layout).items()
@@ -191,7 +191,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
         """Return the plan of a split; those that fit are kept."""
         closed_s = split.split.objective_s + self._step_s(layout)
-        plan = self.own.ranked(SplitSolution(closed_s, closed_s, layout, split))
+        plan = self.closed_form.ranked(SplitSolution(closed_s, closed_s, layout, split))
         self.tried.keep(plan)
         return plan
 
@@ -203,7 +203,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
         They are for plans below a limit.
         """
-        chains, places = self._own_chains(layout), self.places(layout)
+        chains, places = self._bare_chains(layout), self.places(layout)
         if (
             layout.pipeline == 1
             or places is None
@@ -225,7 +225,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def places(self, layout: Layout) -> Places | None:
         """Return where the layers can be cut; None where downsets are many."""
-        return Places(len(self.own.instance(layout).chain.layers))
+        return Places(len(self.closed_form.instance(layout).chain.layers))
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer; inf where they never meet.
@@ -234,7 +234,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """
         stages, places = (
             self.costs.stages_of(layout),
-            len(self.own.instance(layout).chain.layers) + 1,
+            len(self.closed_form.instance(layout).chain.layers) + 1,
         )
         sent_s = {(a, b): self.costs.crossing_s(layout, a, b) for a in stages for b in stages}
         if layout.virtual_stages > 1:
@@ -257,7 +257,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed(self.own, layout, order, ends, options)
+        return closed(self.closed_form, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
@@ -307,7 +307,7 @@ class _LayoutSearch:
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        whole: GraphInstance = space.own.instance(layout)
+        whole: GraphInstance = space.closed_form.instance(layout)
         if not whole.chain.sides:  # which takes a program in the closed form
             closed_form = space.best_split(whole, self._limit_s * ABOVE - step_s)
             if isinstance(closed_form, GraphSolution):
@@ -384,13 +384,18 @@ class _LayoutSearch:
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed(self._space.own, self._layout, order, cuts, options)
+        return closed(self._space.closed_form, self._layout, order, cuts, options)
 
     def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = found.split
         return closed(
-            self._space.own, self._layout, found.types, split.cuts, split.options, found.order
+            self._space.closed_form,
+            self._layout,
+            found.types,
+            split.cuts,
+            split.options,
+            found.order,
         )
 
 

@@ -38,7 +38,7 @@ class SimulatedShares(BySimulation, ShareSpace):
 
     def __init__(self, own: ShareSpace, tried: Tried) -> None:
         super().__init__(own.candidates)
-        self._own, self.tried = own, tried
+        self._closed_form, self.tried = own, tried
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -68,10 +68,10 @@ class SimulatedShares(BySimulation, ShareSpace):
 
     def solved_s(self, layout: Layout) -> float | Lost:
         """Return what no shares of a layout simulate below; those of the closed form are tried."""
-        answer = self._own.solve(layout, self.tried.goal.step_s)
+        answer = self._closed_form.solve(layout, self.tried.goal.step_s)
         if isinstance(answer, Lost):
             return bound_of(answer)
-        self.tried.keep(self._own.ranked(answer))
+        self.tried.keep(self._closed_form.ranked(answer))
         return answer.lower_bound_s - self._spread_s(layout)
 
 
