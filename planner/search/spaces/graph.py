@@ -21,6 +21,8 @@ from planner.solver.instance import Instance
 
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
+MOST_STEPS = 100_000
+"""Pairs of them, for every position, where layouts are bounded within memory: it is done for each."""
 TRIED_FOR_S = 2.0
 """Seconds of the integer program of one layout's hosts where any split that fits will do."""
 PROGRAMS, MOVES = 160, 40
@@ -30,7 +32,11 @@ PROGRAMS, MOVES = 160, 40
 def effort_of(programs: int = PROGRAMS, moves: int = MOVES) -> GraphEffort:
     """Return what the layouts of a search share; none of either is for any split that fits."""
     return GraphEffort(
-        programs=programs, moves=moves, most_ideals=MOST_IDEALS, most_pairs=MOST_PAIRS
+        programs=programs,
+        moves=moves,
+        most_ideals=MOST_IDEALS,
+        most_pairs=MOST_PAIRS,
+        most_steps=MOST_STEPS,
     )
 
 
