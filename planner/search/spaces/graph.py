@@ -22,7 +22,7 @@ from planner.solver.instance import Instance
 MOST_PAIRS = 10_000_000
 """Pairs of downsets compared at once; more leave a gap."""
 MOST_STEPS = 100_000
-"""Pairs of them, for every position, where layouts are bounded within memory: it is done for each."""
+"""Pairs of them for every position, where each layout is bounded within memory."""
 TRIED_FOR_S = 2.0
 """Seconds of the integer program of one layout's hosts where any split that fits will do."""
 PROGRAMS, MOVES = 160, 40
