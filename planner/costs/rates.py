@@ -82,7 +82,7 @@ class Rates:
         if self.overheads:
             return self.overheads.pipeline_action_s
         found = self.calibration.action_s if self.calibration else None
-        return self.stack.host.action_s if found is None else found
+        return self.stack.host.action_s if found is None else self._pace * found
 
     def action_share(self, virtual_stages: int) -> float:
         """Return the share of an action's seconds that each of a rank's stages takes."""
@@ -90,7 +90,7 @@ class Rates:
 
     @property
     def slack(self) -> float | None:
-        """Reserved over allocated memory, where runs have told it."""
+        """Reserved over allocated memory, where runs have shown it."""
         return self.calibration.slack if self.calibration else None
 
     @property
@@ -99,7 +99,11 @@ class Rates:
         if self.overheads:
             return self.overheads.step_s
         found = self.calibration.step_s if self.calibration else None
-        return self.stack.host.step_s if found is None else found
+        return self.stack.host.step_s if found is None else self._pace * found
+
+    @property
+    def _pace(self) -> float:
+        return (self.calibration.pace if self.calibration else None) or 1.0
 
     def waits(self, layout: Layout) -> float:
         """Return the share of a transfer to the next stage for which its sender waits."""
@@ -167,11 +171,11 @@ class Rates:
         return larger(0.0, copy_s - backward_s) + copy_s
 
     def host_optimizer_s(self, parameters: float, types: StateTypes) -> float:
-        """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
+        """Seconds of clipping and AdamW by the host, for the parameters of a rank."""
         return self.host_memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
 
     def optimizer_s(self, parameters: float, types: StateTypes) -> float:
-        """Seconds of clipping and AdamW for parameters held by a rank."""
+        """Seconds of clipping and AdamW for the parameters of a rank."""
         if self.overheads:
             return self.overheads.optimizer_s_per_parameter * parameters
         return self.memory_s(updated_bytes(types, self.stack.optimizer) * parameters)

@@ -2,14 +2,14 @@
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range grows with what is not known of a
-run: one law for all stacks, held against runs of sources that were left out of the fit
+run: one law for all stacks, compared with runs of sources that were left out of the fit
 (docs/accuracy.md).  Layouts of one model on one machine share those rates, so what tells them apart
 is the first range, not the second.
 
     below = 0.07 + more        above = 0.05 + 0.55 u + more
 
 u is the share of a step that does not compute, and `more` what is added for a run that is unlike
-all measured ones of its stack, and for each thing that nobody said of it.
+all measured ones of its stack, and for each thing that is not known of it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ published for H100), where nobody says that a run was in 16 and its devices have
 QUOTED_SPREAD = 0.1
 """Logarithm: what a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.1
-"""Logarithm: what a run adds of which not all is told."""
+"""Logarithm: what a run adds of which not all is known."""
 MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
 machine where layers were measured (benchmarks/results/local_truth.md)."""
@@ -111,12 +111,13 @@ def step_range(
     """Return the range of a step whose seconds by cause are `parts`.
 
     `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
-    behind them, `assumed` is what of the run was not told.
+    behind them, `assumed` is what of the run is not known.
     """
     step_s = sum(parts.values())
     if measured:
-        miss = own_miss(parts, spread)
-        return StepRange(max(0.0, 1 - miss) * step_s, (1 + miss) * step_s, None)
+        miss, fitted = own_miss(parts, spread), _fitted_spread(request)
+        low = min(max(0.0, 1 - miss), math.exp(-fitted))
+        return StepRange(low * step_s, max(1 + miss, math.exp(fitted)) * step_s, None)
     outside = outside_of(request, layout)
     below, above = _widths(request, layout, parts, bool(outside), assumed=assumed)
     said = "runs like its stack's own"
@@ -128,6 +129,12 @@ def step_range(
         source="docs/accuracy.md",
     )
     return StepRange(step_s * math.exp(-below), step_s * math.exp(above), basis)
+
+
+def _fitted_spread(request: Request) -> float:
+    """Return within which logarithm the runs lie that constants were fitted to; 0: none were."""
+    profile = request.only_profile
+    return profile.calibration.spread if profile and profile.calibration else 0.0
 
 
 def waiting_share(parts: Mapping[str, float]) -> float:

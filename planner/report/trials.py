@@ -57,7 +57,7 @@ def page(
 
 def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
     """Yield what is known of plans, the fastest believed first."""
-    measured = {one.option: one.step_s for one in tuner.outcomes}
+    measured = {option: tuner.measured_s(option) for option in tuner.ran}
     mean = tuner.posterior.mean
     order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]
     for at in sorted(order, key=lambda at: float(mean[at])):
@@ -70,7 +70,7 @@ def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
 
 
 def moved(tuner: Tuner) -> list[MovedConstant]:
-    """Return the constants of which trials told something, the one learnt most first."""
+    """Return the constants that trials changed, the one learnt most first."""
     found = []
     for one in tuner.posterior.constants:
         spread = CONSTANTS[one.name].spread
