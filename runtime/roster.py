@@ -37,7 +37,7 @@ class Agent(Part):
 
     node: Count
     start: Text
-    """Told apart by this."""
+    """Standing apart by this."""
     host: Text
     port: Positive
     """Where it hears others."""
@@ -81,7 +81,7 @@ class Epoch(Part):
         return any(one.start == agent.start for one in self.members)
 
 
-class Told(Part):
+class Standing(Part):
     """All that an agent tells the others."""
 
     run: Text
@@ -207,7 +207,7 @@ class Roster:
         self.phase: Phase = "ready"
         self.holdings = Holdings()
         self._end: RankEnd | None = None
-        self._told: dict[str, Told] = {}
+        self._told: dict[str, Standing] = {}
         self._heard_s: dict[str, float] = {}
         self._suspected: set[str] = set()
         self._number = 0
@@ -217,10 +217,10 @@ class Roster:
         """Of the newest epoch that is known."""
         return 0 if self.epoch is None else self.epoch.number
 
-    def tell(self) -> Told:
+    def tell(self) -> Standing:
         """Return what the others are told now."""
         self._number += 1
-        return Told(
+        return Standing(
             run=self.run,
             agent=self.agent,
             number=self._number,
@@ -230,7 +230,7 @@ class Roster:
             held=self.holdings.held,
         )
 
-    def hear(self, told: Told, now_s: float) -> None:
+    def hear(self, told: Standing, now_s: float) -> None:
         """Take what another agent tells."""
         start = told.agent.start
         before = self._told.get(start)
@@ -358,7 +358,7 @@ class Roster:
         return tuple(sorted(found, key=lambda one: (one.node, one.start)))
 
     def _ends(self, alive: Sequence[Agent]) -> tuple[RankEnd, ...]:
-        told: Mapping[str, Told] = self._told
+        told: Mapping[str, Standing] = self._told
         ends = [self._end, *(told[one.start].end for one in alive if one.start in told)]
         return tuple(sorted((end for end in ends if end), key=lambda end: end.waits))
 

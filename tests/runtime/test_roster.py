@@ -21,8 +21,8 @@ from runtime.roster import (
     Proposal,
     Quit,
     Roster,
+    Standing,
     State,
-    Told,
 )
 from runtime.verdict import RankEnd
 
@@ -85,7 +85,7 @@ class Rosters(RuleBasedStateMachine):
         self.now_s = 100.0
         self.run = Run({1: first_epoch()})
         self.nodes = [Node(roster_of(node, now_s=self.now_s)) for node in range(NODES)]
-        self.sent: list[Told] = []
+        self.sent: list[Standing] = []
         self.starts = 0
         self.go_on(set())
 
