@@ -70,11 +70,17 @@ class Epoch(Part):
     run: Text
     members: tuple[Agent, ...]
     """In the order of their ranks; the first has rank 0."""
-    plan: Text
-    """Where its plan lies."""
+    plan: Text | None = None
+    """Where its plan lies; None for the one that the run was started with."""
+    output: Text
+    """The run's folder."""
     state: State
     reaction: Reaction | None = None
     why: Text | None = None
+    ends: tuple[RankEnd, ...] = ()
+    """Of all epochs of the run until here."""
+    excluded: tuple[Text, ...] = ()
+    """Starts of agents that are not wanted any more."""
 
     def has(self, agent: Agent) -> bool:
         """Whether an agent is a member."""
@@ -208,6 +214,7 @@ class Roster:
         self.holdings = Holdings()
         self._end: RankEnd | None = None
         self._told: dict[str, Standing] = {}
+        self._met: dict[str, Agent] = {}
         self._heard_s: dict[str, float] = {}
         self._suspected: set[str] = set()
         self._number = 0
@@ -230,6 +237,11 @@ class Roster:
             held=self.holdings.held,
         )
 
+    def meet(self, agent: Agent, now_s: float) -> None:
+        """Take notice of an agent that has not told anything yet."""
+        self._met[agent.start] = agent
+        self._heard_s[agent.start] = now_s
+
     def hear(self, told: Standing, now_s: float) -> None:
         """Take what another agent tells."""
         start = told.agent.start
@@ -242,13 +254,19 @@ class Roster:
         self._heard_s[start] = now_s
         self._suspected.discard(start)
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether any other agent has told anything."""
+        return bool(self._told)
+
     def suspect(self, agent: Agent) -> None:
         """Take notice that an agent's connections were closed."""
         self._suspected.add(agent.start)
 
     def others(self) -> list[Agent]:
-        """Return who is told: members, and who has told anything and not left."""
-        known = {} if self.epoch is None else {one.start: one for one in self.epoch.members}
+        """Return who is told: members, and who is known otherwise and has not left."""
+        known = dict(self._met)
+        known |= {} if self.epoch is None else {one.start: one for one in self.epoch.members}
         known |= {one.agent.start: one.agent for one in self._told.values()}
         known.pop(self.agent.start, None)
         return [one for one in known.values() if not self._has_left(one)]
@@ -298,6 +316,8 @@ class Roster:
         lost = [one for one in members if self.is_lost(one, now_s)]
         if any(self._has_left(one) for one in members):
             return Over("the run is over on another node")
+        if self.agent.start in epoch.excluded:
+            return Over("this node is left out")
         if not self.is_member:
             return Over("no member of the run is left") if len(lost) == len(members) else None
         if self.phase == "ready":
@@ -353,6 +373,7 @@ class Roster:
             if told.phase == "ready"
             and told.epoch == self.number
             and not self.epoch.has(told.agent)
+            and told.agent.start not in self.epoch.excluded
             and not self.is_lost(told.agent, now_s)
         ]
         return tuple(sorted(found, key=lambda one: (one.node, one.start)))

@@ -43,7 +43,7 @@ def first_epoch(members: int = PLANNED) -> Epoch:
         number=1,
         run=RUN,
         members=tuple(map(agent_of, range(members))),
-        plan="plan.yaml",
+        output="out",
         state=State(step=0),
     )
 
@@ -221,7 +221,7 @@ class Rosters(RuleBasedStateMachine):
             number=proposal.epoch.number + 1,
             run=RUN,
             members=proposal.members(PLANNED),
-            plan="plan.yaml",
+            output="out",
             state=proposal.state(self.run.stored),
             why=" ".join(sorted(self.counted)),
         )
@@ -369,7 +369,7 @@ def test_who_is_taken_for_lost_by_mistake_ends_its_ranks_and_becomes_a_spare() -
         number=2,
         run=RUN,
         members=(first.agent,),
-        plan="plan.yaml",
+        output="out",
         state=State(step=5),
     )
     first.adopt(second_epoch, 2.0)

@@ -1,0 +1,186 @@
+"""`launch --survive` on several nodes: attempts one after another, each an epoch of the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, launched
+from planner.documents.events import Incident, Reaction
+from planner.errors import HandedOver, LaunchError
+from planner.errors.shown import lines
+from runtime import checkpoint
+from runtime.agent import NodeAgent, RunOver, agent_of
+from runtime.held import signals_kept
+from runtime.launch import RankFailed
+from runtime.nodes import NodeRank
+from runtime.preflight import default_output, ranks_of_node
+from runtime.rendezvous import NodeLeft
+from runtime.roster import Agent, Epoch, Proposal
+from runtime.run import LaunchRun, append_record, events_file
+from runtime.verdict import RankEnd, Verdict, verdict
+
+
+def on_nodes(
+    fit: LaunchablePlan, run: LaunchRun, node_rank: NodeRank, *, quiet: bool
+) -> Launched | None:
+    """Train on the nodes that are there, one epoch after another; what the lead has is returned.
+
+    Nodes beyond those of the plan are spares.
+    """
+    assert run.checkpoint is not None
+    folder = run.checkpoint.absolute()
+    output = (run.output or default_output(fit.plan)).absolute()
+    members = min(fit.nodes, node_rank.nodes)
+    with (
+        signals_kept() as signals,
+        agent_of(node_rank, folder, members=members, output=str(output)) as agent,
+    ):
+        run = run.model_copy(
+            update={"checkpoint": folder, "output": Path(agent.epoch.output)},
+        )
+        return _Epochs(fit, run, agent, signals, quiet=quiet).run()
+
+
+class _Epochs:
+    """The epochs of a run, as one of its nodes lives through them."""
+
+    def __init__(
+        self,
+        fit: LaunchablePlan,
+        run: LaunchRun,
+        agent: NodeAgent,
+        signals: list[int],
+        *,
+        quiet: bool,
+    ) -> None:
+        self._planned = self._fit = fit
+        self._run, self._agent, self._signals, self._quiet = run, agent, signals, quiet
+
+    def run(self) -> Launched | None:
+        """Train until the run is over."""
+        while True:
+            try:
+                self._wait_as_spare()
+            except RunOver as over:
+                self._say(f"this node was a spare: {over}")
+                return None
+            epoch = self._agent.epoch
+            self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+            self._agent.begin()
+            try:
+                return launched(
+                    self._fit,
+                    self._run,
+                    self._agent.node_rank(),
+                    survive=True,
+                    agent=self._agent,
+                    quiet=self._quiet,
+                )
+            except (RankFailed, NodeLeft) as failed:
+                print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
+                self._regroup(failed)
+            goes_on = {"resume": True, "or_start": True}
+            self._run = self._run.model_copy(update=goes_on)
+
+    def _wait_as_spare(self) -> None:
+        """Wait for an epoch that has this node."""
+        agent = self._agent
+        if agent.roster.is_member:
+            return
+        self._say(f"node {agent.roster.agent.node} waits as a spare")
+        agent.wait_as_spare(self._end_spare)
+        self._run = self._run.model_copy(update={"resume": True, "or_start": True})
+
+    def _end_spare(self) -> None:
+        if self._signals:
+            raise HandedOver("a notice came while this node was a spare")
+
+    def _regroup(self, failed: RankFailed | NodeLeft) -> None:
+        """Take part in the next epoch, or raise how this one ended."""
+        end = failed.end if isinstance(failed, RankFailed) else None
+        begin_s = time.time()
+        self._agent.regroup(
+            end,
+            failed,
+            lambda proposal: self._next(proposal, failed, begin_s),
+            lambda: hand_over(self._signals, failed),
+        )
+
+    def _next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
+        """Decide the next epoch by the table, and write down what and why."""
+        last = proposal.epoch
+        assert self._run.checkpoint is not None and self._run.output is not None
+        saved = checkpoint.newest(self._run.checkpoint)
+        stored = checkpoint.progress(saved).step if saved is not None else 0
+        end = self._end_of(proposal, stored)
+        ends = (*last.ends, end)
+        found = verdict(ends, devices=self._fit.plan.mesh.devices)
+        if found is None or found.reaction == "stop":
+            raise failed
+        without = None
+        if found.reaction == "shrink" and end.cause != "node":
+            without = self._node_of(end.rank, last)
+        members = proposal.members(self._planned.nodes, without=without)
+        if not members:
+            raise failed
+        plan = None
+        if len(members) < self._planned.nodes:
+            again = self._planned.again(len(members), self._run, quiet=self._quiet)
+            self._fit, plan = again, again.path
+        else:
+            self._fit = self._planned
+        done = _named(found, last.members, members)
+        led = last.members[0].start == self._agent.roster.agent.start
+        if end.cause == "node" and not (led and isinstance(failed, RankFailed)):
+            incident = Incident(
+                at_unix_s=at_unix_s,
+                cause="node",
+                node=proposal.lost[0].node if proposal.lost else None,
+                after_step=end.after_step,
+                evidence=str(failed),
+            )
+            append_record(incident, events_file(self._run.output))
+        decided(self._run.output, done, self._fit.plan, quiet=self._quiet)
+        return Epoch(
+            number=last.number + 1,
+            run=last.run,
+            members=members,
+            plan=plan,
+            output=last.output,
+            state=proposal.state(stored),
+            reaction=done.reaction,
+            why=done.why,
+            ends=ends,
+            excluded=(*last.excluded, *([] if without is None else [without.start])),
+        )
+
+    def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
+        """Return what ended the epoch: a node that is lost, before ranks that may follow it."""
+        if proposal.lost or not proposal.ends:
+            places = [one.start for one in proposal.epoch.members]
+            lost = proposal.lost[0].start if proposal.lost else places[0]
+            rank = min(self._ranks(places.index(lost)))
+            return RankEnd(cause="node", rank=rank, after_step=stored)
+        return proposal.ends[0]
+
+    def _node_of(self, rank: int, epoch: Epoch) -> Agent:
+        return next(one for i, one in enumerate(epoch.members) if rank in self._ranks(i))
+
+    def _ranks(self, place: int) -> list[int]:
+        groups = self._fit.machine.groups
+        devices = [group.devices_per_node for group in groups for _ in range(group.nodes)]
+        return list(ranks_of_node(self._fit.plan, place, devices))
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+
+def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:
+    """Return a verdict by what becomes of the members."""
+    reaction: Reaction = "restart" if members == before else "spare"
+    if len(members) != len(before):
+        reaction = "shrink" if len(members) < len(before) else "grow"
+    return Verdict(causes=found.causes, reaction=reaction, why=found.why)
