@@ -13,7 +13,7 @@ from planner.errors.shown import lines
 from runtime import checkpoint
 from runtime.agent import NodeAgent, RunOver, agent_of
 from runtime.held import signals_kept
-from runtime.launch import RankFailed
+from runtime.launch import MOST_EVIDENCE, RankFailed
 from runtime.nodes import NodeRank
 from runtime.preflight import default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
@@ -132,16 +132,7 @@ class _Epochs:
         else:
             self._fit = self._planned
         done = _named(found, last.members, members)
-        led = last.members[0].start == self._agent.roster.agent.start
-        if end.cause == "node" and not (led and isinstance(failed, RankFailed)):
-            incident = Incident(
-                at_unix_s=at_unix_s,
-                cause="node",
-                node=proposal.lost[0].node if proposal.lost else None,
-                after_step=end.after_step,
-                evidence=str(failed),
-            )
-            append_record(incident, events_file(self._run.output))
+        self._write_incident(end, proposal, failed, at_unix_s)
         decided(self._run.output, done, self._fit.plan, quiet=self._quiet)
         return Epoch(
             number=last.number + 1,
@@ -155,6 +146,25 @@ class _Epochs:
             ends=ends,
             excluded=(*last.excluded, *([] if without is None else [without.start])),
         )
+
+    def _write_incident(
+        self, end: RankEnd, proposal: Proposal, failed: LaunchError, at_unix_s: float
+    ) -> None:
+        """Write down what ended the epoch, unless the launch here has."""
+        led = proposal.epoch.members[0].start == self._agent.roster.agent.start
+        if led and isinstance(failed, RankFailed) and failed.end is not None:
+            return
+        lost = proposal.lost[0].node if proposal.lost else None
+        incident = Incident(
+            at_unix_s=at_unix_s,
+            cause=end.cause,
+            rank=None if end.cause == "node" else end.rank,
+            node=lost,
+            after_step=end.after_step,
+            evidence=str(failed)[:MOST_EVIDENCE],
+        )
+        assert self._run.output is not None
+        append_record(incident, events_file(self._run.output))
 
     def _end_of(self, proposal: Proposal, stored: int) -> RankEnd:
         """Return what ended the epoch: a node that is lost, before ranks that may follow it."""

@@ -59,11 +59,6 @@ class EpochOver(NodeLeft):
         super().__init__(why.why)
         self.lost = why.lost
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a node does not answer."""
-        return bool(self.lost)
-
 
 class RunOver(LaunchError):  # noqa: N818 - reads as the sentence that it is
     """The run is over on all other nodes."""

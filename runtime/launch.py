@@ -407,7 +407,8 @@ def _supervise(
             _write_incident(ready, error, after_step=shown.step)
             raise
         except NodeLeft as error:
-            _write_incident(ready, error, after_step=shown.step)
+            if agent is None:  # with agents whoever decides knows the cause
+                _write_incident(ready, error, after_step=shown.step)
             lead = str(error)
             raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
         finally:
@@ -473,9 +474,7 @@ def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> 
 
 def _write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
     end = error.end if isinstance(error, RankFailed) else None
-    cause: Cause = end.cause if end else "program"
-    if isinstance(error, NodeLeft) and error.is_lost:
-        cause = "node"
+    cause = end.cause if end else "program"
     rank = end.rank if end else None
     happened(ready, _incident(cause, str(error), after_step=after_step, rank=rank))
 

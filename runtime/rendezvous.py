@@ -70,11 +70,6 @@ class NodeLeft(LaunchError):  # noqa: N818 - reads as the sentence that it is
         self.node = node
         """Which one, where it is gone without a word."""
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the node is gone without a word."""
-        return self.node is not None
-
 
 def _nothing() -> None:
     """Do nothing while a node waits."""

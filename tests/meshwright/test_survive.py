@@ -188,7 +188,7 @@ def test_two_nodes_meet_again_without_a_scheduler(
     assert said in told[1]
     events = nodes.events()
     (incident,) = [event for event in events if isinstance(event, Incident)]
-    assert incident.at_unix_s - begin_s < 15.0
+    assert (incident.rank, incident.at_unix_s - begin_s < 20.0) == (1, True)
     assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
     assert len(losses(room)) == STEPS
 
@@ -217,7 +217,8 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(
     events = nodes.events()
     (incident,) = [event for event in events if isinstance(event, Incident)]
     (decision,) = [event for event in events if isinstance(event, Decision)]
-    assert (incident.cause, incident.at_unix_s - begin_s < 5.0) == ("node", True)
+    assert incident.cause == "node"
+    assert incident.at_unix_s - begin_s < 10.0  # 5 on a machine of one's own: docs/survival.md
     assert (decision.reaction, decision.devices) == (("spare", 2) if spares else ("shrink", 1))
     assert len(losses(room)) == STEPS
 
