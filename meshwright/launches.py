@@ -31,6 +31,7 @@ from planner.whatif.survival import RunSeconds, SaveFigures
 from runtime.held import signals_kept
 from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
+from runtime.zygote import Zygote
 
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
@@ -103,10 +104,18 @@ def launch(
         return on_nodes(fit, run, node_rank, quiet=quiet)
     table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
-    with signals_kept() as noticed:
+    with signals_kept() as noticed, Zygote() as zygote:
         while True:
             try:
-                return launched(fit, run, node_rank, survive=survive, dry_run=dry_run, quiet=quiet)
+                return launched(
+                    fit,
+                    run,
+                    node_rank,
+                    survive=survive,
+                    dry_run=dry_run,
+                    zygote=zygote if survive else None,
+                    quiet=quiet,
+                )
             except RankFailed as failed:
                 ends += [] if failed.end is None else [failed.end]
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
@@ -244,6 +253,7 @@ def launched(
     survive: bool,
     dry_run: bool = False,
     agent: NodeAgent | None = None,
+    zygote: Zygote | None = None,
     quiet: bool,
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
@@ -289,6 +299,7 @@ def launched(
         nodes=devices if node_rank.nodes > 1 else (),
         survive=survive,
         agent=agent,
+        zygote=zygote,
         quiet=quiet,
     )
     if report is None:

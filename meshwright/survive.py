@@ -20,6 +20,7 @@ from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Proposal
 from runtime.run import LaunchRun, append_record, events_file
 from runtime.verdict import RankEnd, Verdict, verdict
+from runtime.zygote import Zygote
 
 
 def on_nodes(
@@ -35,12 +36,13 @@ def on_nodes(
     members = min(fit.nodes, node_rank.nodes)
     with (
         signals_kept() as signals,
+        Zygote() as zygote,
         agent_of(node_rank, folder, members=members, output=str(output)) as agent,
     ):
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        return _Epochs(fit, run, agent, signals, quiet=quiet).run()
+        return _Epochs(fit, run, agent, zygote, signals, quiet=quiet).run()
 
 
 class _Epochs:
@@ -51,12 +53,14 @@ class _Epochs:
         fit: LaunchablePlan,
         run: LaunchRun,
         agent: NodeAgent,
+        zygote: Zygote,
         signals: list[int],
         *,
         quiet: bool,
     ) -> None:
         self._planned = self._fit = fit
-        self._run, self._agent, self._signals, self._quiet = run, agent, signals, quiet
+        self._run, self._agent, self._zygote = run, agent, zygote
+        self._signals, self._quiet = signals, quiet
 
     def run(self) -> Launched | None:
         """Train until the run is over."""
@@ -76,6 +80,7 @@ class _Epochs:
                     self._agent.node_rank(),
                     survive=True,
                     agent=self._agent,
+                    zygote=self._zygote,
                     quiet=self._quiet,
                 )
             except (RankFailed, NodeLeft) as failed:

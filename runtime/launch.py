@@ -53,6 +53,7 @@ from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 from runtime.verdict import RankEnd
+from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
@@ -106,6 +107,7 @@ def launch(
     nodes: Sequence[int] = (),
     survive: bool = False,
     agent: NodeAgent | None = None,
+    zygote: Zygote | None = None,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -118,6 +120,7 @@ def launch(
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
+    A `zygote` forks the ranks, so that the next attempt need not import torch again.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -165,7 +168,9 @@ def launch(
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
-            _supervise(ready, rendezvous, shared, shown, survive=survive, agent=agent)
+            _supervise(
+                ready, rendezvous, shared, shown, survive=survive, agent=agent, zygote=zygote
+            )
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -372,6 +377,7 @@ def _supervise(
     *,
     survive: bool,
     agent: NodeAgent | None,
+    zygote: Zygote | None,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
@@ -401,6 +407,7 @@ def _supervise(
                 leads=ready.ranks.leads,
                 shared=shared,
                 grace_s=0.0,  # they leave these signals to us, and what they wrote is whole
+                zygote=zygote,
                 refresh=refresh,
             )
         except RanksHang as error:
