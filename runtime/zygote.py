@@ -183,20 +183,21 @@ def main() -> int:
     die_with_launcher()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    descriptor, *imports = sys.argv[1:]
-    connection = socket.socket(fileno=int(descriptor))
+    number_of_ours, *imports = sys.argv[1:]
+    connection = socket.socket(fileno=int(number_of_ours))
     _import(imports)
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     running: dict[int, int] = {}
+    watched: list[socket.socket | int] = [connection, ended]
     while True:
-        readable, _, _ = select.select([connection, ended], [], [])
+        readable, _, _ = select.select(watched, [], [])
         if ended in readable:
             os.read(ended, MOST_BYTES)
-            for number, code in _ended(running):
-                connection.send(json.dumps({"number": number, "code": code}).encode())
+            for rank, code in _ended(running):
+                connection.send(json.dumps({"number": rank, "code": code}).encode())
         if connection in readable:
             told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 16)
             if not told:
