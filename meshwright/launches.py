@@ -30,6 +30,7 @@ from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
 from runtime.held import signals_kept
 from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
+from runtime.slots import Slots
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 from runtime.zygote import Zygote
 
@@ -104,7 +105,7 @@ def launch(
         return on_nodes(fit, run, node_rank, quiet=quiet)
     table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
-    with signals_kept() as noticed, Zygote() as zygote:
+    with signals_kept() as noticed, Zygote() as zygote, Slots() as slots:
         while True:
             try:
                 return launched(
@@ -114,6 +115,7 @@ def launch(
                     survive=survive,
                     dry_run=dry_run,
                     zygote=zygote if survive else None,
+                    slots=slots if survive else None,
                     quiet=quiet,
                 )
             except RankFailed as failed:
@@ -254,6 +256,7 @@ def launched(
     dry_run: bool = False,
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
+    slots: Slots | None = None,
     quiet: bool,
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
@@ -300,6 +303,7 @@ def launched(
         survive=survive,
         agent=agent,
         zygote=zygote,
+        slots=slots,
         quiet=quiet,
     )
     if report is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,15 +11,18 @@ from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, la
 from planner.documents.events import Incident, Reaction
 from planner.errors import HandedOver, LaunchError
 from planner.errors.shown import lines
+from planner.process.guarded_files import folder_within
 from runtime import checkpoint
 from runtime.agent import NodeAgent, RunOver, agent_of
+from runtime.channel import without_secret
 from runtime.held import signals_kept
 from runtime.launch import MOST_EVIDENCE, RankFailed
 from runtime.nodes import NodeRank
-from runtime.preflight import default_output, ranks_of_node
+from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Proposal
-from runtime.run import LaunchRun, append_record, events_file
+from runtime.run import Device, LaunchRun, append_record, events_file
+from runtime.slots import Slots
 from runtime.verdict import RankEnd, Verdict, verdict
 from runtime.zygote import Zygote
 
@@ -37,12 +41,13 @@ def on_nodes(
     with (
         signals_kept() as signals,
         Zygote() as zygote,
+        Slots() as slots,
         agent_of(node_rank, folder, members=members, output=str(output)) as agent,
     ):
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        return _Epochs(fit, run, agent, zygote, signals, quiet=quiet).run()
+        return _Epochs(fit, run, agent, zygote, slots, signals, quiet=quiet).run()
 
 
 class _Epochs:
@@ -54,12 +59,14 @@ class _Epochs:
         run: LaunchRun,
         agent: NodeAgent,
         zygote: Zygote,
+        slots: Slots,
         signals: list[int],
         *,
         quiet: bool,
     ) -> None:
         self._planned = self._fit = fit
         self._run, self._agent, self._zygote = run, agent, zygote
+        self._slots = slots
         self._signals, self._quiet = signals, quiet
 
     def run(self) -> Launched | None:
@@ -81,6 +88,7 @@ class _Epochs:
                     survive=True,
                     agent=self._agent,
                     zygote=self._zygote,
+                    slots=self._slots,
                     quiet=self._quiet,
                 )
             except (RankFailed, NodeLeft) as failed:
@@ -95,8 +103,20 @@ class _Epochs:
         if agent.roster.is_member:
             return
         self._say(f"node {agent.roster.agent.node} waits as a spare")
+        self._warm()
         agent.wait_as_spare(self._end_spare)
         self._run = self._run.model_copy(update={"resume": True, "or_start": True})
+
+    def _warm(self) -> None:
+        """Have torch imported before this node is wanted."""
+        assert self._run.output is not None
+        folder = folder_within(self._run.output, f"spare-{self._agent.roster.agent.start}")
+        logs = folder_within(folder, "logs")
+        device: Device = "cuda" if cuda_devices() else "cpu"
+        ranks = {rank: place for place, rank in enumerate(self._ranks(0))}
+        local = LocalRanks(self._fit.plan.mesh.devices, device, ranks)
+        environment = {**without_secret(os.environ), **local.environment(min(ranks))}
+        self._zygote.warm(environment, log=logs / "rank-00000.log")
 
     def _end_spare(self) -> None:
         if self._signals:

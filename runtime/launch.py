@@ -50,6 +50,7 @@ from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
+from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 from runtime.verdict import RankEnd
@@ -108,6 +109,7 @@ def launch(
     survive: bool = False,
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
+    slots: Slots | None = None,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -121,6 +123,7 @@ def launch(
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
     A `zygote` forks the ranks, so that the next attempt need not import torch again.
+    Ranks copy their state into `slots`, and go on from what is there.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -168,6 +171,8 @@ def launch(
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
+            if slots is not None:
+                shared |= slots.environment(len(ready.ranks.devices))
             _supervise(
                 ready, rendezvous, shared, shown, survive=survive, agent=agent, zygote=zygote
             )

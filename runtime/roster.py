@@ -24,7 +24,7 @@ from planner.documents.events import Reaction
 from planner.documents.units import Count, Positive, Text
 from runtime.verdict import RankEnd
 
-LOST_S = 3.5
+LOST_S = 4.0
 """An agent that is silent for so long is lost."""
 SUSPECT_S = 1.0
 """So long if its connections were closed."""

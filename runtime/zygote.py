@@ -29,7 +29,10 @@ from typing import Any, NoReturn
 
 from planner.process.guarded_files import opened
 
-OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OWN = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
 """What each rank is told anew; all else of its environment was there when torch was imported."""
 MESHWRIGHT = "MESHWRIGHT_"
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
@@ -102,14 +105,7 @@ class Zygote:
         inherits: Sequence[int] = (),
     ) -> ForkedRank:
         """Let a rank run runtime.rank with arguments; what it prints goes to its log."""
-        common = {
-            name: value
-            for name, value in environment.items()
-            if name not in OWN and not name.startswith(MESHWRIGHT)
-        }
-        if self._socket is None or common != self._environment:
-            self.end()
-            self._begin(common, log)
+        self.warm(environment, log=log)
         assert self._socket is not None
         rank = ForkedRank(self)
         order = {
@@ -129,6 +125,17 @@ class Zygote:
         finally:
             os.close(told)
         return rank
+
+    def warm(self, environment: Mapping[str, str], *, log: Path) -> None:
+        """Let the process be there, with an environment like that of ranks to come."""
+        common = {
+            name: value
+            for name, value in environment.items()
+            if name not in OWN and not name.startswith(MESHWRIGHT)
+        }
+        if self._socket is None or common != self._environment:
+            self.end()
+            self._begin(common, log)
 
     def look(self) -> None:
         """Take what the zygote tells; where it is gone, so are its ranks."""

@@ -25,6 +25,8 @@ from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 EVERY, STEPS = 20, 400
+MIRRORED = 8
+"""Steps between copies in memory, at most: those here take a few milliseconds."""
 
 
 @pytest.fixture
@@ -109,6 +111,9 @@ def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(roo
     assert said.count("rank 1 was killed by SIGKILL") == 2
     decisions = [event for event in events if isinstance(event, Decision)]
     assert [(one.reaction, one.devices) for one in decisions] == [("restart", 2), ("shrink", 1)]
+    assert account_of(room.folder / "out").steps_lost <= 2 * MIRRORED
+    steps = [record.step for record in read_records(metrics_file(room.folder / "out"))]
+    assert steps == list(range(1, STEPS + 1))
     first, _ = [event for event in events if isinstance(event, Incident)]
     assert first.at_unix_s - begin_s < 5.0
     assert len(losses(room)) == STEPS
