@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.exchange import all_gather_json
-from runtime.slots import Slot, slots_of_node
+from runtime.slots import StateSlot, slots_of_node
 from runtime.snapshot import Snapshot, SnapshotPart
 
 SHARE = 0.01
@@ -43,7 +43,7 @@ class Mirror:
     """One rank's copies of its state; all ranks make it, and use it, together."""
 
     def __init__(
-        self, slots: Sequence[Sequence[Slot]], *, local_rank: int, run: str, plan: str
+        self, slots: Sequence[Sequence[StateSlot]], *, local_rank: int, run: str, plan: str
     ) -> None:
         """`slots` are those of the node's local ranks.
 

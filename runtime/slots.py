@@ -54,7 +54,7 @@ class Slots:
         return {SLOTS: os.pathsep.join(f"{own}/{one}" for one in self._descriptors)}
 
 
-class Slot:
+class StateSlot:
     """One slot, as a rank writes and reads it."""
 
     def __init__(self, file: Path) -> None:
@@ -94,10 +94,10 @@ class Slot:
         return (found, content) if isinstance(found, dict) else None
 
 
-def slots_of_node(environment: Mapping[str, str]) -> list[list[Slot]]:
+def slots_of_node(environment: Mapping[str, str]) -> list[list[StateSlot]]:
     """Return the slots of each local rank, as the launcher told them; none without a launcher."""
     files = [Path(name) for name in environment.get(SLOTS, "").split(os.pathsep) if name]
     return [
-        [Slot(file) for file in files[at : at + GENERATIONS]]
+        [StateSlot(file) for file in files[at : at + GENERATIONS]]
         for at in range(0, len(files), GENERATIONS)
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.slots import Slot, Slots, slots_of_node
+from runtime.slots import StateSlot, Slots, slots_of_node
 from tests.runtime.rooms import ROOT
 
 LABEL = {"step": 7, "parts": [["a", "float32"]]}
@@ -19,7 +19,7 @@ PIECES = [memoryview(b"some"), memoryview(b"bytes")]
 
 
 @pytest.fixture
-def slots() -> Iterator[list[list[Slot]]]:
+def slots() -> Iterator[list[list[StateSlot]]]:
     with Slots() as made:
         yield slots_of_node(made.environment(2))
 
@@ -40,11 +40,11 @@ def test_each_rank_has_two_and_keeps_them() -> None:
     assert slots_of_node({}) == []
 
 
-def test_what_a_rank_wrote_outlives_it(slots: list[list[Slot]]) -> None:
+def test_what_a_rank_wrote_outlives_it(slots: list[list[StateSlot]]) -> None:
     file = str(slots[1][0]._file)
     program = (
-        "import os, sys; from pathlib import Path; from runtime.slots import Slot\n"
-        "Slot(Path(sys.argv[1])).write({'step': 9}, [memoryview(b'x' * 100_000)])\n"
+        "import os, sys; from pathlib import Path; from runtime.slots import StateSlot\n"
+        "StateSlot(Path(sys.argv[1])).write({'step': 9}, [memoryview(b'x' * 100_000)])\n"
         "os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -57,7 +57,7 @@ def test_what_a_rank_wrote_outlives_it(slots: list[list[Slot]]) -> None:
 
 
 @pytest.mark.parametrize("place", ["header", "label", "bytes", "end"])
-def test_a_slot_that_is_not_whole_has_nothing(slots: list[list[Slot]], place: str) -> None:
+def test_a_slot_that_is_not_whole_has_nothing(slots: list[list[StateSlot]], place: str) -> None:
     slot = slots[0][0]
     slot.write(LABEL, PIECES)
     header = 32
@@ -75,7 +75,7 @@ def test_a_slot_that_is_not_whole_has_nothing(slots: list[list[Slot]], place: st
     assert slot.read() is None
 
 
-def test_less_may_follow_more(slots: list[list[Slot]]) -> None:
+def test_less_may_follow_more(slots: list[list[StateSlot]]) -> None:
     slot = slots[0][0]
     slot.write(LABEL, [memoryview(b"x" * 10_000)])
     slot.write({"step": 8}, [])
