@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.slots import StateSlot, Slots, slots_of_node
+from runtime.slots import Slots, StateSlot, slots_of_node
 from tests.runtime.rooms import ROOT
 
 LABEL = {"step": 7, "parts": [["a", "float32"]]}
