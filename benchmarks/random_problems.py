@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from planner.solver import ilp, inner
 from planner.solver.solve import solve
 from tests.planner.solver import small_graphs, small_instances
-from tests.planner.solver.unequal import test_unequal as unequal
-from tests.planner.solver.unequal import test_unequal_graph as unequal_graph
 
 FIRST = 100_000
 """Seeds that no test has."""
@@ -82,19 +80,19 @@ KINDS = (
     Kind(
         "chain on device types",
         1,
-        unequal.random_unequal,
+        small_graphs.random_unequal,
         solve,
-        unequal.least_objective_s,
+        small_graphs.least_objective_s,
         ilp.solve_graph,
     ),
     Kind(
         "graph on device types",
         1,
-        unequal_graph.random_graph,
+        small_graphs.random_unequal_graph,
         solve,
-        unequal_graph.least_objective_s,
+        small_graphs.least_objective_s,
         ilp.solve_graph,
-        unequal_graph.small,
+        small_graphs.soon_listed,
     ),
 )
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WIDE = ("network between nodes", "months", "provenance", "also called")
 """Columns of the catalogue that --json alone has."""
 FEW = 3
-"""Changes, assumptions or curves that are told one by one in a first answer."""
+"""Changes, assumptions or curves that are listed one by one in a first answer."""
 
 
 def next_fact(then: str, *, explain: bool) -> Fact:
@@ -45,7 +45,7 @@ def next_fact(then: str, *, explain: bool) -> Fact:
 
 
 def defaults_facts(said: Sequence[str]) -> list[Fact]:
-    """Return the options that a command took without being told."""
+    """Return the options that a command took by default."""
     return [Fact(label="defaults", text=", ".join(said))] if said else []
 
 

@@ -102,7 +102,7 @@ def plan(
 
     Of plans within 1.5 % of it the simplest is taken, unless the fastest is preferred.
     `prove="simulated"` takes up to two minutes to close the gap in simulated time, and may find a
-    faster plan on the way; usually it is told how far the search got.
+    faster plan on the way; `progress` usually gets how far the search is.
 
     `html` names a page that says why, with the alternatives and the pipeline's timeline.
     `document_len` is how long the document of a token is, on average over tokens, where samples
@@ -246,7 +246,7 @@ def compare_best(
 ) -> Improved:
     """Search for the best plan of a plan's job, cluster and backend, and say what is different.
 
-    Both are priced by the backend's stack; what each difference is worth is told one at a time.
+    Both are priced by the backend's stack; what each difference is worth is listed one at a time.
     """
     path = None if isinstance(plan, Plan) else str(plan)
     wanted = plan if isinstance(plan, Plan) else document.read(Plan, plan)

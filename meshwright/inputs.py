@@ -152,7 +152,7 @@ def _oneprofile_for(graph: ModelGraph, path: str) -> Profile:
 
 
 def machine_of(cluster: str, measured: Profiles) -> ClusterSpec:
-    """Return a cluster, with the constants that runs on it told where a profile has them."""
+    """Return a cluster, with the constants that runs on it showed where a profile has them."""
     machine = resolve_cluster(cluster)
     each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
     for profile in each:

@@ -216,7 +216,7 @@ def tensor_styles(
     units: Sequence[str] | None = None,
     ranks: int = 2,
 ) -> TensorStyles:
-    """Return what of a module a tensor axis of so many ranks divides, and why the rest is whole.
+    """Return what of a module a tensor axis of `ranks` divides, and why the rest is whole.
 
     Each unit is run whole and in parts on random numbers, and compared; arguments as of `plan`.
 
@@ -261,8 +261,10 @@ def predict(
     A plan, its file, or a model in text with a `layout` such as "tp=2 dp=4 zero=1".
 
     >>> import meshwright
-    >>> told = meshwright.predict("gpt2-small", "8xa100-sxm-80gb", layout="dp=8", global_batch=64)
-    >>> told.fits, told.step_time_low_s <= told.step_time_s <= told.step_time_high_s
+    >>> a100 = "8xa100-sxm-80gb"
+    >>> predicted = meshwright.predict("gpt2-small", a100, layout="dp=8", global_batch=64)
+    >>> step_s = predicted.step_time_s
+    >>> predicted.fits, predicted.step_time_low_s <= step_s <= predicted.step_time_high_s
     (True, True)
     """
     if not isinstance(model_or_plan, Plan):

@@ -81,7 +81,7 @@ def for_fewer(
 
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
-    """Yield the cluster with so many nodes, or its one node with so many devices and fewer."""
+    """Yield the cluster with `left` nodes, or its one node with `left` devices and fewer."""
     if machine.mixed:
         raise LaunchError(f"replan: {machine.name} has several device types; plan again by hand")
     [group] = machine.groups

@@ -166,9 +166,9 @@ def study_of(
     """Return the study that compares clusters for one model.
 
     `clusters` are rented at the catalogue's offers; of `owned` ones all but the hardware is paid;
-    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for so
-    many months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands in
-    a cluster, `solve` finds it.
+    `reserved` are quotes as in 8x8xh100-sxm-80gb=2.10/36, US dollars per device and hour for a
+    term in months; `buy` as in 8x8xh200-sxm=38000, or at the catalogue's price.  Where {n} stands
+    in a cluster, `solve` finds it.
     """
     offers: list[dict[str, Any]] = [
         *({"cluster": cluster, "solve": _solve(cluster, solve)} for cluster in clusters),

@@ -70,7 +70,7 @@ class Trialled:
     """Of what it prints; None: it writes our own metrics."""
 
     def said(self) -> Iterator[Said]:
-        """Yield what it has told so far."""
+        """Yield what it has said so far."""
         if self.reader is not None:
             yield from self.reader(self.log().splitlines(keepends=True), self.work)
             return
@@ -186,7 +186,7 @@ def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
 def _measured(
     run: Trialled, ended: Ended | None, code: int, best_s: float | None, seconds: float
 ) -> Measured:
-    """Return what a child that is gone has told."""
+    """Return what a child that is gone has said."""
     said = list(run.said())
     steps_s = timed(said)
     ended = ended or enough(steps_s, best_s) or ("ran" if len(steps_s) >= LEAST else None)
@@ -197,7 +197,7 @@ def _measured(
         last = [line.strip() for line in text.splitlines() if line.strip()][-1:]
         why = last[0][-200:] if last else f"exited with code {code}"
         if not lacked and code == 0:
-            why = f"told {len(steps_s)} steps; {WARM_UP_STEPS + LEAST} are needed"
+            why = f"logged {len(steps_s)} steps; {WARM_UP_STEPS + LEAST} are needed"
         return Measured(
             ended="out of memory" if lacked else "failed",
             seconds=seconds,

@@ -4,7 +4,7 @@
     ├── profile.yaml      what was measured of the machine before them, if that paid
     ├── subject.json      what the trials are of
     ├── trials.jsonl      a line for each finished trial
-    ├── constants.yaml    the cluster's constants as trials told them: a profile
+    ├── constants.yaml    the cluster's constants as trials show them: a profile
     ├── cluster.yaml      the cluster with them, for `plan` and `whatif`
     └── 01/ 02/ ...       of each: its plan, its configuration, what it printed; with `--on` the
                           model with fewer layers
@@ -102,7 +102,7 @@ class TrialBudget:
         return cls(seconds=duration_s(text))
 
     def left(self, trials: Sequence[Trial], next_s: float) -> bool:
-        """Whether another trial of so many seconds is within it; the first one always is."""
+        """Whether another trial of these seconds is within it; the first one always is."""
         if not trials:
             return True
         if self.trials is not None:
@@ -112,7 +112,7 @@ class TrialBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewedProof:
-    """What a search proves with the constants that trials told."""
+    """What a search proves with the constants of its trials."""
 
     chosen_s: float
     """What the answer is predicted to take with them."""
@@ -146,7 +146,7 @@ class Tuned:
     plan_file: str | None = None
     folder: Path | None = None
     queue: tuple[int, ...] = field(default=())
-    """What a dry run would try, as far as that can be told before the first trial."""
+    """What a dry run would try, as far as that is known before the first trial."""
     small: InSmall | None = None
     """What is tried instead of the candidates."""
     on: str | None = None
@@ -227,7 +227,7 @@ def tune(
     `on` is a smaller cluster of the same devices: plans are tried there in small, with fewer stages
     and layers, and the answer is believed and not measured.
     `trials` names the folder of trials, by default beside the plan; a profile with the cluster's
-    constants as the trials told them lies in it.
+    constants as the trials show them lies in it.
 
     Raises LaunchError where no plan of the space ran.
     """
@@ -513,7 +513,7 @@ class Tuning:
         return replace(self._tuned(tuner, tuple(trials), stopped), proof=proof)
 
     def _proof(self, tuner: Tuner) -> RenewedProof | None:
-        """Search again with the constants that trials told; None where nothing fits then."""
+        """Search again with the constants of the trials; None where nothing fits then."""
         constants = self._constants(tuner)
         request = replace(
             self.request,

@@ -18,7 +18,7 @@ from planner.tuning.record import Trial
 from planner.tuning.tuner import NEAR
 
 MOVED = 0.02
-"""Logarithm by which a constant has to move to be told."""
+"""Logarithm by which a constant has to move to be reported."""
 SURELY = 1.28
 """Spreads that it has to lie from the predicted one: nine of ten such moves are real."""
 
@@ -126,10 +126,11 @@ def _measured(found: Tuned) -> Iterator[Fact]:
 
 
 def _proof_text(proof: RenewedProof) -> str:
-    """Return what a search proves with the constants that trials told."""
+    """Return what a search proves with the constants of its trials."""
     said = (
-        f"with what trials told no plan takes less than {seconds_text(proof.lower_bound_s)}; this "
-        f"one {seconds_text(proof.chosen_s)} (gap {100 * proof.gap:.1f} %)"
+        "with the constants of its trials no plan takes less than "
+        f"{seconds_text(proof.lower_bound_s)}; this one {seconds_text(proof.chosen_s)} "
+        f"(gap {100 * proof.gap:.1f} %)"
     )
     if not proof.known and proof.step_s < (1 - NEAR) * proof.chosen_s:
         said += f"; not tried: {proof.layout} with {seconds_text(proof.step_s)}"

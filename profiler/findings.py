@@ -1,8 +1,8 @@
 """What a profile says about the machine that a person should know: slow links, slow devices, noise.
 
 Pure functions of what was measured.  A node's links are judged by the best that it reaches with any
-other node, so that one bad cable is not told of all who talk over it; a pair is then judged by what
-both of its nodes reach elsewhere.
+other node, so that one bad cable is not blamed on all who talk over it; a pair is then judged by
+what both of its nodes reach elsewhere.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def curves(
 
     Points share what is left of the budget in equal parts.  The first round is always whole, so a
     busy machine takes longer, not less care.
-    `progress` is told the share that is done.
+    `progress` gets the share that is done.
     """
     clock = Clock(device)
     begin_s = clock.now_s()
@@ -319,7 +319,7 @@ def _one_way(*, sends: bool, peer: int, device: torch.device, budget_s: float) -
     state = torch.zeros(2, dtype=torch.int64, device=device)  # bytes to send next, 0: done
 
     def sent_s(size_bytes: int) -> float:
-        """Seconds from sending so many bytes to the answer."""
+        """Seconds from sending a number of bytes to the answer."""
         state[0] = size_bytes
         dist.send(state, peer)
         buffer = torch.ones(max(1, size_bytes // 4), device=device)

@@ -217,7 +217,7 @@ def disk_bytes_per_s(folder: Path) -> tuple[float | None, float | None]:
 
 
 def joined(clusters: Sequence[ClusterSpec]) -> ClusterSpec:
-    """Return the cluster that several nodes are, each told as a cluster of its own.
+    """Return the cluster that several nodes are, each described as a cluster of its own.
 
     Neighbours with the same devices are one group, with the least of what its nodes have.
     """

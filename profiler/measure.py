@@ -99,7 +99,7 @@ class MeasurementRequest(Document):
     cases: tuple[CaseOrder, ...]
     """Settings of the layers, most valuable first."""
     least: Positive
-    """The first so many are measured whatever they take."""
+    """This number of the first is measured whatever they take."""
     groups: tuple[GroupOrder, ...]
     first_ranks: tuple[Count, ...] = (0,)
     """Of each node."""

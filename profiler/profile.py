@@ -288,7 +288,7 @@ def _folder(
 
 
 def _order(model: ModelGraph, wanted: Intended, folder: Path) -> dict[str, Any]:
-    """Return what the ranks are told."""
+    """Return what the ranks get."""
     return {
         "model": model.model_dump(mode="json", exclude_none=True),
         "seq_len": wanted.job.seq_len,

@@ -39,11 +39,11 @@ from runtime.run import Device
 from runtime.supervise import BadEnd, last_lines, supervised
 
 Tell = Callable[[str, float], None]
-"""Is told what is being done, and the share of all work that is done."""
+"""Gets what is being done, and the share of all work that is done."""
 
 
 class MeasurementOrders(Document):
-    """What every rank is told beside its rank."""
+    """What every rank gets beside its rank."""
 
     kind_of_document: ClassVar[str] = "orders of ranks"
 
@@ -126,7 +126,7 @@ def write_progress(folder: Path, doing: str, share: float) -> None:
 
 
 def _environment(rank: int, port: str, *, first_rank: int, ranks: int) -> dict[str, str]:
-    """Return what one of this node's ranks is told."""
+    """Return what one of this node's ranks gets."""
     return {**rank_environment(rank - first_rank, ranks=ranks, port=port), "RANK": str(rank)}
 
 

@@ -167,7 +167,7 @@ class Agreement:
         several = {name: sorted(stages) for name, stages in found.items() if len(stages) > 1}
         for name in sorted(apart & several.keys()):
             raise LaunchError(
-                f"{name}: is held by the ranks of stages {_listed(several[name])}, and each would "
+                f"{name}: is on the ranks of stages {_listed(several[name])}, and each would "
                 "train a copy; a parameter has one owner, or is tied"
             )
         return several

@@ -1,7 +1,7 @@
 """Arena: host memory for tensors that come and go, taken from the system once.
 
-torch's allocator of pinned memory rounds each block up to a power of two, so that what is held
-takes up to twice its bytes.  Here blocks have their own bytes: they are cut one behind the other
+torch's allocator of pinned memory rounds each block up to a power of two, so that tensors take up
+to twice their bytes.  Here blocks have their own bytes: they are cut one behind the other
 from large segments, and one that is given back serves the next tensor of its size.  Sizes repeat
 from micro-batch to micro-batch, so after the first step nothing is taken any more.
 """

@@ -118,7 +118,7 @@ def checked_length(head: bytes | bytearray, limit: int) -> int:
 
 
 def exactly(connection: socket.socket, count: int, *, until: float | None = None) -> bytes:
-    """Wait for so many bytes and return them; memory is taken as they come."""
+    """Wait for a number of bytes and return them; memory is taken as they come."""
     parts, left = [], count
     while left:
         if until is not None:

@@ -13,8 +13,8 @@ backward from new logits, and nothing but x waits.  Bytes above x and W, of N ro
 outputs of a rank, e bytes an element and l of a logit (4 in fp32; 6 in 16 bits, with what it was
 made from or becomes; 4 more where a model caps):
 
-    precomputed     forward e V H + e N H + l r V, held e V H + e N H, backward no more
-    recomputed      forward l r V, held nothing, backward e V H + e N H + l r V
+    precomputed     forward e V H + e N H + l r V, saved e V H + e N H, backward no more
+    recomputed      forward l r V, saved nothing, backward e V H + e N H + l r V
 
 Over a tensor axis every rank has its part of the vocabulary: per chunk one all-gather of two
 numbers a row, and dx is this rank's part of a sum.

@@ -191,7 +191,7 @@ class _LossError(Exception):
 
 
 def _repeated(made: Any, samples: int, *, real: bool) -> list[_Outputs]:
-    """Return outputs for so many samples in the ways that are tried, none alike another."""
+    """Return outputs for `samples` samples in the ways that are tried, none alike another."""
     leaves, spec = tree_flatten(made)
 
     def tiled(change: Callable[[Tensor], Tensor]) -> _Outputs:

@@ -45,7 +45,7 @@ class DerivedStyles:
         self._studies: dict[Any, DivisionTrial] = {}
 
     def of(self, degree: int) -> dict[str, DividedUnit]:
-        """Return how each unit is divided over so many ranks, by path; those that are not too."""
+        """Return how each unit is divided over `degree` ranks, by path; those that are not too."""
         with untouched(self._module):
             return self._of(degree)
 

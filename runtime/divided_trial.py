@@ -59,7 +59,7 @@ ON_A_PART = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedUnit:
-    """How a unit is divided over so many ranks, and what of it stays whole."""
+    """How a unit is divided over the ranks of an axis, and what of it stays whole."""
 
     degree: int
     regions: tuple[Region, ...] = ()
@@ -226,7 +226,7 @@ class DivisionTrial:
         self._ready: tuple[nn.Module, Any, list[Region]] | None = None
 
     def divided(self, degree: int) -> DividedUnit:
-        """Return how the unit is divided over so many ranks."""
+        """Return how the unit is divided over `degree` ranks."""
         with untouched(self._user_unit), torch.enable_grad(), _one_thread():
             torch.manual_seed(0)
             try:

@@ -2,10 +2,10 @@
 
 A mask takes S^2 elements a sample and lets a kernel multiply what it hides.  Here each document is
 a sequence of its own for the kernel: on a CPU one call of the fused kernel for each, on a device
-one call for all, which is told where they end (flash attention's variable lengths).  Work is that
+one call for all, which gets their ends (flash attention's variable lengths).  Work is that
 of the documents' squared lengths, and what is kept for backward has no S^2 in it.
 
-The device is told as many ends as any micro-batch of the step has at most, a power of two, so that
+The device gets as many ends as any micro-batch of the step has at most, a power of two, so that
 no tensor's shape depends on the data and the host waits for nothing; ends that there are not are
 those of documents without a token.
 """

@@ -48,7 +48,13 @@ from runtime.recorder import Inputs
 from runtime.script_loader import Loader
 from runtime.script_passes import StepPasses
 from runtime.script_records import ScriptRecords
-from runtime.script_start import check_functions, device_of, join_ranks, plan_or_layout
+from runtime.script_start import (
+    check_functions,
+    device_of,
+    join_ranks,
+    plan_of_all,
+    plan_or_layout,
+)
 from runtime.script_state import ScriptState, Stateful, checkpoint_in
 from runtime.script_tensor import Styles
 from runtime.snapshot import Snapshot, taken
@@ -81,7 +87,7 @@ class StepResult:
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, averaged over layers; None without experts."""
     noticed: bool = False
-    """A launcher was told that its machine will be taken away; `launch` saves now, and ends.  A
+    """A launcher was notified that its machine will be taken away; `launch` saves now, and ends.  A
     script saves, and raises meshwright.HandedOver."""
     out_of_time: bool = False
     """Rank 0's time is over; see `end_when`."""
@@ -145,7 +151,7 @@ class Engine:
         join_ranks(device, timeout_s=wanted.timeout_s if isinstance(wanted, Plan) else None)
         model = OwnModel(
             build,
-            wanted,
+            plan_of_all(wanted),
             loss=loss,
             optimizer=optimizer,
             batch=batch,
@@ -493,7 +499,7 @@ class Engine:
         return taken(self.state(), step=self.steps)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
-        """Go on from parts of the state that ranks of any plan held behind one step.
+        """Go on from parts of the state of the ranks of any plan behind one step.
 
         Together they must cover what this rank holds.  Losses and weights are then those of the
         engines that were left, bit for bit where the plan is theirs.  Raises LaunchError, with

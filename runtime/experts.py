@@ -228,7 +228,7 @@ def departed(x: Tensor, journey: Journey) -> Tensor:
 
 
 def arrived(coming: Tensor, journey: Journey) -> Tensor:
-    """Return the rows that `departed` was told of, when all have come."""
+    """Return the rows that `departed` announced, when all have come."""
     if torch.compiler.is_compiling():
         return _ended(coming)
     return _Arrival.apply(coming, journey)

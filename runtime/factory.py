@@ -161,7 +161,7 @@ def graph_of_factory(
 
 
 def _units(module: nn.Module) -> Sequence[str] | None:
-    """Return the modules that a user told apart; of any other module its blocks are."""
+    """Return the modules that a user named; of any other module its blocks are."""
     return module.order if isinstance(module, ModuleGraph) else None
 
 
@@ -251,7 +251,7 @@ def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGrap
 
 
 def _theirs(source: str, call: Callable[[], Any]) -> Any:
-    """Run a user's code; what goes wrong there is told as theirs."""
+    """Run a user's code; what goes wrong there is reported as theirs."""
     try:
         return call()
     except DocumentError:

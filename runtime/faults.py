@@ -1,4 +1,4 @@
-"""What ended a rank: a lost device, a hang, or its program; told from what it left behind.
+"""What ended a rank: a lost device, a hang, or its program; recognised by what it left behind.
 
 Only evidence of the hardware counts for a lost device: errors that the driver reports as such, Xid
 numbers of the hardware, or SIGKILL, with which a driver ends the users of a device that is gone.  A

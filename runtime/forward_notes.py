@@ -294,7 +294,7 @@ class Notes:
             spoilt = found
 
     def _follows(self, node: Node) -> bool:
-        """Whether a node neither draws, nor reads what trains, nor changes what is held."""
+        """Whether a node neither draws, nor reads what trains, nor changes buffers."""
         if node.draws or node.changes_held:
             return False
         if any(self._values[value].requires_grad for _, value in node.made):

@@ -133,9 +133,9 @@ class Gradients:
                 self._tied.setdefault(_ranks_of(slot.tied), []).append(slot)
 
     def agree(self, state: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
-        """Agree with all ranks on what they hold and sum; compare replicas `every` so many steps.
+        """Agree with all ranks on what they hold and sum; compare replicas every `every` steps.
 
-        `state` returns what is held beside what is trained.  See Agreement.
+        `state` returns what is resident beside what is trained.  See Agreement.
         """
         place = self.place
         declared = [

@@ -419,7 +419,7 @@ class HuggingFace:
     def _in_documents(self, index: int, starts: Tensor) -> dict[str, Any]:
         """Return what of `_fixed` changes: positions count from `starts`, keys before are hidden.
 
-        Kernels are told where documents end, where they can be.  Else a mask is written out,
+        Kernels get the ends of documents, where they take them.  Else a mask is written out,
         [sample, 1, query, key], once for all layers of a micro-batch that are alike, and in the
         type of activations: what torch would make of booleans in each layer would be saved for
         backward by each.

@@ -139,7 +139,7 @@ class LanguageModel:
         return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
 
     def learning_rate(self, steps: int) -> float | None:
-        """Return that of the update behind so many."""
+        """Return that of the update behind `steps` others."""
         return learning_rate(self.plan.training, steps)
 
     def loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:

@@ -117,8 +117,8 @@ def launch(
     `model` is the graph of the plan's model; it must be given for a `file.py:factory`, which takes
     torch to trace.  A run resumed at step 30 with steps=50 does 20 more.  Without data, Python's
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
-    `peak_step_s` is what a step would take with every device at its peak; with it the MFU is told.
-    With `saves` the steps between checkpoints are computed again from what is measured.
+    `peak_step_s` is what a step would take with every device at its peak; with it the report has
+    the MFU.  With `saves` the steps between checkpoints are computed again from what is measured.
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
@@ -241,7 +241,7 @@ def _write_orders(
 ) -> RankOrders:
     """Prepare the data, check it against the model, and write what the ranks will read.
 
-    `told` are fields of orders that the launch was given.
+    `told` has fields of orders that the launch was given.
     """
     say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at once on this rank: what a plan's peak memory is held against.
+"""Bytes of tensors that are alive at once on this rank: what a plan's peak memory is compared with.
 
 On CUDA the caching allocator counts; this module only asks it.  On CPU no allocator does, and the
 resident set of the process keeps freed memory, so every operator's results are watched: a storage

@@ -2,7 +2,7 @@
 
 A logger is anything with `log` and `close`; rank 0 has them.  What is written is the same for all.
 Installed packages add others (`planner/documents/plugins.py`): a function of `output` (the run's
-folder), `first` (the step from which it is told) and `config` (the plan) that returns a logger.
+folder), `first` (the first step that it gets) and `config` (the plan) that returns a logger.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.process.guarded_files import folder_within
 
 
 class Logger(Protocol):
-    """What is told the figures of every step."""
+    """What gets the figures of every step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take a step's figures, by their names in metrics.jsonl."""

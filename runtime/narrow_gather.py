@@ -2,7 +2,7 @@
 
 Each rank rounds its shard of a Linear's weight with the scale of the whole, and FSDP gathers the
 result, through the two methods that it asks a parameter for (`fsdp_pre_all_gather` and
-`fsdp_post_all_gather`; so does torchao).  What is gathered and held while a layer works takes one
+`fsdp_post_all_gather`; so does torchao).  What is gathered while a layer works takes one
 byte an element in place of two, and products do not round it again.  Values are to the last bit
 those of weights that were gathered in bf16 and rounded behind it: the shard is brought to bf16
 first, and the largest value is that of all shards.

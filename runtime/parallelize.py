@@ -122,7 +122,7 @@ def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
 
 
 def prefetch(layers: Sequence[nn.Module], depth: int) -> None:
-    """Let each unit of FSDP ask for so many units ahead; 0 leaves that to FSDP."""
+    """Let each unit of FSDP ask for a number of units ahead; 0 leaves that to FSDP."""
     units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     for at, unit in enumerate(units if depth else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])

@@ -2,7 +2,7 @@
 
     DIR/.step-000030.RUN/            the files of the checkpoint
     DIR/.step-000030.RUN.parts/      beside it, until it counts:
-    ├── .lock                        held by rank 0 while it lives
+    ├── .lock locked by rank 0 while it lives
     ├── meta.json                    progress, from rank 0
     └── part-00000.json ...          from each rank, when its files are on the disk
 

@@ -46,7 +46,7 @@ class StagePart:
     store: WeightGradients | None = None
     """Where weight gradients wait between the two parts of a split backward."""
     select: Callable[[int], None] | None = None
-    """Told the number of the micro-batch that the module is about to run."""
+    """Called with the number of the micro-batch that the module is about to run."""
 
 
 class Pipeline:
@@ -141,11 +141,11 @@ class Pipeline:
         return buffer
 
     def received(self) -> int:
-        """Return how many received activations and gradients are held now."""
+        """Return how many received activations and gradients are in flight."""
         return sum(stage.received() for stage in self._stages)
 
     def sent(self) -> int:
-        """Return how many sent activations and gradients are held now."""
+        """Return how many sent activations and gradients are in flight."""
         return sum(
             len(stage.sent_activations) + len(stage.sent_gradients) for stage in self._stages
         )
@@ -277,7 +277,7 @@ class _PipelineStage(PipelineStage):
             info.buffer = None
 
     def received(self) -> int:
-        """Return how many received activations and gradients are held now."""
+        """Return how many received activations and gradients are in flight."""
         tables = [self.grad_recv_info, *(() if self.is_first else (self.args_recv_info,))]
         return sum(
             info.buffer is not None

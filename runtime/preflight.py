@@ -95,7 +95,7 @@ class Preflight:
 
 
 def cuda_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return what ranks on CUDA are told, unless the user's environment says otherwise.
+    """Return the environment of ranks on CUDA, unless the user's environment says otherwise.
 
     Segments of the allocator that grow leave less memory unused where sizes differ.  Devices have
     the numbers that nvidia-smi gives them, which is how they were planned for.

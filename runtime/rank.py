@@ -59,7 +59,7 @@ def _train(orders: run.RankOrders, rank: int) -> None:
 
 
 def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
-    """Do a rank's work; return 1 where it fails, after the launcher is told why."""
+    """Do a rank's work; return 1 where it fails, after the launcher has the reason."""
     try:
         work()
     except BaseException as error:

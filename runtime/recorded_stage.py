@@ -4,7 +4,7 @@
     hidden = stage(micro=MicroBatch(batch))            # tensors for the next stage, in fixed order
     outputs = last(*hidden, micro=MicroBatch(batch))   # of the last stage: what the module returns
 
-Parameters have the names of the user's module.  One that several stages read is held by each.
+Parameters have the names of the user's module.  One that several stages read is on each.
 What draws random numbers does so under a seed of the micro-batch and of the unit's name, so that
 masks depend on no plan, and a recomputation draws the same ones.
 """

@@ -112,7 +112,7 @@ class Recorder:
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Recorder:
-        """Return a recorder of units, or of the whole module where units cannot be told apart.
+        """Return a recorder of units, or of the whole module where units cannot be distinguished.
 
         With one unit there is no pipeline; `refused` says why.
         """

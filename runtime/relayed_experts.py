@@ -7,7 +7,7 @@ experts made of a token, weighed, and the one that handed the token on adds up w
 that one row for each node goes back.  Of a token with c experts on D nodes the slow links carry D
 copies for c, and D sums for c outputs.  No token is dropped.
 
-Where tokens go is told ahead of them, so that the host knows how many will be handed on while the
+Where tokens go is sent ahead of them, so that the host knows how many will be handed on while the
 first are on the way: with what the experts that all tokens share compute, it waits for no tokens.
 Source: DeepSeek-V3, section 3.2.2 (arXiv:2412.19437), and DeepEP, whose kernels send both ways at
 once; here one exchange follows the other.
@@ -97,7 +97,7 @@ class _Copies:
     def of(cls, places: Tensor, group: dist.ProcessGroup, *, of: int, parts: int) -> _Copies:
         """Tell the other ranks what comes; `places` [row, choice] are ranks, others none of them.
 
-        Copies `of` so many tokens of each rank then are with as many `parts` of the experts.
+        Copies of `of` tokens of each rank then are with as many `parts` of the experts.
         """
         ranks, rows = group.size(), len(places)
         chosen = places.new_zeros(rows, ranks + 1).scatter_add_(1, places, torch.ones_like(places))
@@ -153,6 +153,6 @@ def _first(count: int, x: Tensor) -> Tensor:
 def _by_rank(rows: Tensor, of: int, parts: int) -> list[list[int]]:
     """Return the copies that leave for each rank, those that arrive, and the choices with them.
 
-    They are copies `of` so many tokens, which go to as many `parts` of the experts.
+    They are copies of `of` tokens, which go to as many `parts` of the experts.
     """
     return rows.tolist()

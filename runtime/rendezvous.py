@@ -137,7 +137,7 @@ class Rendezvous:
         self._others.clear()
 
     def all_gather(self, own: Any) -> list[Any]:
-        """Tell all nodes something; return what each of them told, by node.  All call it."""
+        """Tell all nodes something; return what each of them sent, by node.  All call it."""
         if self.node_rank.nodes == 1:
             return [json.loads(json.dumps(own))]
         if self.node_rank.node == 0:

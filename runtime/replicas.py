@@ -100,7 +100,7 @@ class Replicas:
     ) -> None:
         """`parameters` are in the order of forward, each with its ranks, once for each stage.
 
-        A step adds to each gradient in so many `backwards`.  None says that autograd does not tell
+        A step adds to each gradient in `backwards` passes. None says that autograd does not tell
         when a gradient is complete, since some are made apart: all are sent by `finish`.
         """
         self._backwards = backwards

@@ -22,7 +22,7 @@ WARM_UP_STEPS = 2
 
 
 class StagePeak(Part):
-    """One pipeline stage: the most that any of its ranks held."""
+    """One pipeline stage: the largest peak of its ranks."""
 
     peak_memory_bytes: Count | None = None
     memory_source: Text

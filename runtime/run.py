@@ -1,4 +1,4 @@
-"""A run: what its launcher is asked for, what its ranks are told, and what they write.
+"""A run: what its launcher is asked for, what its ranks get, and what they write.
 
 `LaunchRun` is one record from the command line, or a caller in Python, to every rank: `RankOrders`
 is the same with what was found before the ranks start.  On disk:
@@ -132,7 +132,7 @@ HERE = Where()
 
 
 class RankOrders(LaunchRun, Document):
-    """What every rank of a run is told beside its rank: the run, with what was found for it.
+    """What every rank of a run gets beside its rank: the run, with what was found for it.
 
     Paths are absolute; `evaluate` is the folder of the prepared corpus that is held out.
     """

@@ -1,4 +1,4 @@
-"""When a run is saved: every so many steps as it was asked for, or where the least is lost.
+"""When a run is saved: at the interval that was asked for, or where the least is lost.
 
 The second is computed before the run from predicted figures, and anew from what its steps and saves
 take.  Rank 0 measures and tells the others, so that all save behind the same steps.

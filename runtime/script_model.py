@@ -298,7 +298,7 @@ def batch_leaves(batch: Any) -> dict[str, BatchLeaf]:
 
 
 def few_samples(batch: Any, samples: int) -> Any:
-    """Return a batch like this one with so many samples, its values those of the first ones.
+    """Return a batch like this one with fewer samples, its values those of the first ones.
 
     Leaves without a dim stay whole.  Raises BatchError if no leaf has samples.
     """

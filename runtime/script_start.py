@@ -15,13 +15,14 @@ from torch import nn
 from planner.documents.document import read
 from planner.documents.plan import Plan
 from planner.errors import BatchError, LaunchError, OptimizerError
+from runtime.exchange import all_gather_json, broadcast_json
 from runtime.script_rank import PLAN_VARIABLE
 
 
 def plan_or_layout(
     plan: Plan | Mapping[str, Any] | str | Path | None,
 ) -> Plan | Mapping[str, Any]:
-    """Return the plan that a script was given or told of, or the fields of a layout."""
+    """Return the plan that a script or $MESHWRIGHT_PLAN names, or the fields of a layout."""
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     if isinstance(plan, str | Path):
         return read(Plan, plan)
@@ -115,3 +116,24 @@ def join_ranks(device: torch.device, *, timeout_s: float | None = None) -> None:
             world_size=ranks,
             timeout_s=600.0 if timeout_s is None else timeout_s,
         )
+
+
+def plan_of_all(plan: Plan | Mapping[str, Any]) -> Plan | Mapping[str, Any]:
+    """Return the plan that all ranks train by: rank 0's, where each of them made one.
+
+    Ranks that plan for `local` agree where they share a cache of its figures; nodes do not.
+
+    Raises LaunchError where some ranks have a plan and others have none.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return plan
+    digests = all_gather_json(plan.digest if isinstance(plan, Plan) else None)
+    if None in digests and any(digests):
+        without = ", ".join(str(rank) for rank, digest in enumerate(digests) if digest is None)
+        raise LaunchError(
+            f"plan: give it to all ranks, or to none; it is missing on rank {without}"
+        )
+    if len(set(digests)) == 1:
+        return plan
+    mine = plan.model_dump(mode="json", exclude_none=True) if isinstance(plan, Plan) else None
+    return Plan.of(broadcast_json(mine, source=0))

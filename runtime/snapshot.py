@@ -34,7 +34,7 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank held behind a step."""
+    """The state of one rank behind a step."""
 
     step: int
     parts: Mapping[str, SnapshotPart]

@@ -200,8 +200,8 @@ def supervised(
 ) -> BadEnd | None:
     """Run this node's ranks to their end; None if all ended well, and no rank is left either way.
 
-    `ranks` are their numbers among the `world` of all nodes, and `environment` says what one of
-    them is told beside `shared`, given the port where they meet; the node that `leads` has rank 0.
+    `ranks` are their numbers among the `world` of all nodes, and `environment` has what one of
+    them gets beside `shared`, given the port where they meet; the node that `leads` has rank 0.
     `refresh` is called while they run; with `rank_0_shown` the console has what rank 0 prints.
     Where one ends badly the others have `grace_s` from SIGTERM to SIGKILL.
     Where a rank only lost a peer, the reason that another node gives within some seconds is raised.

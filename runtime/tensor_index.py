@@ -368,7 +368,7 @@ def _text(value: object) -> str:
 def _short(value: object, most: int = 80) -> str:
     """Return a value that somebody else wrote as part of a message: short, on one line.
 
-    Of what may hold others only the type is told: shared parts make a text without an end.
+    Of what may hold others only the type is shown: shared parts make a text without an end.
     """
     if isinstance(value, str):
         return ascii(value[:most])[1:-1]

@@ -108,7 +108,7 @@ class TokenModel(OwnModel):
         return inputs, targets
 
     def learning_rate(self, steps: int) -> float | None:
-        """Return that of the update behind so many."""
+        """Return that of the update behind `steps` others."""
         return learning_rate(self.plan.training, steps)
 
 

@@ -95,7 +95,7 @@ def compiled_graphs() -> int:
 
 
 def expect_graphs(most: int) -> None:
-    """Let one function's code have so many graphs; torch gives up behind 8."""
+    """Let one function's code have a number of graphs; torch gives up behind 8."""
     import torch._dynamo.config  # noqa: PLC0415
 
     torch._dynamo.config.capture_scalar_outputs = True  # sizes of an exchange between experts

@@ -78,7 +78,7 @@ def grouped(
 
 
 def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Call a factory; what goes wrong there is told by its name."""
+    """Call a factory; what goes wrong there is reported with its name."""
     try:
         optimizer = factory(groups)
     except Exception as error:
@@ -230,7 +230,7 @@ class TorchOptimizers(Gradients):
     ) -> None:
         """Without `gather` an update that is not element-wise is refused where it would move.
 
-        `learning_rate` returns that of the update behind so many; None leaves it as it is.
+        `learning_rate` returns that of an update behind others; None leaves it as it is.
 
         With `streamed` the state lies on the host, and an optimizer that updates parameters
         together is refused.

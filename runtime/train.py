@@ -346,7 +346,7 @@ class Loop:
         )
 
     def _loggers(self, first: int) -> list[Logger]:
-        """Return what is told the figures of the run, from step `first` on."""
+        """Return what gets the figures of the run, from step `first` on."""
         output = self.orders.output
         config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
         result: list[Logger] = []

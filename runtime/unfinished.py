@@ -25,7 +25,7 @@ _HIDDEN = re.compile(rf"\.(step-(\d+))\.[0-9A-Za-z_-]+{re.escape(parts.SUFFIX)}"
 def commit(folder: Path, *, say: Callable[[str], object]) -> Path | None:
     """Let the newest unfinished checkpoint of a folder count, if its files are whole; return it.
 
-    `say` is told before every byte of one is read, which may take minutes.
+    `say` is called before every byte of one is read, which may take minutes.
     Only one of a later step than all that have their names.  One of a run that lives is left to
     it.  What cannot be completed stays as it is, hidden: the next save deletes it.
     """

@@ -20,7 +20,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A row: where a cause has come so often, and devices are so many, this is done."""
+    """A row: where a cause has come so often, and this number of devices is left, this is done."""
 
     causes: frozenset[Cause]
     stuck: int = 1
@@ -28,7 +28,7 @@ class Verdict:
     times: int = 1
     """At least so often on one rank."""
     devices: int = 1
-    """At least so many."""
+    """At least."""
     reaction: Reaction
     why: str
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from _pytest.doctest import DoctestModule
 
 # Before torch is imported anywhere.  Tests run side by side on few cores, and threads of tiny
 # operators that wait for each other cost some tests five times their time.
@@ -16,6 +20,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Its examples have 0.2 s of wall-clock time otherwise, which a busy machine takes from them.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Look for no garbage while a million objects are made that all stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for no doctests in `test_*.py`, which have none: that took two seconds."""
+    of_tests = file_path.name.startswith("test_")
+    return [one for one in (yield) if not (of_tests and isinstance(one, DoctestModule))]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers

@@ -31,6 +31,16 @@ INSTEAD = {
     r"by e\+0\d %|\de\+0\d %": "a share above 100 % as a factor",
 }
 """By pattern, what the field says; CHANGELOG.md says what was, and is not read."""
+RECENT = {
+    r"(?<!`)told\b(?!\.py|`)": "shown, known, distinguished, gets",
+    r"[Ss]o many\b": "a number of, or the name of the argument",
+    r"held (against|back|to|by|now)\b": "compared with, not reusable, in flight, of a rank",
+    r"(sent|gathered) and held\b": "resident",
+    r"nobody said\b": "is not known",
+}
+"""Likewise, and still to be mended in LATER."""
+INSTEAD |= RECENT
+LATER = ("planner/search/", "planner/solver/")
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -48,12 +58,15 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def found(lines: Iterator[tuple[str, str]]) -> list[str]:
-    wanted = re.compile("|".join(rf"\b(?:{pattern})" for pattern in INSTEAD))
+    patterns = list(INSTEAD)
+    each = "|".join(f"(?P<p{at}>{pattern})" for at, pattern in enumerate(patterns))
+    wanted = re.compile(rf"\b(?:{each})")
     said = []
     for place, text in lines:
         for match in wanted.finditer(" ".join(text.split())):
-            way_out = next(b for a, b in INSTEAD.items() if re.fullmatch(a, match[0]))
-            said.append(f"{place}: '{match[0]}'; write: {way_out}")
+            pattern = patterns[int(str(match.lastgroup)[1:])]
+            if not (pattern in RECENT and place.startswith(LATER)):
+                said.append(f"{place}: '{match[0]}'; write: {INSTEAD[pattern]}")
     return said
 
 
@@ -69,6 +82,9 @@ def test_texts_use_the_words_of_the_field() -> None:
         "types that have no\n    arithmetic here yet",
         "compiles for 44.0 s (3.7e+02 % of 1,000 steps)",
         "what it takes where nothing is shared or sent",
+        "Return what ranks are told, beside what nobody changed",
+        "At most so many, unless all of it is asked for",
+        "predictions held against tables of real runs",
     ],
 )
 def test_a_sentence_of_before_is_found(text: str) -> None:

@@ -137,7 +137,7 @@ def tune(
 
 
 def _then(run: str | None, found: Tuned) -> str:
-    """Return what trains by the plan: as its trials ran, predicted with what they told."""
+    """Return what trains by the plan: as its trials ran, predicted with what they showed."""
     from meshwright.tuning import CONSTANTS_FILE
 
     output = found.plan_file or ""

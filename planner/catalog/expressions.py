@@ -317,7 +317,7 @@ def _cluster(
 
 
 def _clipped(tiers: Sequence[LinkTier], devices: int) -> tuple[LinkTier, ...]:
-    """Keep the tiers that so many devices use, none wider than they are."""
+    """Keep the tiers that this number of devices uses, none wider than they are."""
     if devices == 1:
         return ()
     kept: list[LinkTier] = []

@@ -2,14 +2,16 @@
 
     CACHE/machine/KEY.json              CACHE is $MESHWRIGHT_CACHE, or ~/.cache/meshwright
 
-A matrix product and a copy are timed in a process of its own, where numpy can be held to one
-thread, by the time that the thread runs; a loopback socket is what ranks on one host talk over.
+A matrix product and a copy are timed in a process of its own, where numpy takes one thread, by
+the time that the thread runs; a loopback socket is what ranks on one host talk over.
 Timings differ from call to call.  All ranks of a script and all commands must plan with the same
 figures, or their plans differ, so the figures are cached and one process measures while others
 wait.  KEY is the machine: its name, its processor, its memory and the version of numpy.
 
-Figures are measured again after DAYS, and where the memory that is free has changed by a factor of
-MEMORY_FACTOR.  Where no cache can be written, each process measures for itself.
+Figures are measured again after DAYS.  Where the memory that is free has changed by a factor of
+MEMORY_FACTOR, it alone is read anew: the seconds of a plan stay the same.  The load at which they
+were measured is cached too, and named where other programs ran on all cores.  Where no cache can be
+written, each process measures for itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from functools import cache
 from pathlib import Path
 
 from planner.documents.document import Part, read_text, write_text
-from planner.documents.units import Count, Rate, Text
+from planner.documents.units import Amount, Count, Rate, Text
 from planner.errors import DocumentError, LaunchError
 
 DAYS = 30
@@ -106,20 +108,33 @@ class MachineFigures(Part):
     link_bytes_per_s: Rate
     memory_bytes: Count
     """Free on the machine."""
+    load: Amount = 0.0
+    """Programs that ran or waited beside, on average over a minute."""
+    cores: Count | None = None
+    """Of the machine."""
 
     @property
     def date(self) -> str:
-        """When it was measured, to the minute."""
-        return f"{datetime.fromisoformat(self.measured):%Y-%m-%d %H:%M} UTC"
+        """When it was measured, to the minute, and whether others used all cores meanwhile."""
+        text = f"{datetime.fromisoformat(self.measured):%Y-%m-%d %H:%M} UTC"
+        if self.cores is None or self.load <= self.cores:
+            return text
+        return f"{text} at load {self.load:.0f} on {self.cores} cores: this figure means little"
 
-    def is_fresh(self, *, now: datetime, free_bytes: int) -> bool:
+    def is_fresh(self, *, now: datetime) -> bool:
         """Whether the figures still count; a date in the future does not."""
         try:
             age = now - datetime.fromisoformat(self.measured)
         except (TypeError, ValueError):
             return False
+        return timedelta() <= age <= timedelta(days=DAYS)
+
+    def with_memory(self, free_bytes: int) -> MachineFigures:
+        """Return these figures, with the memory that is free now if that is another amount."""
         changed = max(free_bytes, self.memory_bytes) / max(1, min(free_bytes, self.memory_bytes))
-        return timedelta() <= age <= timedelta(days=DAYS) and changed <= MEMORY_FACTOR
+        if changed <= MEMORY_FACTOR:
+            return self
+        return self.model_copy(update={"memory_bytes": free_bytes})
 
 
 def cache_folder() -> Path:
@@ -144,12 +159,11 @@ def machine_figures() -> MachineFigures:
     file = figures_file()
     with _locked(file.with_suffix(".lock")):
         cached = _read(file)
-        if cached is not None:
-            return cached
-        measured = _measure()
-        with contextlib.suppress(DocumentError):  # a cache that cannot be written is none
-            write_text(measured.model_dump_json() + "\n", file)
-        return measured
+        figures = _measure() if cached is None else cached.with_memory(available_bytes())
+        if figures != cached:
+            with contextlib.suppress(DocumentError):  # a cache that cannot be written is none
+                write_text(figures.model_dump_json() + "\n", file)
+        return figures
 
 
 def _read(file: Path) -> MachineFigures | None:
@@ -158,8 +172,7 @@ def _read(file: Path) -> MachineFigures | None:
         figures = MachineFigures.model_validate_json(read_text(file))
     except (DocumentError, ValueError):
         return None
-    fresh = figures.is_fresh(now=datetime.now(UTC), free_bytes=available_bytes())
-    return figures if fresh else None
+    return figures if figures.is_fresh(now=datetime.now(UTC)) else None
 
 
 @contextlib.contextmanager
@@ -207,6 +220,8 @@ def _measure() -> MachineFigures:
             **json.loads(result.stdout),
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             memory_bytes=available_bytes(),
+            load=os.getloadavg()[0],
+            cores=os.cpu_count(),
         )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise LaunchError(f"this machine could not be measured: {error}") from error

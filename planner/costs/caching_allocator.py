@@ -62,7 +62,7 @@ class _Pool:
         self.blocks.pop(bisect_left(self.blocks, _order(block), key=_order))
 
     def smallest(self, size: int) -> MemoryBlock | None:
-        """Return and remove the smallest free block of so many bytes or more."""
+        """Return and remove the smallest free block of `size` bytes or more."""
         at = bisect_left(self.blocks, (size, 0), key=_order)
         return self.blocks.pop(at) if at < len(self.blocks) else None
 
@@ -91,7 +91,7 @@ class CachingAllocator:
         self._small, self._large = _Pool(small=True), _Pool(small=False)
 
     def allocate(self, size_bytes: int) -> MemoryBlock:
-        """Return the block of a tensor of so many bytes."""
+        """Return the block of a tensor of `size_bytes`."""
         size = -(-max(size_bytes, 1) // ROUNDED) * ROUNDED
         pool = self._small if size <= SMALL else self._large
         block = pool.smallest(size) or self._new(pool, size)

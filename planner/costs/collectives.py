@@ -319,7 +319,7 @@ def _level_s(
 
 
 def reached_fraction(operation: Collective, tier: LinkTier, members: int) -> float:
-    """Return the share of a tier's rate that a collective reaches among so many members."""
+    """Return the share of a tier's rate that a collective reaches among its members."""
     for group in tier.narrow:
         if members <= group.members and operation in group.fractions:
             return group.fractions[operation]
@@ -327,7 +327,7 @@ def reached_fraction(operation: Collective, tier: LinkTier, members: int) -> flo
 
 
 def _reached_bytes_per_s(operation: Collective, tier: LinkTier, members: int) -> float:
-    """Return the rate of the links that so many members share.
+    """Return the rate of the links that members of a group share.
 
     On a mesh without a switch a device has one link to each peer: n members use n - 1 of them, a
     transfer to one peer uses one.  Measured on MI300X: 48 GB/s among 2, 313 among 8 of 448.

@@ -99,7 +99,7 @@ def in_root(
     `before` is None of the embedding; of the output projection bytes of the copy of the unit that
     ends before the loss, and is gathered for its own backward before that of the loss.  The copy
     that the embedding uses is there from its forward to its backward, so for the whole of both;
-    that of the projection, its gradients and those of a `tied` matrix that it uses are told as
+    that of the projection, its gradients and those of a `tied` matrix that it uses are counted as
     copies that a backward leaves there until it ends.
     """
     e, w = sharing.types.working, sharing.wire_bytes

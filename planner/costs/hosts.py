@@ -47,7 +47,7 @@ def hosts(cluster: ClusterSpec, layout: Layout, share: float) -> tuple[HostMemor
 def host_room_bytes(group: DeviceGroup, share: float) -> float | None:
     """Return an even part of what may be filled of a host's memory, None if nobody says.
 
-    Where groups differ a stage's devices are held to it: then hosts have room for any stages.
+    Where groups differ a stage's devices keep it: then hosts have room for any stages.
     """
     memory = group.host_memory_bytes
     return None if memory is None else share * memory / group.devices_per_node

@@ -43,7 +43,7 @@ reduces, then gathers.  Without, each of these is a sum, forward or backward."""
 
 
 class LinkSeconds(Protocol):
-    """Seconds of a collective of so many bytes in the group of an axis."""
+    """Seconds of a collective of a number of bytes in the group of an axis."""
 
     def __call__(
         self,
@@ -319,7 +319,7 @@ def _beside_s(
 
 
 def _left_s(communication_s: float, window_s: float | None, rule: LinkRule) -> float:
-    """Return what is seen of a collective beside products of so many seconds, if there are any."""
+    """Return what is seen of a collective beside products of given seconds, if there are any."""
     if window_s is None:
         return communication_s
     return shown_s(communication_s, window_s, rule.beside)

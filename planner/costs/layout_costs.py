@@ -108,7 +108,7 @@ class LayoutCosts:
     flat_bytes_at_most: float
     """Of a shard's gradients, the most that the optimizer's step copies together."""
     recorded_bytes: float
-    """Freed buffers of collectives, held back until these end on the device."""
+    """Freed buffers of collectives, not reusable until these end on the device."""
     workspace_bytes: float
     """Of matrix-product libraries, in the caching allocator."""
     host_share: float

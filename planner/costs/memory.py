@@ -222,7 +222,7 @@ class StateSharding:
     reshard: int | None = None
     """Ranks among which parameters are divided between forward and backward; None: `shard`."""
     versions: int = 1
-    """How often the parameters are held: twice where a pipeline never drains."""
+    """Copies of the parameters: twice where a pipeline never drains."""
     narrow: bool = False
     """What ZeRO-3 gathers of blocks comes in 8 bits, experts aside."""
     gathers_before: bool = True
@@ -521,7 +521,7 @@ def _made(end: LastLayer | FirstLayer | None) -> bool:
 
 
 def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
-    """Return what a unit of so many gathered bytes G holds of its own and of those asked for ahead.
+    """Return what a unit of G gathered bytes contains of its own and of those asked for ahead.
 
     With depth p of prefetching (p = 0 acts like 1) and k ranks that divide it between its passes:
 

@@ -57,7 +57,7 @@ FULL_TIME = Assumption(
 )
 """What a prediction for adapters says."""
 
-TOLD = "not told of the run"
+TOLD = "not known of the run"
 """Source of what is assumed of a run."""
 
 
@@ -289,7 +289,7 @@ def placement_prediction(
 ) -> Prediction:
     """Return what given stages should do under a layout; without `seats` they sit alike.
 
-    `assumed` is what nobody said of the run: its range is wider by it.
+    `assumed` is what is not known of the run: its range is wider by it.
     """
     model, job = tables.model, tables.job
     seats = seats or alike(tables, layout)

@@ -95,7 +95,7 @@ class RankCosts(Protocol):
 
     @property
     def recorded_bytes(self) -> float:
-        """Freed, and held back by the allocator until a collective ends."""
+        """Freed, and not reusable until a collective ends."""
 
     @property
     def workspace_bytes(self) -> float:

@@ -90,7 +90,7 @@ class Rates:
 
     @property
     def slack(self) -> float | None:
-        """Reserved over allocated memory, where runs have told it."""
+        """Reserved over allocated memory, where runs have shown it."""
         return self.calibration.slack if self.calibration else None
 
     @property
@@ -167,11 +167,11 @@ class Rates:
         return larger(0.0, copy_s - backward_s) + copy_s
 
     def host_optimizer_s(self, parameters: float, types: StateTypes) -> float:
-        """Seconds of clipping and AdamW by the host, for parameters held by a rank."""
+        """Seconds of clipping and AdamW by the host, for the parameters of a rank."""
         return self.host_memory_s(updated_bytes(types, self.stack.optimizer) * parameters)
 
     def optimizer_s(self, parameters: float, types: StateTypes) -> float:
-        """Seconds of clipping and AdamW for parameters held by a rank."""
+        """Seconds of clipping and AdamW for the parameters of a rank."""
         if self.overheads:
             return self.overheads.optimizer_s_per_parameter * parameters
         return self.memory_s(updated_bytes(types, self.stack.optimizer) * parameters)

@@ -119,10 +119,10 @@ def traffic(
 ) -> ShardingTraffic:
     """Return the sharding seconds of a unit with this many parameters on the rank.
 
-    `sides` are rows and columns of all its matrices, added up; so many of its parameters are
-    `frozen`, and have no gradients.  What is gathered anew for each pass may be `narrow`: cast to
-    8 bits where it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it; so
-    may what a step updated in whole buffers (Megatron-LM, --fp8-param-gather).
+    `sides` are rows and columns of all its matrices, added up; `frozen` of its parameters
+    have no gradients.  What is gathered anew for each pass may be `narrow`: cast to 8 bits where
+    it is a shard (torchao, enable_fsdp_float8_all_gather), but for `wide` of it; so may what
+    a step updated in whole buffers (Megatron-LM, --fp8-param-gather).
     """
     types, rule = sharing.types, rates.stack.sharding
     trained = parameters - frozen

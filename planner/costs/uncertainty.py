@@ -2,14 +2,14 @@
 
 On a machine whose kernels and links were measured, each cause misses by its own share.  Elsewhere
 rates of kernels come from other software and sheets, and a range grows with what is not known of a
-run: one law for all stacks, held against runs of sources that were left out of the fit
+run: one law for all stacks, compared with runs of sources that were left out of the fit
 (docs/accuracy.md).  Layouts of one model on one machine share those rates, so what tells them apart
 is the first range, not the second.
 
     below = 0.07 + more        above = 0.05 + 0.55 u + more
 
 u is the share of a step that does not compute, and `more` what is added for a run that is unlike
-all measured ones of its stack, and for each thing that nobody said of it.
+all measured ones of its stack, and for each thing that is not known of it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ published for H100), where nobody says that a run was in 16 and its devices have
 QUOTED_SPREAD = 0.1
 """Logarithm: what a device without measured kernels adds."""
 ASSUMED_SPREAD = 0.1
-"""Logarithm: what a run adds of which not all is told."""
+"""Logarithm: what a run adds of which not all is known."""
 MEASURED_MEMORY_SPREAD = 0.03
 """Logarithm: standard deviation of what a run needs of memory over what is predicted of it, on a
 machine where layers were measured (benchmarks/results/local_truth.md)."""
@@ -111,7 +111,7 @@ def step_range(
     """Return the range of a step whose seconds by cause are `parts`.
 
     `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
-    behind them, `assumed` is what of the run was not told.
+    behind them, `assumed` is what of the run is not known.
     """
     step_s = sum(parts.values())
     if measured:

@@ -182,7 +182,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
-    """Return a regular file's bytes, at most so many.
+    """Return a regular file's bytes, at most `most`.
 
     All that a user names is read here.
     """
@@ -310,7 +310,7 @@ def plain(text: str) -> object:
 
 
 def json_data(text: str | bytes, *, most_values: int | None = MAX_VALUES) -> Any:
-    """Return JSON as plain data: no deeper than MAX_DEPTH, with at most so many keys and values.
+    """Return JSON as plain data: no deeper than MAX_DEPTH, with at most this number of values.
 
     None is for text whose bytes are few: 3 bytes of JSON take up to 72 in memory.  Raises
     DocumentError, without a file, for what is no JSON, too deep or too much.

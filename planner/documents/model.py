@@ -90,7 +90,7 @@ class Experts(Part):
     dense_layers: Count = 0
     """How many leading blocks have a plain MLP (of `Architecture.ffn_size`) instead."""
     groups: Positive | None = None
-    """A token's experts are chosen from `groups_per_token` of so many groups, which is called
+    """A token's experts are chosen from `groups_per_token` of these groups, which is called
     node-limited routing; None: from all experts."""
     groups_per_token: Positive | None = None
 
@@ -256,7 +256,7 @@ class Layer(Part):
     they are divided, one rank gathers each, updates it and hands it out."""
 
     def at(self, tensor: int) -> DividedLayer | None:
-        """Return what a rank of so many has, None where the layer is whole on each."""
+        """Return what a rank of `tensor` ranks has, None where the layer is whole on each."""
         return next((one for one in self.divided or () if one.tensor == tensor), None)
 
 

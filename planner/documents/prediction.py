@@ -79,7 +79,7 @@ class Prediction(Document):
     """Seconds of the critical stage by cause; they add up to step_time_s."""
     tokens_per_s: Finite
     samples_per_s: Finite | None = None
-    """Where samples are not told apart into tokens: those of a script's own module."""
+    """Where samples are not divided into tokens: those of a script's own module."""
     mfu: Finite
     compile_s: Finite = 0.0
     """Before the first step; no part of a step."""
@@ -159,7 +159,7 @@ class Prediction(Document):
         return self.model_copy(update={"notes": (*self.notes, *notes)}) if notes else self
 
     def on(self, devices: int, *, used: int) -> Self:
-        """Return the prediction for a cluster of so many devices, of which ranks use `used`."""
+        """Return the prediction for a cluster with `devices`, of which ranks use `used`."""
         idle = devices - used
         if idle <= 0:
             return self

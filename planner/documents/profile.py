@@ -154,7 +154,7 @@ class CollectiveCurve(Part):
     many groups as those neighbours are work at the same time."""
     points: tuple[LinkPoint, ...]
     fit: LinkFit | None = None
-    """By which seconds at other sizes are told; None: straight between points in logarithms."""
+    """By which seconds at other sizes are computed; None: straight between points in logarithms."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -170,7 +170,7 @@ class Overheads(Part):
     step_s: Amount
     """Fixed seconds of a step: data, loss read-out, clipping, optimizer launch."""
     optimizer_s_per_parameter: Amount
-    """AdamW seconds per parameter held by a rank."""
+    """AdamW seconds per parameter of a rank."""
     pipeline_action_s: Amount
     """Per forward or backward action of the pipeline schedule."""
     shard_unit_s: Amount

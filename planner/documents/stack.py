@@ -429,8 +429,8 @@ class OffloadRule(Part):
     """Where an optimizer on the host steps: its state goes through the device, or the host's
     processors update what it has of the parameters, whose working copies go back."""
     host_share: Fraction = 0.5
-    """Of a host's memory, what may be held there.  Half, where torch pins each block: those are
-    powers of two, up to twice what they hold, and processes and the operating system need some."""
+    """Of a host's memory, what offloaded states may take.  Half, where torch pins each block: those
+    are powers of two, up to twice what they contain; processes and the system need some too."""
     activations_share: Fraction = 1.0
     """Of a block's activations, where they are offloaded."""
 

@@ -313,8 +313,8 @@ class Space(Part):
     def usual_wire(self, precision: Precision, scales: Scales) -> WeightWire:
         """Return how weights travel that ZeRO-3 gathers, if a layout does not ask.
 
-        In 8 bits where products round them so anyway: that halves what is sent and held and changes
-        no value.
+        In 8 bits where products round them so anyway: that halves what is sent and resident and
+        changes no value.
         """
         narrow = precision == "fp8" and scales == "tensorwise" and "fp8" in self.weight_wires
         return "fp8" if narrow else "full"

@@ -34,7 +34,7 @@ class DocumentError(MeshwrightError):
         super().__init__(": ".join(part for part in (file, path, message) if part))
 
     def in_file(self, file: str) -> DocumentError:
-        """Return the same error, told of the file it came from."""
+        """Return the same error with the file it came from."""
         return DocumentError(self.path, self.message, file=file)
 
 

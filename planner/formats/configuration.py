@@ -52,7 +52,7 @@ def configuration(
 ) -> str:
     """Return the text of a framework's configuration; DocumentError names what it cannot do.
 
-    Frameworks of NEED_NODES are told of the cluster's nodes too.
+    Frameworks of NEED_NODES get the cluster's nodes too.
     """
     if not is_written(to):
         known = [*FRAMEWORKS, *plugins("exporters")]

@@ -91,7 +91,7 @@ def _qwen3(config: Config) -> Architecture:
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """Qwen slides only from block `max_window_layers` on, and only if told to."""
+    """Qwen slides only from block `max_window_layers` on, and only if the configuration says so."""
     window = optional(config, "sliding_window", 4096)
     if not flag(config, "use_sliding_window", False) or not window:
         return {}

@@ -365,7 +365,7 @@ def _fused(
 
 
 def _moved(kernels: KernelSettings, tensors: float) -> tuple[float, float]:
-    """Return the traffic of fused attention whose tensors have so many bytes, in both passes.
+    """Return the traffic of fused attention whose tensors have these bytes, in both passes.
 
     In 8 bits they are cast before it, and what it makes is cast back; backward their gradients.
     """
@@ -557,7 +557,7 @@ def window(a: Architecture, kind: str, seq_len: int) -> int:
 
 def _masked(a: Architecture, kind: str, setting: Setting) -> bool:
     """Whether keys are hidden by a mask: those outside a window, and other documents' where no
-    kernel is told where they end (runtime/document_attention.py).
+    kernel knows where they end (runtime/document_attention.py).
     """
     if window(a, kind, setting.seq_len) < setting.seq_len:
         return True

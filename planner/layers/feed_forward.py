@@ -483,7 +483,7 @@ def _feed_forward(
     matrices: float = 1.0,
     share: float = 1.0,
 ) -> list[Operator]:
-    """Up projection and activation; so many `matrices` are read where experts share a rank.
+    """Up projection and activation; `matrices` are read where experts share a rank.
 
     `share` is the rate of the product over that of a single one as large.
     """

@@ -261,7 +261,7 @@ def _restored(setting: Setting, product: Operator) -> float:
 def _dropped(setting: Setting, product: Operator, source: str, whole_bytes: float) -> Operator:
     """What adapters keep of their inputs where these are dropped at random: a copy and a mask each.
 
-    Its traffic is told with the adapter's.  Source: peft, tuners/lora/layer.py (Linear.forward).
+    Its traffic counts as the adapter's.  Source: peft, tuners/lora/layer.py (Linear.forward).
     """
     mask = whole_bytes / setting.element_bytes
     name = f"{product.name}_dropped"

@@ -18,7 +18,7 @@ FAMILIES = ("bloom", "gptj", "mpt")
 def writes_scores(a: Architecture) -> bool:
     """Whether a family's attention has no fused kernel.
 
-    torch's fused kernels want as many heads of keys as of queries, or to be told that they are
+    torch's fused kernels want as many heads of keys as of queries, or to know that they are
     shared: Falcon's single head is neither, and what stands in for them works in fp32.
     """
     return a.family in FAMILIES or (a.family == "falcon" and a.kv_heads == 1 < a.heads)

@@ -35,7 +35,7 @@ class Fact:
     copied: bool = False
     """Whether readers copy it: no word of it is broken, however long."""
     lines: int = 2
-    """At most so many, unless all of it is asked for."""
+    """The most lines, unless all of it is asked for."""
 
 
 class Summary:
@@ -87,7 +87,7 @@ def _lines(blocks: list[list[Text]], shown: set[int]) -> int:
 def _wrapped(
     console: Console, text: str, width: int, *, style: str, most: int | None, fold: bool = True
 ) -> list[Text]:
-    """Return text as lines of a width, at most so many; the last says if it is cut."""
+    """Return text as lines of a width, at most `most`; the last says if it is cut."""
     width = max(width, LEAST)
     if fold:
         rows = list(Text(lines(text), style=style).wrap(console, width))

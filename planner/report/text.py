@@ -22,7 +22,7 @@ from planner.stacks.native import CAVEAT_SOURCE
 MOST_STAGES = 16
 """Rows of a table of stages; of more, neighbours share one."""
 MOST_SIZES = 16
-"""Stages that are told one by one in a line."""
+"""Stages that are listed one by one in a line."""
 ROUNDED = 5e-4
 """A gap that is shown as none."""
 AMORTISED_STEPS = 1000

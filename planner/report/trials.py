@@ -70,7 +70,7 @@ def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
 
 
 def moved(tuner: Tuner) -> list[MovedConstant]:
-    """Return the constants of which trials told something, the one learnt most first."""
+    """Return the constants that trials changed, the one learnt most first."""
     found = []
     for one in tuner.posterior.constants:
         spread = CONSTANTS[one.name].spread

@@ -192,7 +192,7 @@ def _cell(outcome: CandidateOutcome | None) -> str:
 
 
 def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
-    """Return (what, value, source) of every assumption; what nobody said is called a default."""
+    """Return (what, value, source) of every assumption; what was left out is a default."""
     known, failures, owning = assumed.facility, assumed.failures, assumed.owning
     quantities = [
         *([("goodput", assumed.goodput)] if assumed.goodput is not None else []),

@@ -21,7 +21,7 @@ from planner.whatif.verdicts import verdicts
 from planner.whatif.words import days_text, listed, price_ages, range_text
 
 FEW = 3
-"""Candidates of a model that are told in ten lines."""
+"""Candidates of a model that are listed in ten lines."""
 MOST_ASKED = 3
 """Sentences that answer what is asked beside the best cluster."""
 SHOWN_SHARES = (0.6, 0.8, 1.0)

@@ -102,7 +102,7 @@ def _whole_groups(shape: Shape) -> str:
 
 
 def _fullest(shape: Shape, warm_up: Counts, late: Counts, deferred: float) -> Fullest:
-    """Return the fullest backwards of ranks that warm up with so many forwards.
+    """Return the fullest backwards of ranks that warm up with these forwards.
 
     Their W come `late` backwards after their I; what waits for W counts `deferred`.
     """
@@ -125,7 +125,7 @@ def _fullest(shape: Shape, warm_up: Counts, late: Counts, deferred: float) -> Fu
 
 
 def _done(number: Counts, chunks: Counts, ranks: int) -> Counts:
-    """[rank, pass, stage] Of so many passes of a rank, those of each stage in its turn."""
+    """[rank, pass, stage] Of a number of passes of a rank, those of each stage in its turn."""
     cycles, rest = np.divmod(number[..., None], ranks * len(chunks))
     done: Counts = cycles * ranks + np.clip(rest - chunks * ranks, 0, ranks)
     return done

@@ -39,7 +39,7 @@ from planner.schedules.schedule import obstacle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedForm:
-    """One schedule on so many ranks and micro-batches."""
+    """One schedule on a number of ranks and micro-batches."""
 
     steady: float
     fill: float

@@ -37,7 +37,7 @@ class InFlight(NamedTuple):
     whole: int
     """From F to B or W."""
     alive: int
-    """From F to the end of B or I, and so many that of the last j of the V stages no more than
+    """From F to the end of B or I, and the number that of the last j of the V stages no more than
     j / V of them are (planner.schedules.pipeline_model.InFlightCounts)."""
     deferred: int
     """From the start of I to W."""
@@ -95,7 +95,7 @@ class Schedule:
     placement: Literal["loop", "v"] = "loop"
     """Stages go round the ranks, or down and up again: rank r holds stages r and 2 P - 1 - r."""
     micro_batches_needed: Callable[[Shape], str] = lambda shape: ""
-    """What it needs instead of so many micro-batches; nothing if it can take them."""
+    """What it needs instead of this number of micro-batches; nothing if it can take them."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are made apart."""
     forwards_first: bool = False
@@ -140,7 +140,7 @@ class Schedule:
         return self.stages_per_rank[0] > 1
 
     def takes(self, virtual_stages: int) -> bool:
-        """Whether ranks may hold so many stages."""
+        """Whether ranks may have this number of stages."""
         least, most = self.stages_per_rank
         return least <= virtual_stages and (most is None or virtual_stages <= most)
 

@@ -328,7 +328,7 @@ def _compiled(
         own_of: Sequence[int],
         own_lag: int,
     ) -> list[_ActionNode]:
-        """`own_of` [rank] is what stands before the part, so many layers before."""
+        """`own_of` [rank] is what stands before the part, by the number of layers before."""
         inside = {action: at for at, (_, action) in enumerate(part)}
         before = [(own, own_lag) for own in own_of]
         found = []
@@ -448,7 +448,7 @@ class _Layers:
         """Both arcs of every action: [action] place, layers before, delay."""
 
     def after(self, count: int) -> list[list[int]]:
-        """Return the last rows behind so many layers."""
+        """Return the last rows behind a number of layers."""
         while count:
             self._advance()
             count -= 1

@@ -153,7 +153,7 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
 
     What is recomputed from 8 bits may choose other experts than the forward did.  On one rank that
     is one more inexactness; over several, tokens would arrive that nobody counted.  Rows of
-    gathered tokens that nobody fills hold what the memory held (NaN at times), and 8 bits share a
+    gathered tokens that nobody fills contain what the memory had (NaN at times), and 8 bits share a
     scale between neighbours.
     """
     if layout.expert > 1 and recompute != "none" and activations == "compress":

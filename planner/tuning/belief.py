@@ -34,7 +34,7 @@ beside the constants, and of what each has alone."""
 KEPT_AT_SCALE = 0.6
 """Of what two options have in common, for each doubling of devices between them."""
 DEGREES_OF_FREEDOM = 6.0
-"""How surely the scale is 1 before any trial: as if six had told it."""
+"""How surely the scale is 1 before any trial: as if six had shown it."""
 NOISE = 0.02
 """Spread of a trial's median step, where its own steps do not say more."""
 

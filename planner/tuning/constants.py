@@ -1,4 +1,4 @@
-"""What trials told of a cluster, as the constants that `plan` and `whatif` take in a profile."""
+"""What trials show of a cluster, as the constants that `plan` and `whatif` take in a profile."""
 
 from __future__ import annotations
 

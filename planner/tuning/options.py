@@ -58,7 +58,7 @@ PROFILED = ("kernels", "recompute", "inner links", "outer links", "data links", 
 """Constants that a profile of the machine measures."""
 
 SURE, NEVER = 1 - ROUNDING, ROUNDING
-"""Probabilities beyond which a margin of memory is not told apart."""
+"""Probabilities beyond which a margin of memory makes no difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""Which options fit: one constant of memory, told by runs that ran and runs that ran out of it.
+"""Which options fit: one constant of memory, from runs that ran and runs that ran out of it.
 
     an option fits  <=>  δ + e_i < margin_i,      δ ~ N(0, COMMON²),  e_i ~ N(0, OWN²)
 
 δ is how far needs of memory on this cluster lie above their predictions, as a logarithm, in units
 of the spread behind the predicted probabilities; COMMON² + OWN² = 1, so that those hold before any
-trial.  What a run held tells δ + e_i, and a run out of memory that it passed the margin.  δ is one
-number, so its distribution is kept on a grid and no approximation is made.
+trial.  The peak of a run shows δ + e_i, and a run out of memory that it passed the margin.  δ is
+one number, so its distribution is kept on a grid and no approximation is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IMPROBABLE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrial:
-    """A trial's memory: it ran, having held so much, or there was not enough."""
+    """A trial's memory: it ran with this peak, or there was not enough."""
 
     option: int
     ran: bool

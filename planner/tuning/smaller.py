@@ -164,7 +164,7 @@ def small_layout(layout: Layout, large: ClusterSpec, small: ClusterSpec) -> Layo
 
 
 def _fewer(layout: Layout, devices: int) -> Iterator[Layout]:
-    """Yield the layouts of at most so many devices that keep the shapes of products."""
+    """Yield the layouts of at most `devices` that keep the shapes of products."""
     inner = layout.tensor * layout.context
     divided = layout.expert * layout.expert_tensor
     pipelines, shards, replicas = (

@@ -29,10 +29,10 @@ ENOUGH = 0.95
 """Probability that the answer is so good at which trials end."""
 DRAWS = 1_000
 ALONE = 0.3
-"""Of the rivals of an answer so many are as if independent: with that exponent the probability that
-none of them wins is so stated as it was seen (docs/tuning.md)."""
+"""The share of an answer's rivals that counts as independent: with that exponent the probability
+that none of them wins is so stated as it was seen (docs/tuning.md)."""
 START_S = 30.0
-"""Of a trial, before its first step, where none has told better."""
+"""Of a trial, before its first step, where none has shown better."""
 STEPS = 12
 """Of a trial, with warm-up."""
 QUANTILES = np.array([NormalDist().inv_cdf((k + 0.5) / 16) for k in range(16)])
@@ -40,7 +40,7 @@ QUANTILES = np.array([NormalDist().inv_cdf((k + 0.5) / 16) for k in range(16)])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a trial told of its option."""
+    """What a trial showed of its option."""
 
     option: int
     step_s: float | None
@@ -62,7 +62,7 @@ class Tuner:
         start_s: float = START_S,
         steps: int = STEPS,
     ) -> None:
-        """`stand_ins`: so many of the last options are tried instead of the others."""
+        """`stand_ins`: that number of the last options are tried instead of the others."""
         self.options, self.outcomes = options, tuple(outcomes)
         self._stand_ins, self._start_s, self._steps = stand_ins, start_s, steps
 

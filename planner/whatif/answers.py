@@ -23,7 +23,7 @@ from planner.whatif.run import Changed, Result
 from planner.whatif.words import MOST_NAMES, listed
 
 MOST_YEARS = 3
-"""Candidates of which it is told how a year of jobs uses them."""
+"""Candidates for which the answer says how a year of jobs uses them."""
 NOTHING = 0.005
 """Changes of time below this share are called none."""
 HURTS = 0.05

@@ -366,7 +366,7 @@ def _has_price(offer: Offer) -> bool:
 
 
 def _name(offer: Offer, text: str) -> str:
-    """Return an offer's name; one of several clusters is told apart by its text."""
+    """Return an offer's name; one of several clusters is identified by its text."""
     if offer.name is None:
         return text
     if not offer.n:

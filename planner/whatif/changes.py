@@ -24,8 +24,8 @@ WORDS: dict[ChangeName, str] = {
 def changed(cluster: ClusterSpec, change: ChangeName, factor: float) -> ClusterSpec | None:
     """Return the cluster with one figure multiplied; None if it has nothing of the kind.
 
-    `domain` joins so many nodes by the links inside a node; `devices` changes the number of nodes,
-    rounded, or of the devices where there is one node.
+    `domain` joins that number of nodes by the links inside a node; `devices` changes the number of
+    nodes, rounded, or of the devices where there is one node.
     """
     if change == "devices":
         return _resized(cluster, factor)

@@ -39,7 +39,7 @@ SECONDS_PER_DAY = 86_400.0
 
 
 def hours(tokens: float, tokens_per_s: Span, goodput: Span) -> Span:
-    """Hours on the wall clock to train so many tokens.
+    """Hours on the wall clock to train a number of tokens.
 
     >>> hours(3.6e9, exact(1e6), exact(0.5)).value
     2.0
@@ -107,7 +107,7 @@ def energy_kwh(watts: Span, run_hours: Span) -> Span:
 
 
 def carbon_kg(energy: Span, g_per_kwh: float) -> Span:
-    """Carbon dioxide of so many kWh."""
+    """Carbon dioxide of a number of kWh."""
     return energy.times(g_per_kwh * 1e-3)
 
 
@@ -167,7 +167,7 @@ class Horizon:
     interest: float
 
     def discount(self, years: float) -> float:
-        """Return what a dollar after so many years is worth now."""
+        """Return what a dollar after some years is worth now."""
         return math.exp(-years * math.log1p(self.interest))
 
     @property
@@ -302,7 +302,7 @@ class Purchase:
         return max(0.0, (paid - deducted - end * after_tax) / (1 - tax.rate))
 
     def owning_usd_per_hour(self, utilisation: float) -> Span:
-        """Return what a device costs in each hour beside its price, where so many are used.
+        """Return what a device costs in each hour beside its price, at a utilisation.
 
         Hosting, staff, support and insurance are paid in all hours, power while it waits too.
         """
@@ -371,7 +371,7 @@ def rent_cash_usd(
 
 
 def power_usd_per_hour(watts: Span, usd_per_kwh: Span) -> Span:
-    """Price of an hour of so many watts.
+    """Price of an hour of a number of watts.
 
     >>> power_usd_per_hour(exact(1000.0), exact(0.1)).value
     0.1

@@ -43,7 +43,7 @@ def blocked_s(failures: Failures, *, parameters: float, devices: int, at: str = 
 
 
 def failures_per_device_hour(failures: Failures, *, observed: int, device_hours: float) -> float:
-    """Return the rate that is believed after so many failures in so many device-hours.
+    """Return the rate that is expected after some failures in some device-hours.
 
     The rate λ is Gamma distributed, of mean m and shape k.  With f failures in h device-hours,
 

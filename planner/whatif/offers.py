@@ -125,7 +125,7 @@ def _oldest(today: datetime.date) -> int:
 
 
 def aged(price: Span, years: float) -> Span:
-    """Return a price with the range that it has so many years after it was asked.
+    """Return a price with the range that it has some years after it was asked.
 
     >>> aged(Span(value=2.0, low=2.0, high=2.0), 1.0)
     Span(value=2.0, low=1.34, high=2.5)

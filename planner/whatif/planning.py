@@ -39,7 +39,7 @@ EXPERTS = "megatron+deepep+expert-overlap+cheap-recompute"
 ANY_S = 1e30
 """Slower than any plan.  A search below it ends without the diagnosis of why nothing fits."""
 FEW_NODES = 16
-"""Up to so many, every smaller number of nodes is tried."""
+"""Up to this number, every smaller number of nodes is tried."""
 SHAPES = 0.9
 """By what factor the same work may take less on fewer devices, whose products are larger."""
 
@@ -311,8 +311,8 @@ def public_stacks(kind: AcceleratorKind, *, routed: bool = False) -> tuple[str, 
 def _worth_trying(request: Request, prediction: Prediction | None) -> Iterator[Request]:
     """Yield the request with nodes left idle, where a plan on fewer may be faster.
 
-    That is where links are too slow for so many: half of them may do; or where devices divide the
-    global batch badly.  Then every smaller number is tried, or of many nodes those that divide
+    That is where links are too slow for all of them: half of them may do; or where devices divide
+    the global batch badly.  Then every smaller number is tried, or of many nodes those that divide
     better: more replicas take whole shares of the batch, or what is left for other axes has smaller
     factors.  Fewer devices compute longer by their number, within SHAPES, which ends it soon.
     """

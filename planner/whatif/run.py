@@ -25,9 +25,9 @@ from planner.whatif.workers import Workers
 
 Progress = Callable[[int, int], None]
 SIZES_FIRST = 3
-"""Of many sizes of a cluster, so many are planned under every stack."""
+"""Of many sizes of a cluster, this number is planned under every stack."""
 NATIVE_TOO = 5
-"""Of each model, so many of the first candidates are planned for our own runtime too."""
+"""Of each model, this number of the first candidates are planned for our own runtime too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class _StudyProgress:
         self._progress, self._total, self._done = progress, total, 0
 
     def more(self, count: int) -> None:
-        """Tell that so many more are done."""
+        """Report that `count` more tasks are done."""
         self._done = min(self._total, self._done + count)
         if self._progress:
             self._progress(self._done, self._total)

@@ -167,7 +167,7 @@ def in_use(
     known: Sequence[Rent] | None,
     store: FigureStore | None = None,
 ) -> int:
-    """Return the fewest, of so many at most, that train as fast: a plan may leave some idle."""
+    """Return the fewest, of `most` at most, that train as fast: a plan may leave some idle."""
     candidate = sized(study, offer, most, known)
     outcome = evaluate(study, model, candidate, store=store)
     working = candidate.devices - outcome.idle

@@ -139,7 +139,7 @@ class Goal(Part):
         return self
 
     def tokens_of(self, parameters: float) -> float | None:
-        """Return the tokens to train a model of so many parameters on; None if left open."""
+        """Return the tokens to train a model of this size on; None if left open."""
         if self.epochs is not None and self.dataset_tokens is not None:
             return self.epochs * self.dataset_tokens
         if self.tokens_per_parameter is not None:
@@ -620,7 +620,7 @@ class Study(Document):
         return (YEAR,) if self.jobs else self.models
 
     def tokens_of(self, parameters: float) -> float | None:
-        """Return the tokens to train a model of so many parameters on, or those of a year."""
+        """Return the tokens to train a model of this size on, or those of a year."""
         if self.jobs:
             return sum(job.tokens * job.runs_a_year for job in self.jobs)
         return self.goal.tokens_of(parameters)

@@ -16,7 +16,7 @@ from planner.errors import MeshwrightError
 A = TypeVar("A")
 B = TypeVar("B")
 FEW = 3
-"""So many tasks are not worth starting processes for."""
+"""This number of tasks is not worth starting processes for."""
 
 _kept = FigureStore()
 """Of a process that was started for tasks."""

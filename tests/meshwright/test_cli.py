@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright import cli, commands, launches
+from planner.catalog import machine_figures
 from planner.documents import document
 from planner.documents.plan import Plan
 from runtime.run import LaunchRun, Where
@@ -134,6 +135,31 @@ def test_predict_of_a_plan_is_the_prediction_it_came_with(
 
     assert predicted["step_time_s"] == planned["step_time_s"]
     assert predicted["fits"] and "assumptions" in predicted
+
+
+def test_commands_that_run_one_after_the_other_predict_the_same_seconds_here(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(here / "cache"))
+    launched: list[float] = []
+    monkeypatch.setattr(
+        "runtime.launch.launch", lambda *_, **given: launched.append(given["predicted_step_s"])
+    )
+
+    def anew(*arguments: str) -> Any:
+        machine_figures.machine_figures.cache_clear()  # as another process
+        return answer(capfd, *arguments)
+
+    planned = anew("plan", *DEMO, "-o", "plan.yaml")["step_time_s"]
+    again = [
+        anew(*command)["step_time_s"]
+        for command in (("predict", "plan.yaml"), ("predict", "plan.yaml", "--cluster", "local:2"))
+    ]
+    shown = anew("show", "plan.yaml")["prediction"]["step_time_s"]
+    machine_figures.machine_figures.cache_clear()
+    assert cli.main(["launch", "plan.yaml"]) == 0
+
+    assert [*again, shown, *launched] == [planned] * 4
 
 
 def test_predict_prices_a_layout(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

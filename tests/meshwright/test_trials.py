@@ -73,7 +73,7 @@ def test_a_failure_says_its_last_words(tmp_path: Path) -> None:
         "ValueError: no such data",
     )
     ended, _, _, why = run(tmp_path, "pass")
-    assert (ended, why) == ("failed", "told 0 steps; 5 are needed")
+    assert (ended, why) == ("failed", "logged 0 steps; 5 are needed")
 
 
 def test_a_child_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

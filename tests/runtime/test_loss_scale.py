@@ -25,6 +25,7 @@ def test_overflow_halves_and_many_good_steps_double() -> None:
 
     scale.update(BAD)
     assert scale.scale == INITIAL / 2
+    assert scale.taken_off(scale.applied(torch.tensor(3.0))) == 3.0
     for _ in range(GROWTH_STEPS - 1):
         scale.update(GOOD)
     assert scale.scale == INITIAL / 2

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from planner.documents.plan import Plan
 from planner.errors import MeshwrightError
 from runtime.engine import Engine
+from tests.runtime.ranks import on_ranks
 
 WIDTH = 4
 
@@ -113,3 +115,23 @@ def test_parameters_of_any_type_are_computed_with_as_they_are(
         optimizer.zero_grad()
 
         assert engine.step(batch()).loss == pytest.approx(float(total.detach()) / count, rel=1e-3)
+
+
+def _with_plans_of_their_own() -> tuple[list[str], str]:
+    """Give each rank another plan, then rank 1 none; return what both train by, and the refusal."""
+    said = {"loss": loss, "optimizer": sgd, "batch": batch()}
+    rank = torch.distributed.get_rank()
+    plans = [Engine(build, {"zero": zero}, **said).plan for zero in (1, 3)]
+    engine = Engine(build, plans[rank], **said)
+    engine.step(engine.slice(batch()))
+    assert isinstance(engine.plan, Plan)
+    with pytest.raises(MeshwrightError) as refused:
+        Engine(build, plans[0] if rank == 0 else {}, **said)
+    return [engine.plan.digest, plans[0].digest], str(refused.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_planned_differently_train_by_the_plan_of_rank_0() -> None:
+    for (trained, of_rank_0), refused in on_ranks(2, _with_plans_of_their_own):
+        assert trained == of_rank_0
+        assert refused == "plan: give it to all ranks, or to none; it is missing on rank 1"

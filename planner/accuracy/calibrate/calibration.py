@@ -39,7 +39,7 @@ class Calibrated:
 
 
 def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
-    """Fit a cluster's constants to runs on it; refuse where no constant can be told."""
+    """Fit a cluster's constants to runs on it; refuse where no constant can be determined."""
     if not observed:
         raise DocumentError("runs", "none has a step time or reserved memory that can be predicted")
     constants = common_constants(observed)

@@ -33,7 +33,7 @@ class Constant:
     added: bool = False
     """Seconds that are added, which may be none: not a rate or a ratio."""
     of_memory: bool = False
-    """Told by memory, not by seconds."""
+    """Determined by memory, not by seconds."""
 
 
 def constants_of(

@@ -1,1 +1,1 @@
-"""Predictions held against tables of real runs."""
+"""Predictions compared with tables of real runs."""

@@ -1,4 +1,4 @@
-"""Predictions held against a table of real runs, row by row, source by source.
+"""Predictions compared with a table of real runs, row by row, source by source.
 
 Rows whose inputs are all known (tier A) make the scores; rows with gaps are predicted too and
 scored apart.  Sources are scored one by one and then averaged, since large sweeps would drown the

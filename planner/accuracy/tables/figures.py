@@ -23,7 +23,7 @@ OTHER_ATTENTION = ("linear", "mamba", "ssm", "rwkv", "retnet", "hybrid", "gated-
 
 
 def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
-    """Return a row's architecture; ValueError or DocumentError where it cannot be told."""
+    """Return a row's architecture; ValueError or DocumentError where it cannot be determined."""
     named = _named(row)
     row = _filled(row, named, assumed)
     hidden = _needed(row, "hidden_size")

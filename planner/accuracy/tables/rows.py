@@ -113,7 +113,7 @@ def measured_of(row: Row) -> MeasuredRun:
 def setup_of(
     row: Row, *, unknown: Collection[str] = (), left_out: Collection[str] = ()
 ) -> Setup | Skipped:
-    """Return what a row ran, or why it cannot be told.
+    """Return what a row ran, or why it cannot be determined.
 
     `unknown` names stacks that are left out: what they trained is read as an unknown framework's.
     `left_out` names all sources of its table: what rests on the row's own is left out.

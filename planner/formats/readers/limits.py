@@ -43,7 +43,7 @@ class ReadingLimit:
         self._of, self._steps, self._left = of, steps, steps
 
     def spend(self, steps: int) -> None:
-        """Take so many steps."""
+        """Take a number of steps."""
         self._left -= steps
         if self._left < 0:
             raise DocumentError(

@@ -273,7 +273,7 @@ def _figures(known: Settings, told: Told) -> None:
 
 
 def _devices(known: Settings, asked: dict[str, str]) -> int | None:
-    """Return how many ranks are started, as torchrun or Slurm is told."""
+    """Return how many ranks are started, as torchrun's or Slurm's arguments say."""
     each = known.number("nproc-per-node") if _plain(known, "nproc-per-node") else None
     nodes = known.number("nnodes") if _plain(known, "nnodes") else None
     for also in ("node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"):
@@ -282,7 +282,7 @@ def _devices(known: Settings, asked: dict[str, str]) -> int | None:
 
 
 def ranks_of(asked: dict[str, str], nodes: int | None, each: int | None) -> int | None:
-    """Return ranks of so many nodes, of which a Slurm script may say the rest."""
+    """Return ranks of a number of nodes, of which a Slurm script may say the rest."""
     nodes = nodes or shell.counted(asked.get("nodes"))
     each = each or shell.counted(asked.get("gpus-per-node")) or shell.counted(asked.get("gres"))
     tasks = shell.counted(asked.get("ntasks-per-node"))

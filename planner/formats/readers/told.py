@@ -158,7 +158,7 @@ class Told:
     offload: str = "none"
     recompute: str = "none"
     recomputed: int | None = None
-    """Of each stage only so many blocks, from its first; None: all."""
+    """The number of blocks of each stage, from its first; None: all."""
     blocks: list[int] | None = None
     """Blocks of each stage in the model's order, where they are listed."""
     ends: tuple[int | None, int | None] = (None, None)

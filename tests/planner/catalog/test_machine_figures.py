@@ -81,7 +81,6 @@ def test_figures_are_measured_once(cache: Path) -> None:
         lambda known: known.update(measured="2999-01-01T00:00:00+00:00"),
         lambda known: known.update(measured="2026-01-01T00:00:00"),
         lambda known: known.update(measured="yesterday"),
-        lambda known: known.update(memory_bytes=2**20),
         lambda known: known.update(flops=-1.0),
         lambda known: known.pop("flops"),
     ],
@@ -97,6 +96,35 @@ def test_figures_that_do_not_count_are_measured_again(
     assert again.flops > 1e11
     assert again.memory_bytes > first.memory_bytes / 2
     assert another_process() == again
+
+
+@pytest.mark.usefixtures("cache")
+def test_memory_that_others_take_changes_no_seconds() -> None:
+    first = another_process()
+    rewrite(lambda known: known.update(memory_bytes=2**20))
+
+    again = another_process()
+
+    assert again == first.model_copy(update={"memory_bytes": again.memory_bytes})
+    assert again.memory_bytes > first.memory_bytes / 2
+    assert another_process() == again
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_machine_that_was_busy_when_it_was_measured_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (18.2, 0.0, 0.0))
+    busy = another_process()
+    machine_figures.figures_file().unlink()
+    monkeypatch.setattr("os.getloadavg", lambda: (1.9, 0.0, 0.0))
+    idle = another_process()
+
+    told = " at load 18 on 2 cores: this figure means little"
+    assert busy.date.endswith(told)
+    assert told in of_cores(busy, cores=2, ranks=2).groups[0].accelerator.sources["peak_flops"]
+    assert "load" not in idle.date
 
 
 @pytest.mark.usefixtures("cache")

@@ -316,3 +316,12 @@ def test_tokens_sent_once_among_one_rank_or_of_many_sizes() -> None:
     found = dispatch_s(sizes, group, routing)
     assert found.tolist() == [dispatch_s(size, group, routing) for size in sizes.tolist()]
     assert found[0] == 0.0
+
+
+def test_what_was_measured_on_other_ranks_counts_by_what_a_ring_sends() -> None:
+    curves = curves_by_name([curve(2, (1_000, 1e-3), (100_000, 1e-1))])
+
+    seconds = collective_s("all_reduce", 10_000, (Level(NVLINK, 8),), curves)
+
+    # Each of 2 ranks sends 2 x 1/2 of the bytes, each of 8 ranks 2 x 7/8.
+    assert seconds == pytest.approx(1.75e-2)

@@ -1,6 +1,6 @@
 """Resident bytes per parameter against the tables of the ZeRO paper and of FSDP2's source."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -257,3 +257,11 @@ def test_deepspeed_sums_and_reduces_in_16_bits_and_copies_a_shard_at_its_step() 
     assert states(N, of("megatron-deepspeed", zero=1)).flat_bytes == 0
     on_host = replace(of("deepspeed", zero=2), offload="optimizer")
     assert states(N, on_host).flat_bytes == 0
+
+
+def test_two_units_together_take_what_each_takes() -> None:
+    one, other = states(N, ALONE), states(3 * N, EIGHT)
+
+    for field in fields(one):
+        each = getattr(one, field.name) + getattr(other, field.name)
+        assert getattr(one + other, field.name) == each, field.name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from planner.documents.prediction import Certificate
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
+from planner.search.certificate import certificate_of, of_plan
 from planner.search.search import search
 
 CASES = {
@@ -120,3 +123,23 @@ def test_every_choice_of_recompute_counts_where_all_blocks_do_the_same() -> None
         alone = search(replace(asked, pins=Pins(recompute=recompute))).prediction.step_time_s
         assert finals.lower_bound_s <= alone * (1 + 1e-9)
         assert finals.objective_s <= alone * 1.01
+
+
+def test_a_bound_below_the_step_leaves_a_gap() -> None:
+    finals = simulated("tied")
+    account: Any = SimpleNamespace(counts={"pruned": 3})
+
+    left = certificate_of(
+        account,
+        stacks()["native"],
+        solver="exact",
+        finalists=finals.finalists,
+        lower_bound_s=0.9 * finals.objective_s,
+        looked_at={},
+        runners_up=(),
+    )
+
+    assert left.lower_bound_s == 0.9 * finals.objective_s
+    assert left.gap == pytest.approx(0.1) and not left.optimal
+    proof = of_plan(left, layout=answer("tied").plan.layout, step_s=finals.objective_s).plan
+    assert proof is not None and proof.gap == pytest.approx(0.1)

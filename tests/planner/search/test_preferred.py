@@ -20,6 +20,7 @@ from planner.search.answer import Answer
 from planner.search.preferred import (
     AXES,
     NEAR,
+    compared,
     features,
     not_worth_eight_bits,
     with_preference,
@@ -207,3 +208,19 @@ def test_eight_bits_that_gain_nothing_are_named_beside_sixteen(
         assert same.step_time_s < found.prediction.step_time_s
     plain = search(wide)
     assert list(not_worth_eight_bits(wide, plain.plan, plain.prediction)) == []
+
+
+def test_a_slower_plan_says_where_it_takes_longer_as_shares_of_the_fastest_step() -> None:
+    request = asked("llama-3.2-1b", "1xa100-sxm-80gb", 8, "native")
+    found = search(request)
+    fastest = found.prediction
+    longer = {**fastest.step_parts, "forward": 0.25 * fastest.step_time_s}
+    longer["forward"] += fastest.step_parts["forward"]
+    slower = fastest.model_copy(
+        update={"step_time_s": 1.25 * fastest.step_time_s, "step_parts": longer}
+    )
+
+    row = compared("mine", found.plan, slower, fastest)
+
+    assert row.more == pytest.approx(0.25)
+    assert row.why.endswith("; forward +25.0 %")

@@ -185,3 +185,19 @@ def test_pins_without_effect_are_named(text: str, layout: Layout, expected: list
 
     assert len(found) == len(expected)
     assert all(one.startswith(start) for one, start in zip(found, expected, strict=True))
+
+
+def test_tensor_parallelism_goes_up_to_the_number_of_heads(four_nodes: ClusterSpec) -> None:
+    model = resolve_model("demo-4m")
+    assert model.architecture is not None
+    found = {d.tensor for d in every_degrees(Request(model, four_nodes, JOB))}
+    narrow = replace_heads(model, 4)
+
+    assert max(found) == model.architecture.heads == 8
+    assert max(d.tensor for d in every_degrees(Request(narrow, four_nodes, JOB))) == 4
+
+
+def replace_heads(model: ModelGraph, heads: int) -> ModelGraph:
+    assert model.architecture is not None
+    fewer = model.architecture.model_copy(update={"heads": heads, "kv_heads": heads})
+    return model.model_copy(update={"architecture": fewer})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,91 +9,12 @@ import pytest
 from planner.solver.frontier import FrontierStore
 from planner.solver.inner import solve
 from planner.solver.instance import (
-    Fathomed,
     Infeasible,
     Instance,
     Option,
     Solution,
     StageLimits,
-    fits,
 )
-from planner.solver.knapsack import Knapsacks
-from tests.planner.solver.small_instances import least_objective_s, objective_s, random_instance
-
-
-def agrees_with_enumeration(instance: Instance) -> bool:
-    """Solve, compare with the best of all splits, and say whether any fits."""
-    best_s = least_objective_s(instance)
-    answer = solve(instance)
-    if best_s == math.inf:
-        assert isinstance(answer, Infeasible)
-        assert answer.reason
-        return False
-    assert isinstance(answer, Solution)
-    assert answer.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9)
-    assert objective_s(instance, answer.cuts, answer.options) == pytest.approx(answer.objective_s)
-    assert answer.optimal
-    assert fits(instance, answer)
-    return True
-
-
-@pytest.mark.parametrize("start", range(0, 300, 60))
-def test_no_split_beats_the_solution(start: int) -> None:
-    feasible = [agrees_with_enumeration(random_instance(seed)) for seed in range(start, start + 60)]
-
-    assert 20 < sum(feasible) < 60
-
-
-@pytest.mark.parametrize("start", range(300, 480, 60))
-def test_stages_settled_one_by_one_lead_to_the_same_optimum(
-    start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Knapsacks, "alike", lambda _, __: False)
-
-    feasible = [agrees_with_enumeration(random_instance(seed)) for seed in range(start, start + 60)]
-
-    assert 20 < sum(feasible) < 60
-
-
-@pytest.mark.parametrize("seed", range(480, 520))
-def test_a_cutoff_below_the_optimum_fathoms_and_one_above_does_not(seed: int) -> None:
-    instance = random_instance(seed)
-    best = solve(instance)
-    if not isinstance(best, Solution):
-        assert not isinstance(solve(instance, cutoff_s=1e9), Solution)
-        return
-    hair_s = 1e-6 * abs(best.objective_s) + 1e-9
-
-    below = solve(instance, cutoff_s=best.objective_s - hair_s)
-    above = solve(instance, cutoff_s=best.objective_s + hair_s)
-
-    assert isinstance(below, Fathomed)
-    assert below.lower_bound_s <= best.objective_s
-    assert above == best
-
-
-@pytest.mark.parametrize("start", range(600, 700, 50))
-def test_options_may_differ_in_what_they_synchronise(start: int) -> None:
-    instances = [random_instance(seed, sync_by_option=True) for seed in range(start, start + 50)]
-
-    feasible = [agrees_with_enumeration(instance) for instance in instances]
-
-    assert 15 < sum(feasible) < 50
-
-
-@pytest.mark.parametrize("start", range(700, 800, 50))
-@pytest.mark.parametrize("sync_by_option", [False, True])
-def test_forward_and_backward_may_have_different_slowest_stages(
-    start: int, sync_by_option: bool
-) -> None:
-    instances = [
-        random_instance(seed, forward_apart=True, sync_by_option=sync_by_option)
-        for seed in range(start, start + 50)
-    ]
-
-    feasible = [agrees_with_enumeration(instance) for instance in instances]
-
-    assert 15 < sum(feasible) < 50
 
 
 def test_the_slowest_forward_and_backward_apart_are_never_faster() -> None:

@@ -23,10 +23,13 @@ from planner.solver.instance import (
 )
 from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve, solve_chain
-from tests.planner.solver.small_graphs import changed, random_graph
+from tests.planner.solver.small_graphs import (
+    changed,
+    random_graph,
+    random_unequal,
+    random_unequal_graph,
+)
 from tests.planner.solver.small_instances import objective_s, random_instance
-from tests.planner.solver.unequal.test_unequal import random_unequal
-from tests.planner.solver.unequal.test_unequal_graph import random_graph as unequal_graph
 
 
 def tied(seed: int) -> Instance:
@@ -244,7 +247,7 @@ def test_what_cannot_be_kept_is_named() -> None:
 def tied_on_types(seed: int) -> GraphInstance:
     """A chain or a graph on one type or several, with a tie, and at times a host of all stages."""
     rng = random.Random(seed)
-    problem = rng.choice([random_unequal, unequal_graph, random_graph])(seed)
+    problem = rng.choice([random_unequal, random_unequal_graph, random_graph])(seed)
     layers, stages = len(problem.chain.layers), len(problem.chain.stages)
     some = tuple(sorted(rng.sample(range(layers), rng.randint(1, min(3, layers)))))
     tie = rng.choice(

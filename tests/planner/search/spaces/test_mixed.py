@@ -31,7 +31,7 @@ from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import bounded, layouts_of
-from tests.planner.solver.unequal.test_unequal import least_objective_s
+from tests.planner.solver.small_graphs import least_objective_s
 
 
 def llama(layers: int) -> ModelGraph:

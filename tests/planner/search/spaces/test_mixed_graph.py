@@ -18,7 +18,7 @@ from planner.search.search import search
 from planner.search.spaces.mixed import MixedGraphSpace
 from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
-from tests.planner.solver.unequal.test_unequal_graph import least_objective_s
+from tests.planner.solver.small_graphs import least_objective_s
 
 JOB = Job(seq_len=64, global_batch=6, precision="fp32")
 THREE = "1xa100-sxm-40gb+2xv100-sxm-32gb"

@@ -93,3 +93,18 @@ def test_sums_over_ideals_of_more_than_64_layers() -> None:
     assert found.totals(values[:, None].astype(float))[:, 0].tolist() == expected.tolist()
     assert found.codes(values, everything).tolist() == expected.tolist()
     assert found.difference(60, 66) == list(range(60, 66))
+
+
+def test_pairs_are_those_that_lie_in_each_other_however_many_are_compared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = ideals(random_readers(3), most=1000)
+    assert found is not None
+    sets = listed(found)
+    expected = {(a, b) for a, b in itertools.permutations(range(len(sets)), 2) if sets[a] < sets[b]}
+
+    for at_once in (1, 3 * len(sets), 10**6):
+        monkeypatch.setattr("planner.solver.graphs.ideals._CHUNK", at_once)
+        pairs = found.nested(10**6)
+        assert pairs is not None
+        assert set(zip(*(of.tolist() for of in pairs), strict=True)) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from dataclasses import replace
@@ -19,106 +18,23 @@ from planner.solver.graph_instance import (
     graph_instance,
     in_a_row,
 )
-from planner.solver.graphs import lattice
 from planner.solver.graphs.ideals import ideals
 from planner.solver.graphs.lattice import GraphEffort, Lattice
 from planner.solver.graphs.orders import orders
 from planner.solver.instance import (
-    Fathomed,
     Infeasible,
     Option,
     Solution,
     StageLimits,
     Unfinished,
-    fits,
 )
 from planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
-    changed,
     least_objective_s,
-    more_bytes,
-    objective_s,
     random_graph,
-    with_groups,
 )
 from tests.planner.solver.small_instances import random_instance
-
-
-def is_sound(problem: GraphInstance, answer: GraphSolution) -> bool:
-    """Whether an answer is a split that fits and takes what it says, from the definition."""
-    stage_of = {name: s for s, held in enumerate(answer.stages) for name in held}
-    numbers = tuple(stage_of[name] for name in problem.names)
-    options = tuple(answer.options[name] for name in problem.names)
-    assert all(numbers[a] <= numbers[b] for a, b in problem.edges)
-    assert fits(problem.laid(answer.order, answer.split.cuts, answer.types), answer.split)
-    assert all(len({stage_of[problem.names[at]] for at in g}) == 1 for g in problem.colocated)
-    return objective_s(problem, numbers, options) == pytest.approx(answer.objective_s)
-
-
-def agrees_with_enumeration(problem: GraphInstance) -> bool:
-    """Solve, compare with the best of all splits, and say whether any fits."""
-    best_s = least_objective_s(problem)
-    answer = solve(problem)
-    if best_s == math.inf:
-        assert isinstance(answer, Infeasible)
-        assert answer.reason
-        return False
-    assert isinstance(answer, GraphSolution)
-    assert answer.objective_s == pytest.approx(best_s, rel=1e-9, abs=1e-9)
-    assert answer.optimal
-    assert is_sound(problem, answer)
-    return True
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("start", range(0, 300, 60))
-def test_no_split_of_a_graph_beats_the_solution(start: int) -> None:
-    feasible = [agrees_with_enumeration(random_graph(seed)) for seed in range(start, start + 60)]
-
-    assert 30 < sum(feasible) < 60
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("sync_by_option", [False, True])
-@pytest.mark.parametrize("start", range(0, 120, 60))
-def test_bytes_that_are_no_sums_are_kept_to(start: int, sync_by_option: bool) -> None:
-    feasible = []
-    for seed in range(start, start + 60):
-        problem = random_graph(seed, sync_by_option=sync_by_option)
-        sums = problem.chain
-        if seed % 3 == 0:  # one order, in which bytes depend on the place all the same
-            edges = {*problem.edges, *itertools.pairwise(range(len(problem.chain.layers)))}
-            problem = replace(problem, edges=tuple(sorted(edges)))
-        problem = changed(problem, used_bytes=more_bytes(sums, seed, by_place=True))
-        feasible.append(agrees_with_enumeration(problem))
-
-    assert 10 < sum(feasible) < 60
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("relayed", [True, False])
-@pytest.mark.parametrize("start", range(0, 120, 60))
-def test_layers_of_a_group_stay_on_one_stage(start: int, relayed: bool) -> None:
-    problems = [with_groups(random_graph(seed), seed) for seed in range(start, start + 60)]
-
-    assert sum(bool(problem.colocated) for problem in problems) > 40
-    feasible = [agrees_with_enumeration(replace(one, relayed=relayed)) for one in problems]
-    assert 20 < sum(feasible) < 60
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("start", range(0, 120, 60))
-def test_outputs_may_go_straight_to_their_readers(start: int) -> None:
-    problems = [random_graph(seed) for seed in range(start, start + 60)]
-
-    feasible = [
-        agrees_with_enumeration(
-            replace(one, relayed=False, unpaid=(seed % len(one.chain.stages),) if seed % 2 else ())
-        )
-        for seed, one in enumerate(problems)
-    ]
-
-    assert 30 < sum(feasible) < 60
+from tests.planner.solver.test_optimum import check_sound
 
 
 def test_a_relay_costs_what_no_straight_way_does() -> None:
@@ -129,29 +45,6 @@ def test_a_relay_costs_what_no_straight_way_does() -> None:
         if isinstance(relayed, GraphSolution):
             assert isinstance(straight, GraphSolution)
             assert straight.objective_s <= relayed.objective_s * (1 + 1e-9) + 1e-9
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("start", range(600, 720, 60))
-def test_sync_may_differ_between_the_options_of_a_kind(start: int) -> None:
-    feasible = [
-        agrees_with_enumeration(random_graph(seed, sync_by_option=True))
-        for seed in range(start, start + 60)
-    ]
-
-    assert 30 < sum(feasible) < 60
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("start", range(300, 420, 60))
-def test_many_small_rises_of_the_target_change_nothing(
-    start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lattice, "_RISE_SMALL", 0.01)
-
-    feasible = [agrees_with_enumeration(random_graph(seed)) for seed in range(start, start + 60)]
-
-    assert 30 < sum(feasible) < 60
 
 
 TOO_FEW: list[dict[str, int]] = [{"most_ideals": 1}, {"most_pairs": 12}]
@@ -167,7 +60,7 @@ def test_a_lattice_too_large_to_finish_still_bounds_every_split(seed: int) -> No
         if best_s == math.inf:
             assert isinstance(answer, Infeasible | Unfinished)
         elif isinstance(answer, GraphSolution):
-            assert is_sound(problem, answer)
+            check_sound(problem, answer)
             assert answer.lower_bound_s <= best_s * (1 + 1e-9) + 1e-9
             assert answer.objective_s >= best_s * (1 - 1e-9) - 1e-9
             assert not answer.optimal or answer.objective_s == pytest.approx(best_s)
@@ -339,21 +232,3 @@ def test_the_order_in_which_edges_and_nodes_are_given_changes_no_time() -> None:
             steady=problem.chain.steady,
         )
         assert objective_of(again) == pytest.approx(expected_s, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(0, 24, 3))
-def test_only_what_is_below_a_cutoff_is_of_interest(seed: int) -> None:
-    problem = random_graph(seed)
-    best = solve(problem)
-    assert isinstance(best, GraphSolution | Infeasible)
-    if isinstance(best, Infeasible):
-        return
-
-    above = solve(problem, cutoff_s=best.objective_s * 1.01)
-    below = solve(problem, cutoff_s=best.objective_s * 0.99)
-
-    assert isinstance(above, GraphSolution)
-    assert above.objective_s == pytest.approx(best.objective_s, rel=1e-12)
-    assert isinstance(below, Fathomed)
-    assert below.lower_bound_s <= best.objective_s
-    assert below.lower_bound_s >= best.objective_s * 0.99 * (1 - 1e-9) or not best.optimal

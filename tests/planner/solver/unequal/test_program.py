@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,11 @@ from planner.solver.instance import Infeasible
 from planner.solver.sides import HostMemory, Tie
 from planner.solver.solve import solve
 from tests.planner.solver import small_graphs
-from tests.planner.solver.unequal.test_unequal import least_objective_s, random_unequal
-from tests.planner.solver.unequal.test_unequal_graph import random_graph
+from tests.planner.solver.small_graphs import (
+    least_objective_s,
+    random_unequal,
+    random_unequal_graph,
+)
 
 
 def one_optimum(problem: GraphInstance) -> bool:
@@ -33,19 +37,11 @@ def one_optimum(problem: GraphInstance) -> bool:
     return True
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("types", [1, 2, 3])
-def test_chains_have_one_optimum(types: int) -> None:
-    some = (random_unequal(seed) for seed in range(300))
-    problems = [one for one in some if len(one.types) == types][: 10 - 2 * types]
-
-    assert sum(map(one_optimum, problems)) > 1
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("types", [1, 2, 3])
-def test_graphs_have_one_optimum(types: int) -> None:
-    some = (random_graph(seed) for seed in range(300))
+@pytest.mark.parametrize("made", [random_unequal, random_unequal_graph])
+def test_both_ways_lead_to_one_optimum(made: Callable[[int], GraphInstance], types: int) -> None:
+    some = (made(seed) for seed in range(300))
     problems = [one for one in some if len(one.types) == types][: 10 - 2 * types]
 
     assert sum(map(one_optimum, problems)) > 1
