@@ -47,7 +47,7 @@ class Slots:
         self._descriptors.clear()
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """Return what tells the ranks of this node where their slots are; `ranks` is their number."""
+        """Return what tells this node's ranks, by their number, where their slots are."""
         while len(self._descriptors) < GENERATIONS * ranks:
             self._descriptors.append(os.memfd_create("meshwright-slot"))
         own = f"/proc/{os.getpid()}/fd"
