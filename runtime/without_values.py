@@ -72,9 +72,9 @@ class _Sizes:
         self.count = len(tensor)
 
     def __iter__(self, *_: object) -> Iterator[int]:
-        raise DataDependentOutputException("tolist")
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
-    __len__ = __getitem__ = __iter__  # type: ignore[assignment]
+    __len__ = __getitem__ = __iter__
 
 
 class _EvenSizes(TorchFunctionMode):
