@@ -1,6 +1,7 @@
-"""A Slurm cluster of this machine's own, in which a training job is preempted and loses nothing.
+"""A Slurm cluster of this machine's own: a job is preempted, `tune` is killed, and nothing is lost.
 
-    python benchmarks/slurm.py    # apt-get install slurmctld slurmd slurm-client munge
+    python benchmarks/slurm.py         # apt-get install slurmctld slurmd slurm-client munge
+    python benchmarks/slurm.py tune    # trials by srun on two nodes; killed KILLS times and resumed
 
 A controller and two node daemons of the installed Slurm run from a folder of their own, with their
 own key.  A plan of one rank on each of two nodes is submitted by `launch --on slurm`; when it has
@@ -8,13 +9,18 @@ trained some steps a job of a more important partition takes both nodes.  Slurm 
 job saves, hands over and queues itself; when the nodes are free it goes on.  Printed is what
 happened, and 0 means that each step counts once.
 
+`tune` is ended by SIGKILL at random moments of its trials and started again.  0 means that after
+each end all finished trials are there unchanged, the plan is one that ran, and no job was left.
+
 Needs root and Slurm's binaries; `refusal` says what lacks.  Nothing is left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -25,10 +31,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.events import Attempt, Event, Incident, StepDone, events_of
+from planner.documents.plan import Plan
 from runtime import run
 from runtime.supervise import free_socket
 
@@ -271,11 +279,92 @@ def preempt(slurm: Slurm, folder: Path) -> Preempted:
     return Preempted(events=tuple(events()), state=state)
 
 
+KILLS = 5
+KILLED_AFTER_S = (6.0, 90.0)
+"""Of a start of `tune`: planning and a trial or two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KilledTuning:
+    """What became of `tune`, which was killed several times."""
+
+    trials: tuple[tuple[str, ...], ...]
+    """Lines of finished trials after each end, the last of them its own."""
+    plans: tuple[str, ...]
+    """Digest of the plan that lay there after each end; empty before the first trial ended."""
+    answer: dict[str, Any]
+    """What the last start printed."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether no end lost or changed a finished trial."""
+        pairs = zip(self.trials, self.trials[1:], strict=False)
+        return all(after[: len(before)] == before for before, after in pairs)
+
+    @property
+    def valid(self) -> bool:
+        """Whether the plan after each end is of one that had run by then."""
+        return all(
+            plan in {json.loads(line)["plan_digest"] for line in lines}
+            for plan, lines in zip(self.plans, self.trials, strict=True)
+            if lines
+        )
+
+
+def tune(
+    slurm: Slurm, folder: Path, *, kills: int = KILLS, budget: str = "8 trials"
+) -> KilledTuning:
+    """Tune on both nodes by srun, end it by SIGKILL and start it again; return what is left."""
+    two_nodes(folder)
+    python = f"{sys.executable} -P -m meshwright"
+    run = f"srun --nodes={NODES} --ntasks-per-node=1 {python} launch {{plan}} --output {{output}}"
+    command = [*python.split(), "tune", "demo-4m", "--cluster", str(folder / "two.yaml"), "--json"]
+    command += ["--seq-len", "32", "--global-batch", "4", "--budget", budget]
+    command += ["--run", f"{run} --steps 42", "-o", str(folder / "best.yaml")]
+    environment = {**slurm.environment, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    rng, lines, plans = random.Random(0), list[tuple[str, ...]](), list[str]()
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
+        )
+
+    def look() -> None:
+        trials, plan = folder / "best-trials" / "trials.jsonl", folder / "best.yaml"
+        lines.append(tuple(trials.read_text().splitlines()) if trials.exists() else ())
+        plans.append(document.read(Plan, plan).digest if plan.exists() else "")
+
+    for _ in range(kills):
+        child = start()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(rng.uniform(*KILLED_AFTER_S))
+        child.kill()
+        child.communicate()
+        wait(lambda: not slurm.ask("squeue", "-h").strip(), "the end of the killed trial's job")
+        look()
+    told, _ = start().communicate()
+    look()
+    return KilledTuning(trials=tuple(lines), plans=tuple(plans), answer=json.loads(told))
+
+
+def _tuned(slurm: Slurm, folder: Path) -> int:
+    """Print what became of `tune`; 0 if nothing was lost."""
+    found = tune(slurm, folder)
+    finished = ", ".join(str(len(lines)) for lines in found.trials)
+    print(f"finished trials after each of {KILLS} kills and at the end: {finished}")
+    print(f"unchanged: {found.kept}; the plan was always one that ran: {found.valid}")
+    print(f"{found.answer['layout']}: {found.answer['step_time_s']} s; {found.answer['stopped']}")
+    return 0 if found.kept and found.valid else 1
+
+
 def main() -> int:
     why = refusal()
     if why:
         print(f"no Slurm here: {why}", file=sys.stderr)
         return 1
+    if sys.argv[1:] == ["tune"]:
+        with tempfile.TemporaryDirectory(prefix="meshwright-tuned-") as name, cluster() as slurm:
+            return _tuned(slurm, Path(name))
     with tempfile.TemporaryDirectory(prefix="meshwright-preempted-") as name, cluster() as slurm:
         found = preempt(slurm, Path(name))
     first, second = found.attempts

@@ -31,10 +31,12 @@ from runtime.report import WARM_UP_STEPS
 from runtime.run import metrics_file, read_failures, read_records
 
 LOG = "output.log"
-LEAST, MOST = 3, 10
-"""Timed steps of a trial."""
-WANTED = 0.01
-"""Standard error of the median, as a share, at which no more steps are asked for."""
+LEAST, USUAL, MOST = 3, 10, 40
+"""Timed steps of a trial; more than usual where they are noisy, while they take no longer than what
+came before them."""
+WANTED, BORNE = 0.01, 0.02
+"""Standard errors of the median, as a share, at which no more steps are asked for: at any time, and
+after the usual ones."""
 SLOWER = 1.1
 """A plan whose every step is slower than the best one's by this factor is surely slower."""
 GRACE_S = 20.0
@@ -136,17 +138,21 @@ def noise_of(steps_s: Sequence[float]) -> float:
     return MEDIAN_NOISE * error / statistics.median(steps_s)
 
 
-def enough(steps_s: Sequence[float], best_s: float | None) -> Ended | None:
-    """Return how a trial ends after these steps; None: it goes on.
+def enough(steps_s: Sequence[float], best_s: float | None, *, start_s: float = 0.0) -> Ended | None:
+    """Return how a trial ends after these steps; None: it goes on.  It had begun in `start_s`.
 
     >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None), enough([2.0, 2.5], 1.0)
     ('ran', None, 'slower')
+    >>> enough([1.0, 1.3] * 5, None), enough([1.0, 1.3] * 5, None, start_s=20.0)
+    ('ran', None)
     """
     if best_s is not None and len(steps_s) >= 2 and min(steps_s) > SLOWER * best_s:
         return "slower"
-    if len(steps_s) >= MOST or (len(steps_s) >= LEAST and noise_of(steps_s) <= WANTED):
-        return "ran"
-    return None
+    if len(steps_s) < LEAST:
+        return None
+    noise, usual = noise_of(steps_s), len(steps_s) >= USUAL
+    borne = noise <= BORNE or sum(steps_s) >= start_s or len(steps_s) >= MOST
+    return "ran" if noise <= WANTED or (usual and borne) else None
 
 
 def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
@@ -173,7 +179,9 @@ def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
             raise LaunchError(f"{run.words[0]}: cannot be started: {error.strerror}") from error
         try:
             while ended is None and child.poll() is None:
-                ended = enough(timed(list(run.said())), best_s)
+                steps_s = timed(list(run.said()))
+                start_s = time.monotonic() - started - sum(steps_s)
+                ended = enough(steps_s, best_s, start_s=start_s)
                 if ended is None and time.monotonic() - started > most_s:
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):

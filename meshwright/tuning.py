@@ -36,13 +36,14 @@ from meshwright.inputs import (
     plan_model,
     profile_for,
 )
-from meshwright.trials import MOST, Measured, Trialled, launch_words, trial, words_of
+from meshwright.trials import USUAL, Measured, Trialled, launch_words, trial, words_of
 from planner.accuracy.calibrate.constants import calibrated
+from planner.costs.pace import pace_of
 from planner.costs.predict import predict
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.plan import Plan
-from planner.documents.profile import Profile
+from planner.documents.profile import Calibration, Profile, Profiles
 from planner.documents.stack import base_of
 from planner.documents.units import duration_s, whole_number
 from planner.errors import DocumentError, LaunchError, NoPlanFits
@@ -54,7 +55,7 @@ from planner.requests.request import SURE_TO_FIT, Request
 from planner.search.answer import Answer, Progress
 from planner.search.search import search
 from planner.tuning.candidates import TrialCandidate, candidates
-from planner.tuning.constants import calibration
+from planner.tuning.constants import as_measured, calibration
 from planner.tuning.record import SUBJECT, Subject, Trial, append, differences, read_trials
 from planner.tuning.smaller import InSmall, SmallTrial, check_smaller, in_small
 from planner.tuning.tuner import START_S, Outcome, Tuner
@@ -166,19 +167,13 @@ class Tuned:
     @property
     def step_s(self) -> float | None:
         """The answer's measured step."""
-        return next(
-            (
-                one.step_s
-                for one in self.tuner.outcomes
-                if one.option == self.tuner.answer and one.step_s is not None
-            ),
-            None,
-        )
+        answer = self.tuner.answer
+        return self.tuner.measured_s(answer) if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
         """The measured step of the plan that was predicted fastest."""
-        return next((one.step_s for one in self.tuner.outcomes if one.option == 0), None)
+        return self.tuner.measured_s(0) if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
@@ -281,7 +276,8 @@ def tune(
         request=request,
         candidates=every if small is None else small.candidates,
         small=small,
-        on=fewer,
+        machine=machine_of(cluster, _without_pace(measured)),
+        on=None if on is None else machine_of(on, _without_pace(measured)),
         folder=folder,
         output=output,
         budget=allowed,
@@ -333,6 +329,14 @@ def _profile(model: str, cluster: str, request: Request, folder: Path) -> None:
         output=str(folder / PROFILE_FILE),
         quiet=True,
     )
+
+
+def _without_pace(measured: Profiles) -> Profiles:
+    """Return a profile of which the pace is not known; where devices differ none has one."""
+    if not isinstance(measured, Profile) or measured.calibration is None:
+        return measured
+    plain = measured.calibration.model_copy(update={"pace": None})
+    return measured.model_copy(update={"calibration": plain})
 
 
 def _refuse_job(**asked: object) -> None:
@@ -395,8 +399,11 @@ class Tuning:
     request: Request
     candidates: tuple[TrialCandidate, ...]
     small: InSmall | None
+    machine: ClusterSpec
+    """The request's cluster without a pace that an earlier profile has."""
     on: ClusterSpec | None
-    """The smaller cluster on which those are tried in small; None: they are tried themselves."""
+    """The smaller cluster on which those are tried in small, without pace too; None: they are tried
+    themselves."""
     folder: Path
     output: str
     budget: TrialBudget
@@ -444,7 +451,7 @@ class Tuning:
             outcomes,
             stand_ins=len(_stood_in(self.small)),
             start_s=start_s,
-            steps=WARM_UP_STEPS + MOST,
+            steps=WARM_UP_STEPS + USUAL,
         )
 
     def profile_pays(self) -> bool:
@@ -517,8 +524,8 @@ class Tuning:
         constants = self._constants(tuner)
         request = replace(
             self.request,
-            cluster=calibrated(self.request.cluster, constants.calibration),
-            profile=None if base_of(self.request.stack.name) != "native" else constants,
+            cluster=calibrated(self.machine, constants.calibration),
+            profile=self._used(constants),
         )
         chosen = self.candidates[tuner.answer].plan
         try:
@@ -648,19 +655,52 @@ class Tuning:
         if tuner.ran:
             told = self._constants(tuner)
             document.write(told, self.folder / CONSTANTS_FILE)
-            machine = calibrated(self.request.cluster, told.calibration)
+            machine = calibrated(self.machine, told.calibration)
             document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
         """Return the cluster's constants as a profile that holds for any model."""
-        request, today = self.request, datetime.date.today().isoformat()
-        found = calibration(
-            request.cluster,
+        request, now = self.request, datetime.datetime.now().isoformat(timespec="seconds")
+        told = calibration(
+            self.machine,
             tuner.posterior,
+            request.stack.host,
+            pace=pace_of(None if request.profile is None else request.only_profile),
             runs=len(tuner.ran),
-            source=f"tune of {today}, {len(tuner.ran)} trials of {request.model.name}"[:200],
+            source=f"tune of {now}, {len(tuner.ran)} trials of {request.model.name}"[:200],
             seen=self.on,
         )
+        runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
+        found = as_measured(
+            told,
+            [tuner.measured_s(option) for option in runs],
+            lambda constants, run: self._with(constants, runs[run]),
+        )
+        return self._profile(found)
+
+    def _with(self, constants: Calibration, option: int) -> float:
+        """Return what an option is predicted to take with some constants."""
+        request = self._request_of(option)
+        return predict(
+            self._every[option].plan,
+            request.model,
+            calibrated(self.machine if self.on is None else self.on, constants),
+            self._used(self._profile(constants)),
+        ).step_time_s
+
+    def _used(self, profile: Profile) -> Profile | None:
+        """Return a profile as predictions of the request's framework use it."""
+        return None if base_of(self.request.stack.name) != "native" else profile
+
+    def _request_of(self, option: int) -> Request:
+        """Return what an option is a plan of: the request, or one in small."""
+        if self.small is None:
+            return self.request
+        return self.small.stand_ins[option - len(self.candidates)].request
+
+    def _profile(self, found: Calibration) -> Profile:
+        """Return constants beside what was measured of the machine before, if anything was."""
+        request, today = self.request, datetime.date.today().isoformat()
         if request.profile is not None and request.only_profile is not None:
             return request.only_profile.model_copy(update={"calibration": found})
         return profile_of_any_model(

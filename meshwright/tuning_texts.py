@@ -94,7 +94,8 @@ def _measured(found: Tuned) -> Iterator[Fact]:
     )
     yield Fact(
         label="tried",
-        text=f"{len(ended)} of {len(found.tried) - _answered(found)} plans"
+        text=f"{_distinct(found)} of {len(found.tried) - _answered(found)} plans"
+        + (f" in {len(ended)} trials" if len(ended) > _distinct(found) else "")
         + (f" in small on {found.on}" if found.on else "")
         + (f" ({counts})" if counts else "")
         + f"; {found.stopped}",
@@ -135,6 +136,11 @@ def _proof_text(proof: RenewedProof) -> str:
     if not proof.known and proof.step_s < (1 - NEAR) * proof.chosen_s:
         said += f"; not tried: {proof.layout} with {seconds_text(proof.step_s)}"
     return said
+
+
+def _distinct(found: Tuned) -> int:
+    """Return how many plans were tried; noisy trials are repeated."""
+    return len({one.plan_digest for one in found.trials})
 
 
 def _answered(found: Tuned) -> int:

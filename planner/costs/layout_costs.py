@@ -34,6 +34,7 @@ from planner.costs.hosts import usable_share
 from planner.costs.layer_figures import LayerFigures
 from planner.costs.layer_parts import LayerParts, Moved, parts_key
 from planner.costs.memory import FP32, States, StateSharding
+from planner.costs.pace import pace_of, slower_profile, slower_stack
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
 from planner.costs.recomputes import Recomputes, choices_of
 from planner.costs.segments import Replayed, reserved_beside_bytes
@@ -137,10 +138,16 @@ class CostTables:
         self.model = model = request.model
         self.cluster = cluster = request.cluster
         self.job = job = request.job
-        self.profile = profile = request.only_profile
+        self.profile = profile = slower_profile(request.only_profile)
         self.activations = activations
         a = model.architecture
-        self._rates = rates(cluster, job, profile, request.stack, head_dim=a.head_dim if a else 128)
+        self._rates = rates(
+            cluster,
+            job,
+            profile,
+            slower_stack(request.stack, pace_of(profile)),
+            head_dim=a.head_dim if a else 128,
+        )
         self.prices_adapters = self._rates.stack.kernels.adapters != "none"
         """Whether frozen weights take less time; else they take that of trained ones."""
         frozen = job.lora is not None and self.prices_adapters

@@ -82,7 +82,7 @@ class Rates:
         if self.overheads:
             return self.overheads.pipeline_action_s
         found = self.calibration.action_s if self.calibration else None
-        return self.stack.host.action_s if found is None else found
+        return self.stack.host.action_s if found is None else self._pace * found
 
     def action_share(self, virtual_stages: int) -> float:
         """Return the share of an action's seconds that each of a rank's stages takes."""
@@ -99,7 +99,11 @@ class Rates:
         if self.overheads:
             return self.overheads.step_s
         found = self.calibration.step_s if self.calibration else None
-        return self.stack.host.step_s if found is None else found
+        return self.stack.host.step_s if found is None else self._pace * found
+
+    @property
+    def _pace(self) -> float:
+        return (self.calibration.pace if self.calibration else None) or 1.0
 
     def waits(self, layout: Layout) -> float:
         """Return the share of a transfer to the next stage for which its sender waits."""

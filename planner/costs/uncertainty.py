@@ -115,8 +115,9 @@ def step_range(
     """
     step_s = sum(parts.values())
     if measured:
-        miss = own_miss(parts, spread)
-        return StepRange(max(0.0, 1 - miss) * step_s, (1 + miss) * step_s, None)
+        miss, fitted = own_miss(parts, spread), _fitted_spread(request)
+        low = min(max(0.0, 1 - miss), math.exp(-fitted))
+        return StepRange(low * step_s, max(1 + miss, math.exp(fitted)) * step_s, None)
     outside = outside_of(request, layout)
     below, above = _widths(request, layout, parts, bool(outside), assumed=assumed)
     said = "runs like its stack's own"
@@ -128,6 +129,12 @@ def step_range(
         source="docs/accuracy.md",
     )
     return StepRange(step_s * math.exp(-below), step_s * math.exp(above), basis)
+
+
+def _fitted_spread(request: Request) -> float:
+    """Return within which logarithm the runs lie that constants were fitted to; 0: none were."""
+    profile = request.only_profile
+    return profile.calibration.spread if profile and profile.calibration else 0.0
 
 
 def waiting_share(parts: Mapping[str, float]) -> float:

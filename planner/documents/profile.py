@@ -274,6 +274,8 @@ class Calibration(Part):
     """Constants of a cluster fitted to whole runs on it, of whatever model; None: not fitted."""
 
     accelerator: Line
+    pace: Rate | None = None
+    """Seconds of everything over what they are with the other constants; None: not known."""
     matmul: Fraction | None = None
     """Of the peak."""
     memory: Fraction | None = None

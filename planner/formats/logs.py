@@ -18,6 +18,13 @@ from planner.documents.units import GIB
 MIB = 1 << 20
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+_BAR = re.compile(
+    rf"(?:\]:\s*|^|\s)([A-Za-z][^%|]*:)?\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) "
+    rf"\[[^\]]*,\s*{_NUMBER}(s/it|it/s)"
+)
+"""A bar of tqdm: its name, steps done and to do, and the rate."""
+_OF_STEPS = re.compile(r"\b(?:step|train|epoch|iter)", re.IGNORECASE)
+"""In names of bars that count steps of training."""
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory|ran out of device memory"
 )
@@ -57,7 +64,9 @@ def megatron(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
         if seen := re.search(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}", line):
             at = re.search(r"\biteration\s+(\d+)\s*/", line)
             now = int(at[1]) if at else before + 1
-            yield Said(step_s=_number(seen[1]) / 1e3, steps=max(1, now - before) if before else 1)
+            if now <= before:  # written to two places that are one file
+                continue
+            yield Said(step_s=_number(seen[1]) / 1e3, steps=now - before if before else 1)
             before = now
         elif seen := re.search(rf"memory \(MB\) \|.*max reserved:\s*{_NUMBER}", line):
             yield Said(peak_bytes=_number(seen[1]) * MIB)
@@ -83,9 +92,11 @@ def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
         memory = re.search(rf"\bmemory:\s*{_NUMBER}GiB", text)
         tokens = work.job.seq_len * work.job.global_batch / work.devices
         now = int(at[1])
+        if now <= before:  # another rank's line of the same step
+            continue
         yield Said(
             step_s=tokens / _number(rate[1]),
-            steps=max(1, now - before) if before else 1,
+            steps=now - before if before else 1,
             peak_bytes=_number(memory[1]) * GIB if memory else None,
         )
         before = now
@@ -94,6 +105,8 @@ def torchtitan(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
 def deepspeed(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read DeepSpeed's log: samples per second of the whole job, of the newest step.
 
+    Releases before 0.8 count steps as `0/40`, and those before 0.7 tell the mean rate alone.
+
     >>> from planner.documents.plan import Job
     >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
     >>> line = ("epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=31.0, "
@@ -101,32 +114,48 @@ def deepspeed(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     >>> next(deepspeed([line], work)).step_s
     2.0
     """
+    before = 0
     for line in lines:
-        rate = re.search(rf"CurrSamplesPerSec={_NUMBER}", line)
+        rate = re.search(rf"\b(?:Curr)?SamplesPerSec={_NUMBER}", line)
         if rate is None or not _number(rate[1]):
             continue
         memory = re.search(rf"MaxMemAllocated={_NUMBER}\s*GB", line)
+        at = re.search(r"global_step=(\d+)|\b\d+/(\d+),", line)
+        now = int(at[1] or at[2]) if at else before + 1
+        if now <= before:
+            continue
         yield Said(
             step_s=work.job.global_batch / _number(rate[1]),
+            steps=now - before if before else 1,
             peak_bytes=_number(memory[1]) * GIB if memory else None,
         )
+        before = now
 
 
 def accelerate(lines: Iterable[str], work: LoggedWork) -> Iterator[Said]:
     """Read what transformers' Trainer prints: its bar of progress, and its metrics at the end.
+
+    Bars of what comes before (`Loading checkpoint shards`) are named, and the bar of an evaluation
+    has another length.
 
     >>> from planner.documents.plan import Job
     >>> work = LoggedWork(job=Job(seq_len=2048, global_batch=64), devices=8)
     >>> [said.step_s for said in accelerate([" 40%|####  | 4/10 [00:08<00:12,  2.00s/it]"], work)]
     [2.0]
     """
-    done = 0
+    done, length = 0, None
     for line in lines:
         for piece in line.split("\r"):
-            if seen := re.search(rf"\|\s*(\d+)/\d+ \[[^\]]*,\s*{_NUMBER}(s/it|it/s)", piece):
-                count, rate = int(seen[1]), _number(seen[2])
+            if seen := _BAR.search(piece):
+                count, rate, named = int(seen[2]), _number(seen[4]), seen[1]
+                if named and not _OF_STEPS.search(named):
+                    continue
+                if length is None:
+                    length = seen[3]
+                if seen[3] != length:
+                    continue
                 if count > done and rate:
-                    step_s = rate if seen[3] == "s/it" else 1 / rate
+                    step_s = rate if seen[5] == "s/it" else 1 / rate
                     yield Said(step_s=step_s, steps=count - done)
                 done = max(done, count)
             elif (seen := re.search(rf"'train_steps_per_second': '?{_NUMBER}", piece)) and _number(

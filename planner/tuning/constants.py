@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from planner.accuracy.calibrate.constants import (
+    ACTION,
     BANDWIDTH,
+    LATENCY,
     MATMUL,
     MEMORY,
+    STEP,
     Constants,
     calibration_of,
     constants_of,
 )
 from planner.documents.cluster import ClusterSpec
 from planner.documents.profile import Calibration
+from planner.documents.stack import Host
+from planner.documents.tolerances import EQUAL
 from planner.tuning.belief import ConstantBelief, Posterior
 from planner.tuning.options import CONSTANTS
 
@@ -21,37 +27,73 @@ from planner.tuning.options import CONSTANTS
 def calibration(
     cluster: ClusterSpec,
     found: Posterior,
+    host: Host,
     *,
+    pace: float,
     runs: int,
     source: str,
     seen: ClusterSpec | None = None,
 ) -> Calibration:
     """Return the constants of a cluster as a belief has them, within what each can be at all.
 
-    Rates fall by what seconds grow: those of kernels by `kernels`, those of links by it and by the
-    links' own constant, of which the innermost tier has those inside a node.  The rest of the
-    belief, which speaks of choices and not of the machine, stays with the trials.  Links that the
-    cluster on which trials ran, if it is another (`seen`), does not have follow nothing.
+    Everything takes `kernels` times as long: that is the pace.  Links are slower by their own
+    constant beside, of which the innermost tier has those inside a node, and so is what is fixed of
+    steps and actions.  The rest of the belief, which speaks of choices and not of the machine,
+    stays with the trials.  Links that the cluster on which trials ran, if it is another (`seen`),
+    does not have follow nothing.  `cluster` is without the pace that was known before.
     """
     told = {one.name: one for one in found.constants}
-    kernels = math.exp(-told["kernels"].mean)
+    fixed = math.exp(told["host"].mean)
     curve = cluster.groups[0].accelerator.curve
-    values = {MATMUL: curve.matmul * kernels, MEMORY: curve.memory * kernels}
+    values = {
+        MATMUL: curve.matmul,
+        MEMORY: curve.memory,
+        STEP: fixed * host.step_s,
+        ACTION: fixed * host.action_s,
+    }
     known = {tier.name for tier in (seen or cluster).tiers}
     for place, tier in enumerate(cluster.tiers):
         if tier.name not in known:
             continue
         inside = told["inner links" if place == 0 else "outer links"]
         link = max((inside, told["data links"]), key=_learnt)
-        values[f"{tier.name}.{BANDWIDTH}"] = tier.bytes_per_s * kernels * math.exp(-link.mean)
+        values[f"{tier.name}.{BANDWIDTH}"] = tier.bytes_per_s * math.exp(-link.mean)
+        values[f"{tier.name}.{LATENCY}"] = tier.latency_s * math.exp(link.mean)
     made = calibration_of(
         _within(cluster, values),
         accelerator=cluster.groups[0].accelerator.name,
-        spread=1.28 * told["kernels"].spread,
+        spread=found.usual_width(),
         runs=runs,
         source=source,
     )
-    return Calibration.model_validate(made.model_dump())
+    paced = {"pace": pace * math.exp(told["kernels"].mean)}
+    return Calibration.model_validate(made.model_dump() | paced)
+
+
+TURNS = 4
+"""Predictions in which a pace is found: all but what is never slower grows with it."""
+
+
+def as_measured(
+    found: Calibration,
+    measured_s: Sequence[float],
+    predicted_s: Callable[[Calibration, int], float],
+) -> Calibration:
+    """Return constants with the pace at which the first of some runs is predicted as measured.
+
+    Their spread is at least one within which all those runs are.  `predicted_s` says what each
+    takes with some constants; what constants cannot say of a machine, what its plans have in
+    common, is in that spread.
+    """
+    for _ in range(TURNS):
+        slower = measured_s[0] / predicted_s(found, 0)
+        if abs(slower - 1) < EQUAL:
+            break
+        found = found.model_copy(update={"pace": (found.pace or 1.0) * slower})
+    misses = [
+        abs(math.log(step_s / predicted_s(found, run))) for run, step_s in enumerate(measured_s)
+    ]
+    return found.model_copy(update={"spread": max(found.spread, *misses)})
 
 
 def _learnt(told: ConstantBelief) -> float:

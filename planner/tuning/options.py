@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from types import MappingProxyType
 
 from planner.documents.plan import Layout, Plan
 from planner.documents.prediction import Prediction
@@ -56,6 +57,8 @@ CONSTANTS: Mapping[str, UncertainConstant] = {
 (`benchmarks/tune_replay.py`, docs/tuning.md)."""
 PROFILED = ("kernels", "recompute", "inner links", "outer links", "data links", "optimizer", "host")
 """Constants that a profile of the machine measures."""
+
+NO_FACTORS: Mapping[str, float] = MappingProxyType({})
 
 SURE, NEVER = 1 - ROUNDING, ROUNDING
 """Probabilities beyond which a margin of memory makes no difference."""
@@ -118,35 +121,68 @@ class TrialOption:
         """
         return NormalDist().inv_cdf(min(SURE, max(NEVER, self.fit_probability)))
 
-    def sensitivities(self) -> dict[str, float]:
-        """Return by how much each constant moves the logarithm of the step.
+    def moved_s(self, factors: Mapping[str, float]) -> float:
+        """Return the step where seconds of causes grow by factors, and choices cost by theirs.
+
+        >>> one = TrialOption(layout=Layout(data_shard=2, zero=1), kept="none", step_s=2.0,
+        ...              parts={"forward": 1.5, "data communication": 0.5}, devices_per_node=8)
+        >>> one.moved_s({"data links": 3.0}), one.moved_s({"kernels": 2.0})
+        (3.0, 4.0)
+        """
+        seconds, choices = self._seconds(factors), self._choices()
+        step_s: float = sum(seconds.values()) * factors.get("kernels", 1.0)
+        for name, size in choices.items():
+            step_s *= math.pow(factors.get(name, 1.0), size)
+        narrow = factors.get("narrow products", 1.0)
+        return step_s * math.pow(narrow, self._narrow(seconds))
+
+    def sensitivities(self, factors: Mapping[str, float] = NO_FACTORS) -> dict[str, float]:
+        """Return by how much each constant moves the logarithm of the step, about some of them.
 
         >>> one = TrialOption(layout=Layout(data_shard=2, zero=1), kept="none", step_s=2.0,
         ...              parts={"forward": 1.5, "data communication": 0.5}, devices_per_node=8)
         >>> {name: size for name, size in one.sensitivities().items() if size}
         {'kernels': 1.0, 'data links': 0.25}
+        >>> one.sensitivities({"data links": 3.0})["data links"]
+        0.5
         """
-        shares: dict[str, float] = defaultdict(float)
-        for cause, seconds in self.parts.items():
-            shares[_constant_of(cause)] += seconds / self.step_s
-        one = self.layout
-        inside = shares.pop("layer links", 0.0)
-        far = one.tensor * one.context * one.expert > self.devices_per_node
-        computing = shares.pop("computing", 0.0) + shares["recompute"]
-        data = shares.pop("data links", 0.0)
+        seconds = self._seconds(factors)
+        step_s = sum(seconds.values())
         found = {
+            **{name: each / step_s for name, each in seconds.items()},
+            **self._choices(),
             "kernels": 1.0,
-            **shares,
-            "unseen links" if self.unseen_links else "data links": data,
+            "narrow products": self._narrow(seconds),
+        }
+        return {name: found.get(name, 0.0) for name in CONSTANTS}
+
+    def _seconds(self, factors: Mapping[str, float]) -> dict[str, float]:
+        """Return seconds by the constant that they follow, `computing` what follows none."""
+        one, seconds = self.layout, defaultdict[str, float](float)
+        far = one.tensor * one.context * one.expert > self.devices_per_node
+        called = {
+            "layer links": "outer links" if far else "inner links",
+            "data links": "unseen links" if self.unseen_links else "data links",
+        }
+        for cause, each in self.parts.items():
+            name = _constant_of(cause)
+            name = called.get(name, name)
+            seconds[name] += each * factors.get(name, 1.0)
+        return seconds
+
+    def _narrow(self, seconds: Mapping[str, float]) -> float:
+        computing = seconds.get("computing", 0.0) + seconds.get("recompute", 0.0)
+        return computing / sum(seconds.values()) * math.log2(self.layout.tensor)
+
+    def _choices(self) -> dict[str, float]:
+        one = self.layout
+        return {
             "scale": self.doublings,
-            "outer links" if far else "inner links": inside,
-            "narrow products": computing * math.log2(one.tensor),
             "stages": math.log2(one.pipeline),
             "pipelined": float(one.pipeline > 1),
             "chunks": math.log2(one.virtual_stages),
             "gathered weights": float(one.zero > 1),
         }
-        return {name: found.get(name, 0.0) for name in CONSTANTS}
 
 
 def _constant_of(cause: str) -> str:

@@ -8,6 +8,7 @@ is always an option that ran, once one has.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,10 @@ ENOUGH = 0.95
 """Probability that the answer is so good at which trials end."""
 DRAWS = 1_000
 ALONE = 0.3
-"""The share of an answer's rivals that counts as independent: with that exponent the probability
-that none of them wins is so stated as it was seen (docs/tuning.md)."""
+"""The share of an answer's untried rivals that counts as independent: with that exponent the
+probability that none of them wins is so stated as it was seen (docs/tuning.md)."""
+UNSURE = 2 * NOISE
+"""Spread of a measured step beyond which its trial may be repeated."""
 START_S = 30.0
 """Of a trial, before its first step, where none has shown better."""
 STEPS = 12
@@ -114,9 +117,19 @@ class Tuner:
 
     @property
     def best_s(self) -> float | None:
-        """The least step that was measured."""
-        steps = (one.step_s for one in self.outcomes if one.step_s is not None)
-        return min(steps, default=None)
+        """The step that was measured of the fastest option."""
+        return min((self.measured_s(option) for option in self.ran), default=None)
+
+    def measured_s(self, option: int) -> float:
+        """Return the step that an option was measured to take, over its trials that ran."""
+        seen = [
+            (one.step_s, one.noise)
+            for one in self.outcomes
+            if one.option == option and one.step_s is not None
+        ]
+        least = min(noise for _, noise in seen)
+        weights = [(least / noise) ** 2 for _, noise in seen]
+        return statistics.fmean((step_s for step_s, _ in seen), weights)
 
     @property
     def _answers(self) -> range:
@@ -153,7 +166,8 @@ class Tuner:
 
     def next_trial(self, skip: frozenset[int] = frozenset()) -> int | None:
         """Return the option whose trial gains most for each second; None if none is left."""
-        left = [one for one in self._triable if one not in self.tried | skip]
+        sure = self.tried - {one for one in self.ran if self.posterior.spread(one) > UNSURE}
+        left = [one for one in self._triable if one not in sure | skip]
         may_run = self._surest(left, TRIED_ABOVE)
         if not may_run:
             return None
@@ -219,10 +233,12 @@ class Tuner:
         degrees = self.posterior.degrees
         steps = mean[among] + normal * np.sqrt(degrees / rng.chisquare(degrees, DRAWS))[:, None]
         fit = rng.random((DRAWS, len(among))) < self.fits[among]
-        own = steps[:, int(np.searchsorted(among, self.answer))]
-        best = np.where(fit, steps, np.inf).min(axis=1)
-        apart = float(np.mean(best >= own + math.log1p(-NEAR)))
-        return math.pow(apart, ALONE)
+        least = steps[:, int(np.searchsorted(among, self.answer))] + math.log1p(-NEAR)
+        slower = ~fit | (steps >= least[:, None])
+        of_ran = slower[:, np.isin(among, [*self.ran, self.answer])].all(axis=1)
+        measured = float(np.mean(of_ran))
+        every = float(np.mean(of_ran & slower.all(axis=1)))
+        return measured * math.pow(every / measured, ALONE) if measured else 0.0
 
     @property
     def done(self) -> bool:

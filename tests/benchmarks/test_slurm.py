@@ -17,6 +17,17 @@ pytestmark = [
 ]
 
 
+def test_tuning_on_two_nodes_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    with slurm.cluster() as cluster:
+        found = slurm.tune(cluster, tmp_path, kills=2, budget="3 trials")
+
+    assert found.kept
+    assert found.valid
+    assert 0 < len(found.answer["trials"]) <= 3
+    assert found.answer["plan"]["mesh"]["devices"] == slurm.NODES
+    assert {one["ended"] for one in found.answer["trials"]} <= {"ran", "slower"}
+
+
 def test_a_job_that_is_preempted_saves_queues_itself_and_loses_no_step(tmp_path: Path) -> None:
     with slurm.cluster() as cluster:
         found = slurm.preempt(cluster, tmp_path)

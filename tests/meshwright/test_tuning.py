@@ -14,6 +14,7 @@ from meshwright.commands import predict
 from meshwright.inputs import machine_of, model_of
 from meshwright.trials import Measured, Trialled
 from meshwright.tuning import Tuned, tune
+from planner.costs.predict import predict as priced
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Plan
@@ -52,7 +53,7 @@ class Machine:
             return Measured(ended="failed", seconds=1.0, why="no data")
         if plan.digest in self.full:
             return Measured(ended="out of memory", seconds=1.0)
-        step_s = 0.5 if plan.layout.tensor * plan.layout.pipeline > 1 else 1.0
+        step_s = 0.09 if plan.layout.tensor * plan.layout.pipeline > 1 else 0.1
         return Measured(ended="ran", step_s=step_s, noise=0.005, steps=5, seconds=9.0)
 
 
@@ -99,13 +100,68 @@ def test_the_answer_is_the_fastest_measured_and_its_plan_is_written(machine: Mac
     layout = document.read(Plan, "plan.yaml").layout
     assert layout == found.chosen.plan.layout
     assert layout.tensor * layout.pipeline > 1
-    assert (found.first_s, found.step_s) == (1.0, 0.5)
+    assert (found.first_s, found.step_s) == (0.1, 0.09)
     assert len(machine.tried) == len(set(machine.tried)) == len(found.trials) <= 4
     calibrated = document.read(Profile, "plan-trials/constants.yaml")
     assert calibrated.calibration is not None
     assert calibrated.calibration.runs == len(found.trials)
     told = document.read(ClusterSpec, "plan-trials/cluster.yaml").groups[0].accelerator
-    assert told.curve.matmul == calibrated.calibration.matmul
+    assert calibrated.calibration.matmul is not None
+    assert calibrated.calibration.pace is not None
+    paced = calibrated.calibration.matmul / calibrated.calibration.pace
+    assert told.curve.matmul == pytest.approx(paced)
+
+
+def slower(cluster: ClusterSpec, compute: float, links: float) -> ClusterSpec:
+    """Return a cluster whose kernels and links take so many times as long."""
+    (group,) = cluster.groups
+    curve = group.accelerator.curve
+    changed = {
+        name: getattr(curve, name) / compute
+        for name in ("matmul", "attention_forward", "attention_backward", "memory")
+    } | {"launch_s": curve.launch_s * compute}
+    accelerator = group.accelerator.model_copy(update={"curve": curve.model_copy(update=changed)})
+    return cluster.model_copy(
+        update={
+            "groups": (group.model_copy(update={"accelerator": accelerator}),),
+            "tiers": tuple(
+                tier.model_copy(
+                    update={
+                        "bytes_per_s": tier.bytes_per_s / links,
+                        "latency_s": tier.latency_s * links,
+                    }
+                )
+                for tier in cluster.tiers
+            ),
+        }
+    )
+
+
+@pytest.mark.parametrize(("compute", "links"), [(5.0, 1.0), (1.0, 8.0), (6.0, 20.0), (0.9, 1.0)])
+def test_constants_predict_what_was_measured_however_slow_the_machine_is(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, compute: float, links: float
+) -> None:
+    """The answer's step exactly, the steps of all other trials within their ranges."""
+    truth = slower(machine_of(ASKED[1], None), compute, links)
+
+    def measured(run: Trialled, **_: Any) -> Measured:
+        plan = document.read(Plan, run.folder / "plan.yaml")
+        step_s = priced(plan, model_of(ASKED[0], seq_len=JOB["seq_len"]), truth).step_time_s
+        return Measured(ended="ran", step_s=step_s, noise=0.001, steps=5, seconds=9.0)
+
+    monkeypatch.setattr(tuning, "trial", measured)
+    monkeypatch.setattr(tuning.Tuning, "_proof", lambda self, tuner: None)
+
+    found = tuned(budget="4 trials")
+
+    for one in found.trials:
+        plan = f"plan-trials/{one.trial:02}/plan.yaml"
+        now = predict(plan, ASKED[1], profile="plan-trials/constants.yaml")
+        assert one.step_s is not None
+        assert now.step_time_low_s <= one.step_s * (1 + 1e-9)
+        assert one.step_s <= now.step_time_high_s * (1 + 1e-9)
+    now = predict("plan.yaml", ASKED[1], profile="plan-trials/constants.yaml")
+    assert now.step_time_s == pytest.approx(found.step_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -209,7 +265,7 @@ def test_the_answer_has_ten_lines_and_the_same_as_json(
     found = json.loads(capsys.readouterr().out)
     assert len(said.splitlines()) <= 10
     assert found["layout"] in " ".join(said.split())
-    assert found["step_time_s"] == 0.5
+    assert found["step_time_s"] == 0.09
     assert len(found["trials"]) == 3
 
 
@@ -337,6 +393,7 @@ def test_this_machine_is_measured_first_where_that_pays_and_once(
 
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(tuning.Tuning, "_proof", lambda self, tuner: None)
+    monkeypatch.setattr(tuning.Tuning, "_with", lambda self, constants, option: 1.0)
     tuned(budget="1 trials", trials="others")
     Path("others/constants.yaml").rename("constants.yaml")
     for pays, cluster, times in ((False, "local:2", 0), (True, ASKED[1], 0), (True, "local:2", 1)):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.costs.collectives import DEFAULT_FRACTION
-from planner.documents.cluster import ClusterSpec, DeviceCurve, LinkTier
+from planner.documents.cluster import ClusterSpec, DeviceCurve, DeviceGroup, LinkTier
 from planner.documents.profile import Calibration, TierCalibration
 
 Constants = Mapping[str, float]
@@ -108,19 +108,16 @@ def _most_bytes_per_s(tier: LinkTier) -> float:
 
 
 def calibrated(cluster: ClusterSpec, calibration: Calibration | None) -> ClusterSpec:
-    """Return a cluster with the constants that were fitted, where it has what they are of."""
-    if calibration is None:
+    """Return a cluster with the constants that were fitted, where it has what they are of.
+
+    A cluster that has just these already stays as it is: a pace counts once.
+    """
+    if calibration is None or any(
+        group.accelerator.curve.source == calibration.source for group in cluster.groups
+    ):
         return cluster
     groups = tuple(
-        group.model_copy(
-            update={
-                "accelerator": group.accelerator.model_copy(
-                    update={"curve": _curve(group.accelerator.curve, calibration)}
-                )
-            }
-        )
-        if group.accelerator.name == calibration.accelerator
-        else group
+        _group(group, calibration) if group.accelerator.name == calibration.accelerator else group
         for group in cluster.groups
     )
     return cluster.model_copy(
@@ -131,8 +128,22 @@ def calibrated(cluster: ClusterSpec, calibration: Calibration | None) -> Cluster
     )
 
 
+def _group(group: DeviceGroup, calibration: Calibration) -> DeviceGroup:
+    """Return devices with their constants, and their hosts at their pace."""
+    pace = calibration.pace or 1.0
+    curve = _curve(group.accelerator.curve, calibration)
+    changes: dict[str, object] = {
+        "accelerator": group.accelerator.model_copy(update={"curve": curve})
+    }
+    for name in ("host_link_bytes_per_s", "host_memory_bytes_per_s"):
+        rate = getattr(group, name)
+        if rate is not None:
+            changes[name] = rate / pace
+    return group.model_copy(update=changes)
+
+
 def _curve(curve: DeviceCurve, calibration: Calibration) -> DeviceCurve:
-    """Attention keeps its share of the rate of products."""
+    """Attention keeps its share of the rate of products, and no rate passes its peak."""
     changes: dict[str, float | str] = {}
     if calibration.matmul is not None:
         ratio = calibration.matmul / curve.matmul
@@ -143,6 +154,11 @@ def _curve(curve: DeviceCurve, calibration: Calibration) -> DeviceCurve:
         }
     if calibration.memory is not None:
         changes["memory"] = calibration.memory
+    if calibration.pace is not None:
+        now = curve.model_copy(update=changes)
+        rates = ("matmul", "attention_forward", "attention_backward", "memory")
+        changes |= {name: min(1.0, getattr(now, name) / calibration.pace) for name in rates}
+        changes["launch_s"] = curve.launch_s * calibration.pace
     if not changes:
         return curve
     told = {"provenance": "fitted", "spread": calibration.spread, "source": calibration.source}
@@ -150,19 +166,24 @@ def _curve(curve: DeviceCurve, calibration: Calibration) -> DeviceCurve:
 
 
 def _tier(tier: LinkTier, calibration: Calibration) -> LinkTier:
-    found = calibration.tiers.get(tier.name)
-    if found is None:
+    found, pace = calibration.tiers.get(tier.name), calibration.pace or 1.0
+    if found is None and pace == 1:
         return tier
-    changes: dict[str, object] = {"provenance": "fitted", "source": calibration.source}
-    if found.bytes_per_s is not None:
-        changes["bytes_per_s"] = found.bytes_per_s
-        if tier.peer_bytes_per_s is not None:
-            changes["peer_bytes_per_s"] = (
-                tier.peer_bytes_per_s * found.bytes_per_s / tier.bytes_per_s
-            )
-    if found.latency_s is not None:
-        changes["latency_s"] = found.latency_s
-    return tier.model_copy(update=changes)
+    rate, latency_s = (found.bytes_per_s, found.latency_s) if found else (None, None)
+    rate = (tier.bytes_per_s if rate is None else rate) / pace
+    latency_s = (tier.latency_s if latency_s is None else latency_s) * pace
+    peer = tier.peer_bytes_per_s
+    return tier.model_copy(
+        update={
+            "provenance": "fitted",
+            "source": calibration.source,
+            "bytes_per_s": rate,
+            "peer_bytes_per_s": None if peer is None else peer * rate / tier.bytes_per_s,
+            "latency_s": latency_s,
+            "start_s": tier.start_s * pace,
+            "least_round_s": tier.least_round_s * pace,
+        }
+    )
 
 
 def calibration_of(

@@ -70,6 +70,66 @@ def test_deepspeed_prints_samples_a_second_of_the_whole_job() -> None:
     assert said.peak_bytes == pytest.approx(38.49 * 2**30)
 
 
+def test_lines_that_every_rank_prints_count_once() -> None:
+    """As torchtitan's log looks where all ranks' output is shown (its pull request 2389)."""
+    lines = [
+        f"[titan] 2026-02-24 19:46:{step:02},508 - root - INFO - step:  {step}  loss:  7.62  "
+        f"grad_norm: 26.62  memory: 66.91GiB(37.51%)  tps: {16_384 + rank:,}  tflops: 314.7  "
+        "mfu: 13.99%\n"
+        for step in (1, 2, 3)
+        for rank in range(8)
+    ]
+
+    said = read("torchtitan", "".join(lines))
+
+    assert [one.steps for one in said] == [1, 1, 1]
+    assert [one.step_s for one in said] == [1.0, 1.0, 1.0]
+
+
+def test_older_deepspeed_counts_steps_otherwise_and_tells_the_mean() -> None:
+    """As of DeepSpeed 0.5 (its issue 1825) and 0.7 (2629)."""
+    old = "[2022-03-11 02:06:58,985] [INFO] [timer.py:189:stop] 0/{}, SamplesPerSec=32.0, "
+    newer = "[INFO] [timer.py:197:stop] 0/{}, RunningAvgSamplesPerSec=158.3, CurrSamplesPerSec=64, "
+    memory = "MemAllocated=0.26GB, MaxMemAllocated=9.02GB\n"
+
+    mean = read("deepspeed", old.format(40) + memory + old.format(50) + memory)
+    newest = read("deepspeed", newer.format(17) + memory + newer.format(18) + memory)
+
+    assert [(one.step_s, one.steps) for one in mean] == [(2.0, 1), (2.0, 10)]
+    assert [(one.step_s, one.steps) for one in newest] == [(1.0, 1), (1.0, 1)]
+    assert mean[0].peak_bytes == pytest.approx(9.02 * 2**30)
+
+
+def test_megatron_with_deepspeed_prints_both() -> None:
+    """As of Megatron-DeepSpeed (DeepSpeed's issue 3742)."""
+    log = (
+        "[2023-07-25 21:03:17,269] [INFO] [timer.py:215:stop] epoch=0/micro_step=34/global_step=34,"
+        " RunningAvgSamplesPerSec=7.86, CurrSamplesPerSec=8.0, MaxMemAllocated=63.31GB\n"
+        " samples/sec: 7.799 | iteration       34/   10000 | elapsed time per iteration (ms): "
+        "4103.1 | learning rate: 2.111E-06 | approx flops per GPU: 112.9TFLOPS |\n"
+    )
+
+    assert [one.step_s for one in read("megatron-deepspeed", log)] == [4.1031]
+    assert [one.step_s for one in read("deepspeed", log)] == [8.0]
+
+
+def test_bars_before_and_beside_training_are_no_steps() -> None:
+    """As transformers shows them while it loads and evaluates, and behind DeepSpeed's lines."""
+    log = (
+        "Loading checkpoint shards: 100%|##########| 4/4 [00:06<00:00,  1.62s/it]\n"
+        "Map: 100%|##########| 1000/1000 [00:01<00:00, 812.01 examples/s]\n"
+        "  0%|          | 1/24 [00:03<01:09,  3.00s/it]\r"
+        "  8%|8         | 2/24 [00:05<01:02,  2.50s/it][2021-11-26 03:07:16] [INFO] lr=[0.001]\n"
+        "100%|##########| 50/50 [00:10<00:00,  4.90it/s]\n"
+        "[rank0]: 12%|#2        | 3/24 [00:08<00:52,  2.25s/it]\n"
+    )
+
+    said = read("accelerate", log)
+
+    assert [(one.step_s, one.steps) for one in said] == [(3.0, 1), (2.5, 1), (2.25, 1)]
+    assert read("accelerate", "Steps:  40%|####  | 4/10 [00:08<00:12,  2.00s/it]\n")
+
+
 def test_a_bar_of_progress_is_read_once_for_each_step() -> None:
     said = read("accelerate", ACCELERATE)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from planner.documents.plan import Layout
+from planner.tuning import belief
 from planner.tuning.belief import LAYOUT, NOISE, Belief, Timed
 from planner.tuning.options import CONSTANTS, TrialOption
 from planner.tuning.room import MemoryTrial, fit_probabilities
@@ -22,8 +23,15 @@ def option(step_s: float = 1.0, links: float = 0.1, fit: float = 1.0, **layout: 
     )
 
 
-def test_conditioning_equals_the_one_of_the_joint_distribution() -> None:
-    """The oracle conditions by adding trials one at a time, from the definition."""
+def test_conditioning_equals_the_one_of_the_joint_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oracle conditions by adding trials one at a time, from the definition.
+
+    It knows one kind of machine, and constants about which steps are straight lines.
+    """
+    monkeypatch.setattr(belief, "MACHINES", belief.MACHINES[:1])
+    monkeypatch.setattr(belief, "TURNS", 1)
     options = [option(1.0, 0.1 * k, micro_batch=1 + k % 2, tensor=2 ** (k % 3)) for k in range(5)]
     trials = [Timed(option=1, step_s=1.3), Timed(option=4, step_s=0.9, noise=0.05)]
     prior = Belief(options).after([]).covariance
@@ -57,13 +65,50 @@ def test_slow_links_make_plans_of_many_collectives_slower_than_others() -> None:
     assert told["outer links"].mean == 0  # nobody saw them
 
 
+@pytest.mark.parametrize("slow", [1.0, 3.0, 10.0])
+def test_a_machine_that_is_slower_in_all_moves_plans_that_were_not_tried(slow: float) -> None:
+    options = [option(1.0, 0.1 * k, micro_batch=1 + k % 2, tensor=2 ** (k % 3)) for k in range(6)]
+
+    found = Belief(options).after([Timed(option=k, step_s=slow) for k in range(3)])
+
+    told = {one.name: one for one in found.constants}
+    assert told["kernels"].mean == pytest.approx(math.log(slow), abs=0.15)
+    assert found.mean[3:] == pytest.approx(math.log(slow), abs=0.15)
+
+
+@pytest.mark.parametrize("slow", [3.0, 10.0])
+def test_links_that_are_slower_are_told_by_seconds_that_add_up(slow: float) -> None:
+    """A straight line through the predicted links misses that of slow ones by far."""
+    shares = [0.1, 0.2, 0.4, 0.3]
+    options = [option(1.0, share, micro_batch=1 + k) for k, share in enumerate(shares)]
+    steps = [1 - share + slow * share for share in shares]
+
+    found = Belief(options).after([Timed(option=k, step_s=steps[k]) for k in range(3)])
+
+    told = {one.name: one for one in found.constants}
+    assert told["inner links"].mean == pytest.approx(math.log(slow), abs=0.25)
+    assert found.mean[3] == pytest.approx(math.log(steps[3]), abs=0.1)
+
+
+def test_a_step_moves_with_constants_as_its_sensitivities_say() -> None:
+    one = option(1.5, 0.3, tensor=4, pipeline=2, virtual_stages=2, zero=2)
+    factors = {name: 1.0 + 0.1 * place for place, name in enumerate(CONSTANTS)}
+
+    for name, size in one.sensitivities(factors).items():
+        more = {**factors, name: factors[name] * math.exp(1e-5)}
+        moved = math.log(one.moved_s(more) / one.moved_s(factors)) / 1e-5
+        narrow = math.log(factors["narrow products"]) * 2  # of its own share, which links move
+        assert moved == pytest.approx(size, abs=1e-3 + abs(narrow))
+
+
 def test_a_measured_plan_is_known_to_its_noise_and_no_better() -> None:
     found = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=1.0)])
     busy = Belief([option(), option(tensor=8)]).after([Timed(option=0, step_s=20.0)])
 
     assert NOISE / 2 < found.spread(0) < NOISE
     assert busy.spread(0) < NOISE  # however far the prediction was off
-    assert busy.spread(1) > 3 * found.spread(1)
+    assert busy.spread(1) > 1.3 * found.spread(1)
+    assert busy.mean[1] == pytest.approx(math.log(20), abs=0.1)  # the whole machine is so slow
     assert found.spread(1) > LAYOUT / 2
 
 
@@ -98,6 +143,38 @@ def test_the_answer_is_a_plan_that_ran_and_never_one_out_of_memory() -> None:
 
     tuner = tuner.after(Outcome(option=2, step_s=1.1))
     assert tuner.answer == 2
+
+
+def test_a_noisy_trial_is_repeated_until_it_tells_and_a_quiet_one_is_not() -> None:
+    """On a busy machine two plans are told apart by more trials of both, not by the luckier one."""
+    tuner = Tuner([option(1.0, pipeline=1), option(1.05, pipeline=2)])
+    rng, true_s = random.Random(3), (1.1, 1.0)
+    for _ in range(2):
+        chosen = tuner.next_trial()
+        assert chosen is not None
+        tuner = tuner.after(Outcome(option=chosen, step_s=true_s[chosen], noise=0.01))
+    assert tuner.next_trial() is None
+
+    tuner = Tuner(tuner.options)
+    for _ in range(30):
+        chosen = tuner.next_trial()
+        if chosen is None or tuner.done:
+            break
+        seen_s = true_s[chosen] * math.exp(rng.gauss(0, 0.1))
+        tuner = tuner.after(Outcome(option=chosen, step_s=seen_s, noise=0.1))
+
+    assert 3 <= len(tuner.outcomes) < 30
+    assert tuner.answer == 1
+    assert tuner.measured_s(1) == pytest.approx(1.0, abs=0.1)
+
+
+def test_of_two_that_ran_alike_within_their_noise_neither_is_surely_the_faster() -> None:
+    options = [option(1.0), option(1.0, pipeline=2)]
+    noisy = [Outcome(option=k, step_s=1.0 + 0.01 * k, noise=0.1) for k in range(2)]
+    quiet = [Outcome(option=k, step_s=1.0 + 0.01 * k, noise=0.01) for k in range(2)]
+
+    assert Tuner(options, noisy).sure < 0.85
+    assert Tuner(options, quiet).sure > 0.95
 
 
 def test_a_plan_that_may_not_fit_is_not_tried_while_others_are_left() -> None:
