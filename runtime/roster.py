@@ -225,7 +225,7 @@ class Roster:
         return 0 if self.epoch is None else self.epoch.number
 
     def tell(self) -> Standing:
-        """Return what the others are told now."""
+        """Return what the others get to know now."""
         self._number += 1
         return Standing(
             run=self.run,
@@ -238,7 +238,7 @@ class Roster:
         )
 
     def meet(self, agent: Agent, now_s: float) -> None:
-        """Take notice of an agent that has not told anything yet."""
+        """Take notice of an agent that has not been heard yet."""
         self._met[agent.start] = agent
         self._heard_s[agent.start] = now_s
 
@@ -256,7 +256,7 @@ class Roster:
 
     @property
     def has_heard(self) -> bool:
-        """Whether any other agent has told anything."""
+        """Whether any other agent has been heard."""
         return bool(self._told)
 
     def suspect(self, agent: Agent) -> None:
@@ -264,7 +264,7 @@ class Roster:
         self._suspected.add(agent.start)
 
     def others(self) -> list[Agent]:
-        """Return who is told: members, and who is known otherwise and has not left."""
+        """Return who gets messages: members, and who is known otherwise and has not left."""
         known = dict(self._met)
         known |= {} if self.epoch is None else {one.start: one for one in self.epoch.members}
         known |= {one.agent.start: one.agent for one in self._told.values()}

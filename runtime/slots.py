@@ -47,7 +47,7 @@ class Slots:
         self._descriptors.clear()
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """Return what tells so many ranks of this node where their slots are."""
+        """Return what tells this node's ranks, by their number, where their slots are."""
         while len(self._descriptors) < GENERATIONS * ranks:
             self._descriptors.append(os.memfd_create("meshwright-slot"))
         own = f"/proc/{os.getpid()}/fd"
@@ -95,7 +95,7 @@ class StateSlot:
 
 
 def slots_of_node(environment: Mapping[str, str]) -> list[list[StateSlot]]:
-    """Return the slots of each local rank, as the launcher told them; none without a launcher."""
+    """Return the slots of each local rank, as the launcher names them; none without a launcher."""
     files = [Path(name) for name in environment.get(SLOTS, "").split(os.pathsep) if name]
     return [
         [StateSlot(file) for file in files[at : at + GENERATIONS]]

@@ -33,7 +33,7 @@ OWN = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-"""What each rank is told anew; all else of its environment was there when torch was imported."""
+"""What each rank gets anew; all else of its environment was there when torch was imported."""
 MESHWRIGHT = "MESHWRIGHT_"
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
