@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,24 +21,25 @@ from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.profile import Profiles
 from planner.documents.units import file_name, seconds_text
-from planner.errors import DocumentError, LaunchError
+from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.stacks.native import caveat
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
+from runtime.held import signals_kept
 from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
+from runtime.slots import Slots
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
+from runtime.zygote import Zygote
 
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
 
-RETURN_S = 60.0
-"""How long nodes whose ranks have ended wait for each other."""
-
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
+    from runtime.agent import NodeAgent
     from runtime.launch import RankFailed
     from runtime.nodes import NodeRank
     from runtime.report import Comparison, RunReport
@@ -98,21 +99,39 @@ def launch(
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
     if (replan or survive) and (left := fit.left(node_rank)) is not None:
         fit, run = fit.again(left, run, quiet=quiet), goes_on
+    if survive and node_rank.nodes > 1 and not dry_run:
+        from meshwright.survive import on_nodes  # noqa: PLC0415 - the runtime
+
+        return on_nodes(fit, run, node_rank, quiet=quiet)
     table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
-    while True:
-        try:
-            return _launched(fit, run, node_rank, survive=survive, dry_run=dry_run, quiet=quiet)
-        except RankFailed as failed:
-            ends += _ends_of_all(failed, node_rank, meet=survive)
-            # Which devices of which node are left out, no node can say of another.
-            devices = fit.plan.mesh.devices if node_rank.nodes == 1 else 1
-            found = verdict(ends, table, devices=devices) if ends else None
-            if found is None or found.reaction == "stop":
-                raise
-            fit, run = _reacted(failed, found, fit, run, quiet=quiet), goes_on
-            if node_rank.node == 0:
-                _decided(failed, found, fit, quiet=quiet)
+    with signals_kept() as noticed, Zygote() as zygote, Slots() as slots:
+        while True:
+            try:
+                return launched(
+                    fit,
+                    run,
+                    node_rank,
+                    survive=survive,
+                    dry_run=dry_run,
+                    zygote=zygote if survive else None,
+                    slots=slots if survive else None,
+                    quiet=quiet,
+                )
+            except RankFailed as failed:
+                ends += [] if failed.end is None else [failed.end]
+                found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
+                if found is None or found.reaction == "stop":
+                    raise
+                fit, run = _reacted(failed, found, fit, run, quiet=quiet), goes_on
+                decided(failed.output, found, fit.plan, quiet=quiet)
+                hand_over(noticed, failed)
+
+
+def hand_over(noticed: Sequence[int], failed: LaunchError) -> None:
+    """Raise HandedOver where a notice came while no ranks ran: all that counts is saved."""
+    if noticed:
+        raise HandedOver(f"a notice came after this: {failed}; start it again with --resume")
 
 
 def _reacted(
@@ -128,37 +147,18 @@ def _reacted(
     return fit.again(devices - 1, run, quiet=quiet)
 
 
-def _ends_of_all(failed: RankFailed, node_rank: NodeRank, *, meet: bool) -> list[RankEnd]:
-    """Return how the rank ended that ended first, by all nodes, which `meet` again for it.
-
-    Raises how the attempt ended here where a node does not come back.
-    """
-    from runtime.rendezvous import Rendezvous  # noqa: PLC0415 - the runtime
-
-    if not meet or node_rank.nodes == 1:
-        return [] if failed.end is None else [failed.end]
-    own = None if failed.end is None else failed.end.model_dump(mode="json")
-    try:
-        with Rendezvous(node_rank, meet_s=RETURN_S) as rendezvous:
-            told = rendezvous.all_gather(own)
-        found = [RankEnd.model_validate(end) for end in told if end is not None]
-        return sorted(found, key=lambda end: end.waits)[:1]
-    except (LaunchError, ValueError) as error:
-        raise LaunchError(f"{failed}; the nodes have not met again: {error}") from failed
-
-
-def _decided(failed: RankFailed, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
+def decided(output: Path, found: Verdict, plan: Plan, *, quiet: bool) -> None:
     """Write down what is done about an end, and say it."""
-    known = account_of(failed.output)
+    known = account_of(output)
     decision = Decision(
         at_unix_s=time.time(),
         reaction=found.reaction,
         why=found.why,
         predicted_s=known.start_s,
-        devices=fit.plan.mesh.devices,
-        plan=fit.plan.digest,
+        devices=plan.mesh.devices,
+        plan=plan.digest,
     )
-    append_record(decision, events_file(failed.output))
+    append_record(decision, events_file(output))
     if not quiet:
         until = f" in {seconds_text(known.start_s)}" if known.start_s else ""
         print(f"meshwright: {found.reaction}, because {found.why}{until}", file=sys.stderr)
@@ -199,7 +199,7 @@ class LaunchablePlan:
         """Return how many nodes are there, or devices of one node; None if as many as planned."""
         from runtime.preflight import cuda_devices  # noqa: PLC0415 - the runtime
 
-        planned = sum(group.nodes for group in self.machine.groups)
+        planned = self.nodes
         if node_rank.nodes != planned:
             return node_rank.nodes if node_rank.nodes < planned else None
         on_cpu = self.machine.groups[0].accelerator.kind == "cpu"
@@ -207,6 +207,16 @@ class LaunchablePlan:
             return None
         here: int = cuda_devices()
         return here if 0 < here < self.plan.mesh.devices else None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the plan is for."""
+        return sum(group.nodes for group in self.machine.groups)
+
+    def at(self, path: str) -> LaunchablePlan:
+        """Return the same training under another plan of its own."""
+        plan = document.read(Plan, path)
+        return replace(self, path=path, plan=plan, machine=machine_of(plan.cluster, self.measured))
 
     def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
         """Return the same training planned for what is left."""
@@ -218,9 +228,7 @@ class LaunchablePlan:
         model = found_here(self.plan.model, self.graph, self.path)
         wanted = self.plan.model_copy(update={"model": model})
         path = for_fewer(wanted, self.graph, self.machine, self.measured, left=left, folder=folder)
-        plan = document.read(Plan, path)
-        machine = machine_of(plan.cluster, self.measured)
-        fit = replace(self, path=str(path), plan=plan, machine=machine)
+        fit = self.at(str(path))
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
@@ -239,13 +247,16 @@ def _refuse_foreign(wanted: Plan, path: str) -> None:
         raise LaunchError(f"{path}: {other}")
 
 
-def _launched(
+def launched(
     fit: LaunchablePlan,
     run: LaunchRun,
     node_rank: NodeRank,
     *,
     survive: bool,
-    dry_run: bool,
+    dry_run: bool = False,
+    agent: NodeAgent | None = None,
+    zygote: Zygote | None = None,
+    slots: Slots | None = None,
     quiet: bool,
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
@@ -290,6 +301,9 @@ def _launched(
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
         survive=survive,
+        agent=agent,
+        zygote=zygote,
+        slots=slots,
         quiet=quiet,
     )
     if report is None:

@@ -51,3 +51,21 @@ def signals_interrupt(noticed: Callable[[int], None] | None = None) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[list[int]]:
+    """Keep the signals of a notice that come while no ranks run; yields those that have come."""
+    kept: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield kept
+        return
+    before = {
+        number: signal.signal(number, lambda number, frame: kept.append(number))
+        for number in SIGNALS
+    }
+    try:
+        yield kept
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -40,6 +40,7 @@ from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
 from planner.whatif.survival import SaveFigures
 from runtime import checkpoint, data, faults, notice, run, unfinished
+from runtime.agent import NodeAgent
 from runtime.beacon import BEACONS, beacons
 from runtime.checkpoint import Progress
 from runtime.hang import HangWatch, HungRank
@@ -49,9 +50,11 @@ from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
+from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
 from runtime.verdict import RankEnd
+from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
@@ -70,8 +73,11 @@ class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
         output: Path,
         local_rank: int = 0,
         end: RankEnd | None = None,
+        left: NodeLeft | None = None,
     ) -> None:
         super().__init__(message)
+        self.left = left
+        """What was heard, where it was another node."""
         self.lead = lead
         """What happened, without what can be done."""
         self.local_rank = local_rank
@@ -101,6 +107,9 @@ def launch(
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     survive: bool = False,
+    agent: NodeAgent | None = None,
+    zygote: Zygote | None = None,
+    slots: Slots | None = None,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -113,6 +122,9 @@ def launch(
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
+    A `zygote` forks the ranks, so that the next attempt need not import torch again.
+    Ranks copy their state into `slots`, and go on from what is there.
+    An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
     nodes other than the one with rank 0 return nothing.
@@ -129,7 +141,11 @@ def launch(
         return None
     with contextlib.ExitStack() as held:
         rendezvous = held.enter_context(
-            Rendezvous(node_rank, warn=lambda text: say.print(f"warning: {text}"))
+            Rendezvous(
+                node_rank,
+                warn=lambda text: say.print(f"warning: {text}"),
+                meanwhile=lambda: None if agent is None else agent.check(),
+            )
         )
         if asked.checkpoint is not None:
             if node_rank.node == 0:
@@ -138,8 +154,9 @@ def launch(
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
         _warn(ready, say)
-        held.enter_context(alone_in(ready.output))
-        if ready.run.checkpoint is not None and ready.ranks.leads:
+        if agent is None:
+            held.enter_context(alone_in(ready.output))
+        if ready.run.checkpoint is not None and ready.ranks.leads and agent is None:
             held.enter_context(alone_in(ready.run.checkpoint))
         shown = _ProgressLine(steps=ready.run.steps, say=say)
         # From here on: what comes while data are prepared is a notice too.
@@ -154,7 +171,11 @@ def launch(
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
-            _supervise(ready, rendezvous, shared, shown, survive=survive)
+            if slots is not None:
+                shared |= slots.environment(len(ready.ranks.devices))
+            _supervise(
+                ready, rendezvous, shared, shown, survive=survive, agent=agent, zygote=zygote
+            )
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -360,6 +381,8 @@ def _supervise(
     shown: _ProgressLine,
     *,
     survive: bool,
+    agent: NodeAgent | None,
+    zygote: Zygote | None,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
@@ -376,7 +399,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-        refresh = _Refresh(ready, shown, watch)
+        refresh = _Refresh(ready, shown, watch, agent)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -389,14 +412,17 @@ def _supervise(
                 leads=ready.ranks.leads,
                 shared=shared,
                 grace_s=0.0,  # they leave these signals to us, and what they wrote is whole
+                zygote=zygote,
                 refresh=refresh,
             )
         except RanksHang as error:
             _write_incident(ready, error, after_step=shown.step)
             raise
         except NodeLeft as error:
-            _write_incident(ready, error, after_step=shown.step)
-            raise RankFailed(str(error), lead=str(error), output=ready.output) from error
+            if agent is None:  # with agents whoever decides knows the cause
+                _write_incident(ready, error, after_step=shown.step)
+            lead = str(error)
+            raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
@@ -409,8 +435,14 @@ def _supervise(
 class _Refresh:
     """What a launcher does while its ranks run: it shows steps, and looks for ranks that hang."""
 
-    def __init__(self, ready: Preflight, shown: _ProgressLine, watch: HangWatch | None) -> None:
-        self._ready, self._shown, self._watch = ready, shown, watch
+    def __init__(
+        self,
+        ready: Preflight,
+        shown: _ProgressLine,
+        watch: HangWatch | None,
+        agent: NodeAgent | None,
+    ) -> None:
+        self._ready, self._shown, self._watch, self._agent = ready, shown, watch, agent
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
@@ -426,6 +458,8 @@ class _Refresh:
                 predicted_s=self._predicted_s,
             )
             happened(self._ready, started)
+        if self._agent is not None:
+            self._agent.check()
         waiting = self._watch.look() if self._watch is not None else []
         if waiting:
             raise _hung(self._ready, waiting, after_step=self._shown.step)

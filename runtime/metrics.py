@@ -17,17 +17,28 @@ class Metrics:
     """The events of one run, as its rank 0 knows them."""
 
     def __init__(
-        self, output: Path, loggers: Sequence[Logger] = (), *, predicted_s: float | None = None
+        self,
+        output: Path,
+        loggers: Sequence[Logger] = (),
+        *,
+        predicted_s: float | None = None,
+        before: Sequence[StepRecord] = (),
     ) -> None:
-        """`predicted_s` is what a step was predicted to take."""
+        """`predicted_s` is what a step was predicted to take.
+
+        Steps `before` the first are events already, and become lines with it.
+        """
         self._events, self._lines = run.events_file(output), run.metrics_file(output)
         self._loggers = tuple(loggers)
         self._predicted_s = predicted_s
+        self._before = tuple(before)
 
     def write(self, record: StepRecord) -> None:
         """Add a step."""
         self.happened(StepDone(at_unix_s=time.time(), record=record, predicted_s=self._predicted_s))
-        run.append_record(record, self._lines)
+        for one in (*self._before, record):
+            run.append_record(one, self._lines)
+        self._before = ()
         figures = {name: getattr(record, name) for name in SCALARS}
         known = {name: value for name, value in figures.items() if value is not None}
         for logger in self._loggers:

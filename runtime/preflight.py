@@ -179,7 +179,7 @@ def preflight(
     resumed = checkpoint_to_resume(run)
     if resumed is not None and (unchecked := checkpoint.unchecked(resumed)):
         warnings.append(unchecked)
-    output = run.output or _default_output(plan)
+    output = run.output or default_output(plan)
     for folder in (output, run.checkpoint):
         if folder is not None:
             _check_writable(folder)
@@ -337,7 +337,8 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     return saved
 
 
-def _default_output(plan: Plan) -> Path:
+def default_output(plan: Plan) -> Path:
+    """Return where a run's files go that names no folder."""
     return Path("runs", f"{file_name(plan.model.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 

@@ -47,6 +47,8 @@ GREET_S = 10.0
 """How long a connection may take to show that it knows the secret."""
 OTHERS_S = 10.0
 """How long a node that only lost a peer waits for the reason."""
+POLL_S = 0.2
+"""Between two looks at what else happens while a node waits."""
 MAX_NEWCOMERS = 256
 """Connections at once that have not shown it; the oldest gives way."""
 MAX_NAMED = 8
@@ -63,6 +65,15 @@ def to_stderr(text: str) -> None:
 class NodeLeft(LaunchError):  # noqa: N818 - reads as the sentence that it is
     """Another node has left, and this one leaves with it; the message is its reason."""
 
+    def __init__(self, message: str, *, node: int | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+        """Which one, where it is gone without a word."""
+
+
+def _nothing() -> None:
+    """Do nothing while a node waits."""
+
 
 class Rendezvous:
     """All nodes of a job, connected for the length of a `with` block."""
@@ -75,8 +86,11 @@ class Rendezvous:
         meet_s: float = MEET_S,
         greet_s: float = GREET_S,
         warn: Callable[[str], None] = to_stderr,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> None:
+        """`meanwhile` is called again and again while this node waits for others."""
         self.node_rank = node_rank
+        self._meanwhile = meanwhile
         self._others: dict[int, Channel] = {}
         self._early: dict[int, list[Any]] = {}
         self.address = "127.0.0.1"
@@ -89,9 +103,10 @@ class Rendezvous:
         deadline = time.monotonic() + meet_s
         try:
             if node_rank.node == 0:
-                _Reception(node_rank, secret, self._others, greet_s, warn).receive_all(deadline)
+                reception = _Reception(node_rank, secret, self._others, greet_s, warn)
+                reception.receive_all(deadline, meanwhile)
             else:
-                self._others[0] = _connected(node_rank, secret, deadline, greet_s, warn)
+                self._others[0] = _connected(node_rank, secret, deadline, greet_s, warn, meanwhile)
             first = next(iter(self._others.values()))
             self.address = first.connection.getsockname()[0]
             self.interface = interfaces().get(self.address)
@@ -190,22 +205,25 @@ class Rendezvous:
         try:
             self._others[other].send(data)
         except OSError as error:
-            raise LaunchError(f"node {other} is gone: {error}") from None
+            raise NodeLeft(f"node {other} is gone: {error}", node=other) from None
 
     def _hear(self, other: int) -> Any:
         early = self._early.get(other)
         return early.pop(0) if early else self._read(other)
 
     def _read(self, other: int) -> Any:
+        channel = self._others[other]
         try:
-            said = self._others[other].receive()
+            while not select.select([channel.connection], [], [], POLL_S)[0]:
+                self._meanwhile()
+            said = channel.receive()
         except Unauthentic as error:
             raise LaunchError(
                 f"node {other}: {error}; somebody else writes into its connection"
             ) from None
         except OSError:
             raise NodeLeft(
-                f"node {other} is gone without a word; its own output may say why"
+                f"node {other} is gone without a word; its own output may say why", node=other
             ) from None
         reason = _parting(other, said)
         if reason is not None:
@@ -271,7 +289,7 @@ class _Reception:
         self._dropped: collections.Counter[str] = collections.Counter()
         self._selector = selectors.DefaultSelector()
 
-    def receive_all(self, deadline: float) -> None:
+    def receive_all(self, deadline: float, meanwhile: Callable[[], None]) -> None:
         """Wait until all nodes are connected."""
         with contextlib.ExitStack() as held:
             held.enter_context(self._selector)
@@ -285,7 +303,8 @@ class _Reception:
                 now = time.monotonic()
                 if now >= deadline:
                     raise LaunchError(self._missing(servers))
-                first = min([deadline, *(n.until for n in self._newcomers.values())])
+                meanwhile()
+                first = min([deadline, now + POLL_S, *(n.until for n in self._newcomers.values())])
                 for key, _ in self._selector.select(max(0.0, first - now)):
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
@@ -422,11 +441,13 @@ def _connected(
     deadline: float,
     greet_s: float,
     warn: Callable[[str], None],
+    meanwhile: Callable[[], None],
 ) -> Channel:
     """Return a channel to node 0, which may not be there yet."""
     place = place_text(node_rank.host, node_rank.port)
     warned: set[str] = set()
     while True:
+        meanwhile()
         connection, pause_s = None, 0.1
         try:
             connection = _dialled(node_rank.host, node_rank.port)

@@ -268,11 +268,20 @@ _LONGEST_RECORD_BYTES = 1 << 16
 
 def account_of(output: Path) -> RunSeconds:
     """Return where the seconds of all attempts of a run went, as its events say."""
+    return account(_events(output))
+
+
+def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
+    """Return the steps behind one and until another, each as it was done last."""
+    found = {event.record.step: event.record for event in _events(output) if event.event == "step"}
+    return [found[step] for step in sorted(found) if after < step <= until]
+
+
+def _events(output: Path) -> Iterator[Event]:
     path = events_file(output)
-    if not path.exists():
-        return RunSeconds()
-    with _records(path) as lines:
-        return account(events_of(iter(lambda: lines.readline(LONGEST_EVENT_BYTES + 1), b"")))
+    if path.exists():
+        with _records(path) as lines:
+            yield from events_of(iter(lambda: lines.readline(LONGEST_EVENT_BYTES + 1), b""))
 
 
 def _records(path: Path) -> BufferedReader:

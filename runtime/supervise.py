@@ -27,6 +27,7 @@ from runtime.channel import without_secret
 from runtime.console import Console
 from runtime.rendezvous import Rendezvous
 from runtime.run import Failure
+from runtime.zygote import ForkedRank, Zygote
 
 POLL_S = 0.05
 SETTLE_S = 0.5
@@ -74,18 +75,27 @@ class RunningRanks:
         rank_0_inherits: Sequence[int] = (),
         rank_0_shown: bool = False,
         grace_s: float = GRACE_S,
+        zygote: Zygote | None = None,
     ) -> None:
         """Start them; with `rank_0_shown` what the first one prints is shown here too.
 
         Whoever still runs at the end has `grace_s` from SIGTERM to SIGKILL.
+        A `zygote` forks them: the command is then Python's of runtime.rank, and none is shown.
         """
         self._grace_s = grace_s
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._exits: dict[int, Exit] = {}
         self._console: Console | None = None
         try:
             for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
                 shown = rank == 0 and rank_0_shown
+                inherits = rank_0_inherits if rank == 0 else ()
+                if zygote is not None:
+                    arguments = command[command.index("runtime.rank") + 1 :]
+                    self._processes.append(
+                        zygote.start(arguments, environment, log=log, inherits=inherits)
+                    )
+                    continue
                 with opened(log, within=log.parents[1]) as out:
                     process = subprocess.Popen(
                         command,
@@ -93,7 +103,7 @@ class RunningRanks:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE if shown else out,
                         stderr=subprocess.PIPE if shown else subprocess.STDOUT,
-                        pass_fds=rank_0_inherits if rank == 0 else (),
+                        pass_fds=inherits,
                         # Ctrl-C in the terminal reaches the launcher alone, which ends us.
                         start_new_session=True,
                     )
@@ -158,7 +168,10 @@ class RunningRanks:
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    if isinstance(process, ForkedRank):
+                        process.tell(number)
+                    else:
+                        os.killpg(process.pid, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +195,7 @@ def supervised(
     shared: Mapping[str, str] | None = None,
     rank_0_shown: bool = False,
     grace_s: float = GRACE_S,
+    zygote: Zygote | None = None,
     refresh: Callable[[], None],
 ) -> BadEnd | None:
     """Run this node's ranks to their end; None if all ended well, and no rank is left either way.
@@ -215,6 +229,7 @@ def supervised(
                 rank_0_inherits=[] if listening is None else [listening],
                 rank_0_shown=rank_0_shown and leads,
                 grace_s=grace_s,
+                zygote=zygote,
             )
         )
         bad = started.wait(meanwhile=meanwhile)

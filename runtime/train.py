@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +42,7 @@ from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.mesh import Place
 from runtime.metrics import Metrics
+from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.save_schedule import SaveSchedule
@@ -119,8 +120,15 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
     engine = token_engine(plan, model, device=device, weights=orders.weights, documents=documents)
-    loop = Loop(engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank)
-    if orders.resumed:
+    mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
+    loop = Loop(
+        engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
+    )
+    kept = mirror.newest() if mirror is not None else None
+    saved_step = checkpoint.progress(orders.resumed).step if orders.resumed else 0
+    if kept is not None and kept.step > saved_step:
+        loop.go_on_from(kept, after_saved=saved_step)
+    elif orders.resumed:
         loop.resume(orders.resumed)
     return loop.run()
 
@@ -165,9 +173,12 @@ class Loop:
         corpus: Corpus,
         orders: RankOrders,
         rank: int,
+        mirror: Mirror | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self.engine = engine
+        self._mirror = mirror
+        self._before: list[StepRecord] = []
         self.plan = plan
         self.model = model
         self.corpus = corpus
@@ -220,6 +231,16 @@ class Loop:
         self.next_sample = progress.sample
         self.resumed = saved
 
+    def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
+        """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
+        self.engine.restore(kept.snapshots)
+        self.steps_done, self.next_sample = kept.step, kept.sample
+        self.resumed = self.orders.resumed
+        # Those steps are not done again, and metrics were cut behind the checkpoint.
+        output = self.orders.output
+        if self.rank == 0:
+            self._before = run.steps_of_events(output, after=after_saved, until=kept.step)
+
     def run(self) -> RankRecord:
         """Train until the steps or the seconds are used up; return what was measured.
 
@@ -258,6 +279,7 @@ class Loop:
                 loss = result.loss
             if metrics is not None and not result.skipped:
                 metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
+            self._copy(step, step_s)
             if self._saver is not None and schedule is not None:
                 self._saver.check()
                 if ends or step == self.orders.steps or schedule.due(step):
@@ -296,6 +318,17 @@ class Loop:
             checkpoint=str(saved) if saved else None,
         )
 
+    def _copy(self, step: int, step_s: Sequence[float]) -> None:
+        """Copy the state where it outlives this process."""
+        if self._mirror is not None and self._mirror.is_due(step):
+            begin_s = time.perf_counter()
+            self._mirror.copy(
+                self.engine.snapshot(),
+                sample=self.next_sample,
+                began_s=begin_s,
+                step_s=min(step_s[-MEASURED:]),
+            )
+
     def _save_schedule(self) -> SaveSchedule | None:
         """Return when this run is saved from here on; None where it is not."""
         if self._saver is None:
@@ -307,7 +340,10 @@ class Loop:
         if self.rank != 0:
             return None
         orders = self.orders
-        return Metrics(orders.output, self._loggers(first), predicted_s=orders.predicted_step_s)
+        loggers = self._loggers(first)
+        return Metrics(
+            orders.output, loggers, predicted_s=orders.predicted_step_s, before=self._before
+        )
 
     def _loggers(self, first: int) -> list[Logger]:
         """Return what gets the figures of the run, from step `first` on."""

@@ -95,6 +95,7 @@ def account(events: Iterable[Event]) -> RunSeconds:
     device_s = blocked_s = again_s = 0.0
     step_s: dict[int, float] = {}
     start_s = None
+    from_step: int | None = None
     incidents: Counter[str] = Counter()
     for event in events:
         at_s = event.at_unix_s
@@ -104,11 +105,12 @@ def account(events: Iterable[Event]) -> RunSeconds:
         match event:
             case Attempt():
                 attempts += 1
-                devices = event.devices
-                undone = [step for step in step_s if step > event.after_step]
-                lost += len(undone)
-                again_s += sum(step_s.pop(step) for step in undone)
+                devices, from_step = event.devices, event.after_step + 1
             case StepDone():
+                if from_step is not None:
+                    # It may have gone on from memory, behind the checkpoint that was there.
+                    lost, again_s = _undone(step_s, event.record.step, lost, again_s)
+                    from_step = None
                 step_s[event.record.step] = event.record.step_s
             case PhaseDone(phase="start"):
                 start_s = event.measured_s
@@ -118,6 +120,8 @@ def account(events: Iterable[Event]) -> RunSeconds:
                 incidents[event.cause] += 1
             case _:
                 pass
+    if from_step is not None:
+        lost, again_s = _undone(step_s, from_step, lost, again_s)
     return RunSeconds(
         wall_s=last_s - first_s,
         trained_s=sum(step_s.values()),
@@ -129,3 +133,11 @@ def account(events: Iterable[Event]) -> RunSeconds:
         steps_lost=lost,
         start_s=start_s,
     )
+
+
+def _undone(
+    step_s: dict[int, float], from_step: int, lost: int, again_s: float
+) -> tuple[int, float]:
+    """Take out the steps that are done again; return how many were until now, and their seconds."""
+    undone = [step for step in step_s if step >= from_step]
+    return lost + len(undone), again_s + sum(step_s.pop(step) for step in undone)

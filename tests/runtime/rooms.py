@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planner.documents.document import read, write
+from planner.documents.document import write
 from planner.documents.model import Architecture, Layer, ModelGraph
 from planner.documents.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.report import RunReport
-from runtime.run import LaunchRun, RankOrders
+from runtime.run import LaunchRun
 from runtime.supervise import last_lines
 from tests.limits import PATIENCE_S
 
@@ -165,19 +165,17 @@ class Room:
         raise AssertionError(last_lines(files_of.log_file(self.folder / "out", 0)))
 
     def ranks(self) -> dict[int, int]:
-        """Return the process of each living rank of the newest run here."""
-        token = f"MESHWRIGHT_RUN={read(RankOrders, self.folder / 'out' / 'orders.yaml').token}"
+        """Return the process of each living rank here: the leader of a group with its log."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                environment = (process / "environ").read_bytes().decode(errors="replace")
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                log = (process / "fd" / "1").readlink()
+                state, *rest = (process / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            variables = environment.split("\0")
-            if token in variables and state != "Z":
-                rank = next(v for v in variables if v.startswith("RANK="))
-                found[int(rank.removeprefix("RANK="))] = int(process.name)
+            lives = state != "Z" and rest[1] == process.name
+            if lives and log.is_relative_to(self.folder) and log.name.startswith("rank-"):
+                found[int(log.stem.removeprefix("rank-"))] = int(process.name)
         return found
 
     def wait_until_empty(self) -> None:
