@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from planner.whatif.study import Study
     from runtime.engine import Engine, StepResult
     from runtime.inner_loss import add_loss, batch_sum
+    from runtime.named_attention import attention
+    from runtime.token_loss import token_loss
     from runtime.whole_batch import whole_batch
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "StepResult",
     "Study",
     "add_loss",
+    "attention",
     "batch_sum",
     "compare",
     "export",
@@ -86,6 +89,7 @@ __all__ = [
     "save",
     "search",
     "tensor_styles",
+    "token_loss",
     "whatif",
     "whole_batch",
 ]
@@ -112,7 +116,9 @@ _FILES = {
     "StepResult": "runtime.engine",
     "Study": "planner.whatif.study",
     "add_loss": "runtime.inner_loss",
+    "attention": "runtime.named_attention",
     "batch_sum": "runtime.inner_loss",
+    "token_loss": "runtime.token_loss",
     "whole_batch": "runtime.whole_batch",
 }
 """Where what is not in meshwright.library stands."""

@@ -72,6 +72,16 @@ def attention(
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
+@torch.no_grad()
+def whole_positions(x: Tensor, context: Context) -> Tensor:
+    """Return [sample, position, ...] of all ranks' positions, in the order of the sequence."""
+    assert context.group is not None
+    ops = torch.ops._c10d_functional
+    part = x.transpose(0, 1).contiguous()
+    whole = ops.all_gather_into_tensor(part, context.degree, context.group.group_name)
+    return _in_order(ops.wait_tensor(whole), context.degree).transpose(0, 1)
+
+
 def gathered(key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """Return keys and values of all positions, in the order of the sequence."""
     assert context.group is not None

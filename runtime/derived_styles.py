@@ -36,11 +36,12 @@ class DerivedStyles:
         *,
         left_out: frozenset[str] = frozenset(),
     ) -> None:
-        """`batch` is the one that was recorded; modules of paths `left_out` are not divided."""
+        """`batch` is that of the trials; modules of paths `left_out` are not divided."""
         self._module = module
         self._recorder = recorder
+        self._recording = recorder.recording(batch)
         self._left_out = left_out
-        self._given = _Arguments(module, recorder.first, batch)
+        self._given = _Arguments(module, self._recording, batch)
         self._found: dict[Any, DividedUnit] = {}
         self._studies: dict[Any, DivisionTrial] = {}
 
@@ -63,7 +64,7 @@ class DerivedStyles:
         """Yield the units that hold something to divide, with their first call."""
         seen: dict[str, int] = {}
         first: dict[str, Node] = {}
-        for node in self._recorder.first.nodes:
+        for node in self._recording.nodes:
             if node.unit is not None:
                 seen[node.unit] = seen.get(node.unit, 0) + 1
                 first.setdefault(node.unit, node)
@@ -84,13 +85,13 @@ class DerivedStyles:
         """Return the modules of a unit that must not be divided, by path, and why."""
         aliases = self._recorder.aliases
         firsts = list(aliases.values())
-        leaves = (leaf for node in self._recorder.first.nodes for leaf in node.leaves)
+        leaves = (leaf for node in self._recording.nodes for leaf in node.leaves)
         held = {
             aliases.get(leaf.name, leaf.name) for leaf in leaves if isinstance(leaf, ModuleTensor)
         }
-        held |= {r.name for r in self._recorder.first.result if isinstance(r, ModuleTensor)}
+        held |= {r.name for r in self._recording.result if isinstance(r, ModuleTensor)}
         result = {}
-        calls = [node.unit for node in self._recorder.first.nodes].count(name)
+        calls = [node.unit for node in self._recording.nodes].count(name)
         for path, part in self._module.get_submodule(name).named_modules():
             full = f"{name}.{path}" if name and path else name or path
             if full in self._left_out:

@@ -275,6 +275,8 @@ class Engine:
             aliases=model.aliases,
             device=device,
         )
+        self.next_sample = 0
+        """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
         self._records = ScriptRecords.of_this_process() if self.leads else None
 
@@ -462,7 +464,8 @@ class Engine:
         others.  All ranks call it together.
         """
         self._rescale()
-        micros = self._passes.cut_any(batch, step=self.steps, drawing=training)
+        given = self._model.batch(batch) if self.plan.mesh.context > 1 else batch
+        micros = self._passes.cut_any(given, step=self.steps, drawing=training)
         return self._passes.outputs(micros, training=training)
 
     def averaged(self, decay: float) -> Averaged:
@@ -496,7 +499,7 @@ class Engine:
         never drains.
         """
         self._refuse_within_step("snapshot")
-        return taken(self.state(), step=self.steps)
+        return taken(self.state(), step=self.steps, next_sample=self.next_sample)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from parts of the state of the ranks of any plan behind one step.
@@ -507,6 +510,7 @@ class Engine:
         """
         self._refuse_within_step("restore")
         self._state.restore(snapshots)
+        self.next_sample = snapshots[0].next_sample
 
     def _refuse_within_step(self, name: str) -> None:
         if self._optimizers.pending or self._whole is not None:
@@ -533,7 +537,8 @@ class Engine:
         plain data, or where ranks have different values of one parameter or buffer.
         """
         self._drain()
-        return self._state.save(Path(folder), extra or {}, keep=keep)
+        done = self._state.progress(self.next_sample)
+        return self._state.save(Path(folder), extra or {}, done=done, keep=keep)
 
     def load(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> Path:
         """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
@@ -543,7 +548,8 @@ class Engine:
         Raises LaunchError where there is none, or it is of another model.
         """
         self._drain()
-        return self._state.load(Path(folder), extra or {})
+        place, self.next_sample = self._state.load(Path(folder), extra or {})
+        return place
 
     def resume(self, folder: Path | str, *, extra: Mapping[str, Stateful] | None = None) -> bool:
         """Go on from the newest checkpoint of a folder, if there is one; tell whether there is."""
@@ -582,6 +588,7 @@ class Engine:
         self._rescale()
         with self._loss_context():
             self._passes.train(self._passes.cut(self._model.batch(batch), step=self.steps))
+        self.next_sample += self.plan.global_batch
 
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""

@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from planner.errors import LaunchError
 from runtime.tensor import distribute, on_local_parts
+from runtime.trial import copied, untouched
 
 HIDDEN_DIM = {"gate_up_proj": 2, "down_proj": 1}
 """Which dim of an experts module's parameters is the hidden one."""
@@ -68,13 +70,17 @@ def mixed(
 
 
 def spread(module: nn.Module, mesh: DeviceMesh, mix: Callable[..., Tensor] = mixed) -> None:
-    """Divide an experts module over the ranks of a mesh, its parameters not yet filled.
+    """Divide an experts module over the ranks of a mesh; values that it has stay with their part.
 
     `mix` brings tokens to experts and back, as `mixed` does.
     """
     group = mesh.get_group()
     for name in HIDDEN_DIM:
+        whole = cast(Tensor, module._parameters[name])
         distribute(module, name, Shard(0), mesh, {})
+        if not whole.is_meta:
+            local = cast(DTensor, module._parameters[name]).to_local()
+            local.detach().copy_(whole.detach().chunk(group.size())[group.rank()])
     module.forward = on_local_parts(module, functools.partial(mix, module, group=group))
 
 
@@ -139,6 +145,32 @@ def modules_of(layer: nn.Module) -> dict[str, nn.Module]:
         for path, module in layer.named_modules()
         if all(name in module._parameters for name in HIDDEN_DIM)
     }
+
+
+@torch.no_grad()
+def check(module: nn.Module, path: str, ranks: int) -> None:
+    """Refuse an experts module that ranks cannot share, or that does something else than `mixed`.
+
+    It is tried on random tokens.  Raises LaunchError with its path.
+    """
+    count = count_of(module)
+    if count % ranks:
+        raise LaunchError(f"mesh.expert: {ranks} does not divide the {count} experts of {path}")
+    if module._parameters.keys() - HIDDEN_DIM.keys() or not hasattr(module, "act_fn"):
+        raise LaunchError(
+            f"mesh.expert: is {ranks}, and {path} holds more than two matrices; use 1"
+        )
+    hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
+    index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
+    weights = torch.rand(index.shape)
+    with untouched(module):
+        tried = copied(module)
+        made = tried(hidden, index, weights)
+    if not torch.allclose(made, mixed(module, hidden, index, weights), rtol=1e-4, atol=1e-5):
+        raise LaunchError(
+            f"mesh.expert: is {ranks}, and {path} is no sum of act_fn(gate) * up of its experts; "
+            "use 1"
+        )
 
 
 def count_of(module: nn.Module) -> int:

@@ -40,13 +40,13 @@ from torch import Tensor, nn
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError
-from runtime.adapter import next_token_loss
 from runtime.mesh import Place
 from runtime.recorder import Recorder
-from runtime.script_model import script_model
+from runtime.script_model import DEGREES, script_model
 from runtime.script_stage import refuse_shared_memory
 from runtime.script_start import built
-from runtime.token_model import TokenModel, recording_of, samples
+from runtime.token_loss import token_loss
+from runtime.token_model import TokenModel, recording_of, samples, tried_samples
 from runtime.user_code import UserFiles
 
 TOKENS = "tokens"
@@ -155,6 +155,8 @@ def graph_of_factory(
             loss=_loss_of(file),
             units=_units(module),
             name=source,
+            degrees=DEGREES,
+            tried=tried_samples(seq_len),
             branches=isinstance(module, ModuleGraph) and module.branches,
         )
     return graph.model_copy(update={"source": source, "files": dict(known or files.imported)})
@@ -171,7 +173,9 @@ def _inputs(batch: tuple[Tensor, ...]) -> Tensor:
 
 def _loss_of(file: ModuleType) -> Callable[[Any, tuple[Tensor, ...]], Any]:
     """Return the file's own loss, or next-token cross-entropy."""
-    loss = getattr(file, "loss", next_token_loss)
+    loss = getattr(file, "loss", None)
+    if loss is None:
+        return token_loss(lambda batch: batch[1])
     return lambda outputs, batch: loss(outputs, batch[1])
 
 

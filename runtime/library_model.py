@@ -9,6 +9,7 @@ plan's seed, or those of a folder of safetensors files.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from planner.documents.model import ModelGraph, recorded_file
 from planner.documents.plan import Plan
 from planner.documents.units import name_of
 from planner.errors import LaunchError
-from runtime.adapter import next_token_loss
 from runtime.export import DType
 from runtime.mesh import Place
-from runtime.script_model import MOST_CHECKED, script_model
+from runtime.named_attention import library_attention
+from runtime.script_model import DEGREES, MOST_CHECKED, script_model
 from runtime.script_start import built
-from runtime.token_model import TokenModel, recording_of, samples
+from runtime.token_loss import token_loss
+from runtime.token_model import TokenModel, recording_of, samples, tried_samples
 from runtime.trial import copied
+
+_NAMED_ATTENTION = "meshwright_named"
+"""What the library calls attention that can be divided and kept within documents."""
 
 
 def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
@@ -39,7 +44,15 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
         with torch.device("meta"):
             module = _built(_configuration(source))
         name = name_of(recorded_file(source))
-        graph = script_model(module, samples(seq_len), _inputs, loss=_loss, name=name)
+        graph = script_model(
+            module,
+            samples(seq_len),
+            _inputs,
+            loss=_loss,
+            name=name,
+            degrees=DEGREES,
+            tried=tried_samples(seq_len),
+        )
     return graph.model_copy(update={"source": source})
 
 
@@ -57,15 +70,29 @@ class LibraryModel(TokenModel):
     ) -> None:
         """`weights` is a local folder of safetensors files; None draws first values."""
         self._config = _configuration(plan.model.source)
+        named = documents or plan.mesh.context > 1
+        try:
+            module = built(lambda: _built(self._config, weights, named=named), plan)
+        except (KeyError, ValueError) as error:
+            if not named:
+                raise
+            raise LaunchError(
+                f"{self._config.model_type}: its own class takes no other attention "
+                f"({type(error).__name__}: {error}), so it is neither divided over positions nor "
+                "kept within documents; use context 1, and train on text"
+            ) from error
         super().__init__(
-            built(lambda: _built(self._config, weights), plan),
+            module,
             plan,
             inputs=_inputs,
             loss=_loss,
             device=device,
             documents=documents,
+            numbered="position_ids" in inspect.signature(module.forward).parameters,
             place=place,
         )
+        if named:
+            _refuse_other_attention(self.module, self._config, self.example)
         _refuse_sight_of_targets(self.module, self._config, self.example[0][:1])
 
     def configuration(self) -> str | None:
@@ -111,9 +138,17 @@ def _config_at(file: Path) -> Any:
     return config
 
 
-def _built(config: Any, weights: Path | None = None) -> nn.Module:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
+def _built(config: Any, weights: Path | None = None, *, named: bool = False) -> nn.Module:
+    """Return the library's own model; `named` gives it attention that can be divided."""
+    from transformers import (  # noqa: PLC0415 - takes seconds to import
+        AttentionInterface,
+        AutoModelForCausalLM,
+    )
 
+    settings = {}
+    if named:
+        AttentionInterface.register(_NAMED_ATTENTION, library_attention)
+        settings = {"attn_implementation": _NAMED_ATTENTION}
     if weights is not None:
         refuse_irregular(weights)
         made = AutoModelForCausalLM.from_pretrained(
@@ -123,9 +158,10 @@ def _built(config: Any, weights: Path | None = None) -> nn.Module:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            **settings,
         )
     else:
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **settings)
     module: nn.Module = made.train()
     return module
 
@@ -151,9 +187,28 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
         )
 
 
+@torch.no_grad()
+def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor, ...]) -> None:
+    """Refuse a model whose own attention does something else than ours in its place.
+
+    A module that is too large for a trial is not tried.
+    """
+    if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
+        return
+    tried: Any = copied(module).eval()
+    given = _inputs(tuple(leaf[:1] for leaf in batch))
+    ours = tried(**given).logits
+    tried.set_attn_implementation("eager")
+    if not torch.allclose(ours, tried(**given).logits, rtol=1e-4, atol=1e-5):
+        raise LaunchError(
+            f"{config.model_type}: its attention is another than meshwright.attention, which alone "
+            "is divided and kept within documents; use context 1, and train on text"
+        )
+
+
 def _inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
-    return {"input_ids": batch[0], "use_cache": False}
+    given = {"input_ids": batch[0], "use_cache": False}
+    return given | ({"position_ids": batch[2]} if len(batch) > 2 else {})
 
 
-def _loss(outputs: Any, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    return next_token_loss(outputs.logits, batch[1])
+_loss = token_loss(lambda batch: batch[1])

@@ -161,6 +161,19 @@ class Place:
         return self._together("data_replicate", "data_shard").get_group()
 
     @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """Ranks that compute gradients of the same parameters: of slices, and of positions."""
+        assert self.mesh is not None
+        axes = ("data_replicate", "data_shard", "context")
+        used = [n for n in self.mesh.mesh_dim_names or () if n in axes and self._degree(n) > 1]
+        if len(used) < 2:
+            return self.mesh[used[0] if used else "data_shard"].get_group()
+        return self.mesh[tuple(used)]._flatten(" x ".join(used)).get_group()
+
+    def _degree(self, axis: str) -> int:
+        return int(getattr(self.degrees, axis))
+
+    @property
     def pipelines(self) -> list[list[int]]:
         """The ranks of every pipeline, by their place along it."""
         assert self.mesh is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from planner.documents.document import first_error
 from planner.documents.plan import Plan
-from runtime import batches, inner_loss
+from planner.errors import LaunchError
+from runtime import batches, experts, inner_loss
 from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place, place_of
+from runtime.named_attention import SeenKeys, check_positions, divided, seeing
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
@@ -39,6 +42,7 @@ from runtime.script_stage import (
 )
 from runtime.script_start import built
 from runtime.script_tensor import Styles, styles_by_name
+from runtime.token_loss import check_chunks, token_loss
 from runtime.torch_optimizers import Factory, GroupOf, ParameterGroup, grouped
 from runtime.transforms import Staged
 from runtime.whole_batch import whole_batch
@@ -83,7 +87,8 @@ class OwnModel:
         self.sums = inner_loss.times_asked() > asked
         """The module asks for sums over the batch."""
         if isinstance(wanted, Plan):
-            check_module(wanted, recorder)
+            if not self._sees_less(wanted):  # which was planned without positions
+                check_module(wanted, recorder)
             plan = wanted
         else:
             name = getattr(build, "__name__", type(module).__name__)
@@ -108,6 +113,7 @@ class OwnModel:
         refuse_without_products(plan, module, recorder)
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
         check_loss(plan, module, recorder, batch, loss)
+        self._check_divisions(plan, module, recorder, few, loss)
         self.plan = plan
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
@@ -115,17 +121,58 @@ class OwnModel:
         self.module = module
         """All of it, on the host, whose parts stages have taken."""
         self._device = device
-        self._styles = styles_by_name(plan, module, recorder, tensor)
+        self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
+        self._loss = loss
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
+
+    def _check_divisions(
+        self, plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+    ) -> None:
+        """Refuse a module whose experts, loss or positions cannot be divided as the plan wants."""
+        degree = plan.mesh.expert
+        if degree > 1:
+            found = experts.modules_of(module)
+            if not found:
+                raise LaunchError(
+                    f"mesh.expert: is {degree}, and no module of {type(module).__name__} has "
+                    "gate_up_proj and down_proj of several experts; use ZeRO 3, which divides all"
+                )
+            for path, one in found.items():
+                experts.check(one, path, degree)
+        if plan.loss is not None:
+            check_chunks(plan, module, recorder, few, loss)
+        if not self._sees_less(plan):
+            return
+        why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
+        norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+        if self.sums or isinstance(loss, whole_batch):
+            raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
+        if any(isinstance(part, norms) for part in module.modules()):
+            raise LaunchError(f"{why}, and BatchNorm has statistics of all positions; use 1")
+        drawing = next((node.name for node in recorder.first.nodes if node.draws), None)
+        if drawing is not None:
+            raise LaunchError(
+                f"{why}, and {drawing} draws random numbers, which are those of whole samples; "
+                "leave dropout out, or use 1"
+            )
+        check_positions(module, recorder, few, loss, why)
+
+    def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        """Return what attention sees while a node of a micro-batch is called."""
+        return seeing(SeenKeys(context=self.place.context, batch=batch))
+
+    def _tried(self, few: Any) -> Any:
+        """Return the batch of trials, for the tensor axis, of what is divided there."""
+        return few
 
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
         """Return this rank's stages, the plan applied."""
         plan, numbers = self.plan, self.plan.stages_of_rank(self.place.stage)
         assert self.participation is not None
-        return tuple(
+        parts = tuple(
             script_stage(
                 plan,
                 own,
@@ -135,6 +182,7 @@ class OwnModel:
                 device=self._device,
                 styles=self._styles,
                 participation=self.participation,
+                loss=self._loss if isinstance(self._loss, token_loss) else None,
                 compiler=compiler,
             )
             for stage, own in zip(
@@ -143,6 +191,14 @@ class OwnModel:
                 strict=True,
             )
         )
+        if self._sees_less(plan) or plan.loss is not None:
+            for part in parts:
+                part.module.around = self._seeing
+        return parts
+
+    def _sees_less(self, plan: Plan) -> bool:
+        """Tell whether attention sees less than a sample: some positions, or a document."""
+        return plan.mesh.context > 1
 
     def slots(self, parts: Sequence[Staged]) -> tuple[Slot, ...]:
         """Return what this rank trains; of a parameter that several stages read, each its copy."""
@@ -171,7 +227,7 @@ class OwnModel:
                     pieces=1,
                     sections=part.sections.get(name, ()),
                     tied=tied,
-                    factor=1.0,
+                    factor=part.factors.get(path, 1.0),
                 )
         return tuple(found.values())
 
@@ -180,8 +236,8 @@ class OwnModel:
         return self._groups
 
     def batch(self, given: Any) -> Any:
-        """Return what a user's step is given, as it is."""
-        return given
+        """Return what a user's step is given, at this rank's positions."""
+        return divided(given, self.place.context)
 
     def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
         """Return what a rank holds beside what it trains, by name."""

@@ -141,6 +141,8 @@ class RecordedStage(nn.Module):
         self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
+        self.around: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
+        """What each call of a node is made in, by the batch of its micro-batch."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP holds are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
@@ -440,6 +442,7 @@ class _MicroBatchRun:
         self._stage = stage
         self._recording = recording
         self._leaves = tree_leaves(micro.batch)
+        self._batch = micro.batch
         self._seed = micro.seed
         self._device = stage.device
         self.values: dict[int, Tensor] = {}
@@ -468,7 +471,9 @@ class _MicroBatchRun:
         drawing = (
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )
-        with drawing, contextlib.nullcontext() if node.grad else torch.no_grad():
+        around = self._stage.around
+        seeing = contextlib.nullcontext() if around is None else around(self._batch)
+        with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
             made = tree_leaves(called(*args, **kwargs))
         for place, value in node.made:
             self.values[value] = made[place]

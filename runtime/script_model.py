@@ -53,13 +53,15 @@ def script_model(
     optimizer: Factory | None = None,
     groups: GroupOf | None = None,
     degrees: Sequence[int] = (),
+    tried: Any = None,
     branches: bool = False,
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
     An `optimizer` is tried for the bytes of its state; without one they are AdamW's.  `degrees`
-    are those of a tensor axis, for which units are tried on random numbers.  With `branches` the
-    layers form a graph: the module takes its units in any order that a plan chose.
+    are those of a tensor axis, for which units are tried on random numbers, of a batch like `tried`
+    if one is given.  With `branches` the layers form a graph: the module takes its units in any
+    order that a plan chose.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -75,6 +77,7 @@ def script_model(
             optimizer=optimizer,
             groups=groups,
             degrees=degrees,
+            tried=few if tried is None else tried,
             branches=branches,
         )
 
@@ -89,6 +92,7 @@ def _graph_of(
     optimizer: Factory | None,
     groups: GroupOf | None,
     degrees: Sequence[int],
+    tried: Any,
     branches: bool,
 ) -> ModelGraph:
     recording = recorder.first
@@ -103,7 +107,13 @@ def _graph_of(
         if (optimizer)
         else frozenset()
     )
-    divided = _divided(module, recorder, few, loss, degrees, gathered)
+    styles = DerivedStyles(module, recorder, tried) if degrees else None
+    divided = _divided(module, recorder, few, loss, degrees, styles, gathered)
+    if branches:
+        divided = [
+            parts and tuple(_handing_on(one, trace.output_bytes) for one in parts)
+            for parts, trace in zip(divided, figures, strict=True)
+        ]
     own = _own_parameters(recording)
     matrices = [
         tuple(module.get_parameter(name).numel() for name in names if name in gathered)
@@ -395,12 +405,12 @@ def _divided(
     batch: Any,
     loss: Loss | None,
     degrees: Sequence[int],
+    styles: DerivedStyles | None,
     gathered: frozenset[str],
 ) -> list[tuple[DividedLayer, ...] | None]:
     """[layer] What a rank has of each layer, at each degree that divides it."""
     recording = recorder.first
     found: list[list[DividedLayer]] = [[] for _ in recording.layers]
-    styles = DerivedStyles(module, recorder, batch) if degrees else None
     for degree in degrees:
         assert styles is not None
         units = {name: unit for name, unit in styles.of(degree).items() if unit.regions}
@@ -435,6 +445,12 @@ def _divided(
                     )
                 )
     return [tuple(layers) or None for layers in found]
+
+
+def _handing_on(one: DividedLayer, output_bytes: int) -> DividedLayer:
+    return one.model_copy(
+        update={"trace": one.trace.model_copy(update={"output_bytes": output_bytes})}
+    )
 
 
 @dataclass(slots=True)

@@ -26,11 +26,13 @@ from planner.errors import BatchError, LaunchError
 from planner.schedules import schedule, schedule_of
 from runtime import batches
 from runtime.batch_norm import RunningStatistics
+from runtime.context import whole_positions
 from runtime.exchange import all_gather_json, broadcast_tensors
 from runtime.gradients import Gradients
 from runtime.inner_loss import BatchSums, InnerLosses, running
 from runtime.loss import Totals, counted
 from runtime.mesh import Place
+from runtime.named_attention import positions_in
 from runtime.parallelize import gathers_anew, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
@@ -157,7 +159,8 @@ class StepPasses:
         gathers = gathers and not any_size
         if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
             return
-        own = [self._place.data_rank, batches.shape_print(batch)]
+        fed = self._place.data_rank * self._place.context.degree + self._place.context.rank
+        own = [fed, batches.shape_print(batch)]
         if not self._checked:
             own.append(batches.fingerprint(batch))
         self._checked = True
@@ -239,8 +242,23 @@ class StepPasses:
                 tree_unflatten([leaf.to(self._device) for leaf in sent[at : at + each]], spec)
                 for at in range(0, len(sent), each)
             ]
-        whole = batches.joined(made)
+        whole = self._at_all_positions(batches.joined(made), micros)
         return whole if micros else batches.part_of(whole, range(0))
+
+    def _at_all_positions(self, made: Any, micros: Sequence[MicroBatch]) -> Any:
+        """Return outputs of this rank's positions together with those of the others."""
+        place = self._place.context
+        if place.degree == 1 or not micros:
+            return made
+        own = positions_in(micros[0].batch)
+        return tree_map(
+            lambda x: (
+                whole_positions(x, place)
+                if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own
+                else x
+            ),
+            made,
+        )
 
     @torch.no_grad()
     def _summed(self, micros: Sequence[MicroBatch]) -> BatchSums | None:
@@ -312,10 +330,15 @@ class StepPasses:
         """Return what the module makes of each micro-batch, where this rank has the last stage."""
         made: list[Any] = []
         self._taken = made
+        heads = [part.chunked for part in self._parts if part.chunked is not None]
         try:
+            for head in heads:
+                head.active = False
             self._forward(micros)
         finally:
             self._taken = None
+            for head in heads:
+                head.active = True
         self._let_go()
         self._statistics.forget()
         return made

@@ -17,6 +17,10 @@ FIELDS = (
     "zero",
     "pipeline",
     "tensor",
+    "context",
+    "expert",
+    "dispatch",
+    "relay",
     "data_replicate",
     "schedule",
     "virtual_stages",
@@ -33,6 +37,7 @@ FIELDS = (
     "prefetch",
     "reshard",
     "compile",
+    "loss",
     "shares",
     "seed",
     "cuts",
@@ -61,11 +66,12 @@ def script_plan(
             "plan", f"has no field '{unknown[0]}'; a layout has {', '.join(FIELDS)}"
         )
     zero, pipeline = layout.get("zero", 0), layout.get("pipeline", 1)
-    tensor = layout.get("tensor", 1)
-    if ranks % (pipeline * tensor):
-        field, degree = ("tensor", tensor) if ranks % pipeline == 0 else ("pipeline", pipeline)
-        raise DocumentError(f"plan.{field}", f"{degree} does not divide {ranks} ranks")
-    data = ranks // (pipeline * tensor)
+    data = ranks
+    for field in ("pipeline", "tensor", "context"):
+        degree = layout.get(field, 1)
+        if data % degree:
+            raise DocumentError(f"plan.{field}", f"{degree} does not divide {ranks} ranks")
+        data //= degree
     replicate = layout.get("data_replicate", 1 if zero else data)
     if data % replicate:
         raise DocumentError(
@@ -111,13 +117,18 @@ def script_plan(
         prefetch=layout.get("prefetch", 0),
         reshard=layout.get("reshard"),
         compile=layout.get("compile", "none"),
+        loss=layout.get("loss"),
+        dispatch=layout.get("dispatch", "alltoall"),
+        relay=layout.get("relay"),
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
         scales=layout.get("scales", "tensorwise"),
         weight_wire=layout.get("weight_wire", "full"),
         mesh=Mesh(
-            tensor=tensor,
+            tensor=layout.get("tensor", 1),
+            context=layout.get("context", 1),
+            expert=layout.get("expert", 1),
             data_replicate=replicate,
             data_shard=data // replicate,
             pipeline=pipeline,

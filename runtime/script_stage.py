@@ -28,6 +28,7 @@ from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import ScriptStyles
 from runtime.supported import foreign
+from runtime.token_loss import token_loss
 from runtime.transforms import Script, Staged, is_block, transformed
 from runtime.whole_batch import whole_batch
 
@@ -63,10 +64,10 @@ def _refused(plan: Plan, module: nn.Module, loss: object, *, by_plan: bool) -> I
     other = foreign(plan)
     if other:
         yield other
-    if plan.document_len is not None:
+    if plan.document_len is not None and not by_plan:
         yield (
-            f"document_len: is {plan.document_len}, {not_by_engine}; give masks with the batch, "
-            "and leave it out"
+            f"document_len: is {plan.document_len}, {not_by_engine}; say it to "
+            "meshwright.attention(..., starts=...), or by masks, and leave it out"
         )
     # What is by the plan was asked for by `supported`.
     obstacle = None if by_plan else script_obstacle(planned_model(plan), plan.job, plan.layout)
@@ -283,6 +284,7 @@ def script_stage(
     device: torch.device,
     styles: ScriptStyles,
     participation: Participation,
+    loss: token_loss | None,
     compiler: Compiler | None = None,
 ) -> Staged:
     """Build one of this rank's stages of a module, on the CPU or the device, and apply the plan."""
@@ -311,6 +313,7 @@ def script_stage(
                 styles=styles,
                 participation=participation,
                 unused=unused,
+                loss=loss,
             ),
             compiler=compiler,
             wrapped=wraps,

@@ -77,14 +77,19 @@ class ScriptState:
             result |= average.state(f"ema{at or ''}")
         return result
 
-    def save(self, folder: Path, extra: Mapping[str, Stateful], *, keep: int) -> Path:
+    def progress(self, next_sample: int) -> Progress:
+        """Return how far training has come: behind which step, before which sample."""
+        return _progress(self._plan, int(self._optimizers.steps), next_sample)
+
+    def save(
+        self, folder: Path, extra: Mapping[str, Stateful], *, done: Progress, keep: int
+    ) -> Path:
         """Write a checkpoint with all ranks; return where it is.
 
         Raises LaunchError, on all ranks, before the first step, where replicas have drifted or
         where the state of one rank's own is no plain data.
         """
-        step = int(self._optimizers.steps)
-        if step < 1:
+        if done.step < 1:
             raise LaunchError(
                 "nothing to save before the first step; build() makes the same weights"
             )
@@ -104,14 +109,17 @@ class ScriptState:
                 )
             state = self.tensors()
         saver = Saver(folder, plan=self._plan, keep=keep, group=self._group)
-        return saver.save(state, _progress(self._plan, step), beside)
+        return saver.save(state, done, beside)
 
     @functools.cached_property
     def _group(self) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def load(self, folder: Path, extra: Mapping[str, Stateful]) -> Path:
-        """Go on from a checkpoint, or the newest one of a folder, that any plan wrote."""
+    def load(self, folder: Path, extra: Mapping[str, Stateful]) -> tuple[Path, int]:
+        """Go on from a checkpoint, or the newest one of a folder, that any plan wrote.
+
+        Return where it is, and the sample that comes next.
+        """
         place = checkpoint_in(folder)
         if place is None:
             raise LaunchError(f"{folder}: has no complete checkpoint; engine.resume() starts anew")
@@ -136,7 +144,7 @@ class ScriptState:
             self._optimizers.take_settings(own["groups"])
             for name, one in extra.items():
                 one.load_state_dict(own["extra"][name])
-        return place
+        return place, checkpoint.progress(place).sample
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from what snapshots have of this rank's state; nothing changes if that lacks."""
@@ -270,10 +278,10 @@ def _own_file(slice_rank: int) -> str:
     return f"user-{slice_rank:05}.pt"
 
 
-def _progress(plan: Plan, step: int) -> Progress:
+def _progress(plan: Plan, step: int, next_sample: int) -> Progress:
     return Progress(
         step=step,
-        sample=step * plan.global_batch,
+        sample=next_sample,
         epoch=0,
         seq_len=plan.seq_len or 1,
         seed=plan.training.seed,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,9 +50,11 @@ class ScriptStyles:
 
 
 def styles_by_name(
-    plan: Plan, module: nn.Module, recorder: Recorder, styles: Styles | None
+    plan: Plan, module: nn.Module, recorder: Recorder, styles: Styles | None, tried: Any
 ) -> ScriptStyles:
     """Return how each module is divided: as `styles` say, and else as can be derived.
+
+    Units are tried on a batch like `tried`.
 
     Raises LaunchError where plan and styles do not go together, a pattern matches nothing, a
     module is named whose parameters something else reads too, or nothing can be divided.
@@ -65,7 +68,7 @@ def styles_by_name(
             "divided modules are not; use another schedule, or tensor 1"
         )
     given = _given(module, recorder, styles or {})
-    units = DerivedStyles(module, recorder, recorder.example, left_out=frozenset(given)).of(degree)
+    units = DerivedStyles(module, recorder, tried, left_out=frozenset(given)).of(degree)
     derived = {name: unit for name, unit in units.items() if unit.regions}
     if not (given or derived):
         name, reason = _main_reason(

@@ -38,6 +38,8 @@ class Snapshot:
 
     step: int
     parts: Mapping[str, SnapshotPart]
+    next_sample: int = 0
+    """The first sample that no step has trained on: Engine.next_sample."""
 
     @property
     def size_bytes(self) -> int:
@@ -45,14 +47,14 @@ class Snapshot:
         return sum(one.values.numel() * one.values.element_size() for one in self.parts.values())
 
 
-def taken(state: Mapping[str, Tensor], *, step: int) -> Snapshot:
+def taken(state: Mapping[str, Tensor], *, step: int, next_sample: int) -> Snapshot:
     """Return copies of a rank's state on the host."""
     parts = {}
     for name, tensor in state.items():
         local, shape, offset = _box(tensor)
         values = local.detach().to("cpu", copy=True)
         parts[name] = SnapshotPart(shape, offset, values)
-    return Snapshot(step, parts)
+    return Snapshot(step, parts, next_sample)
 
 
 @torch.no_grad()

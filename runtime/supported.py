@@ -31,7 +31,8 @@ def foreign(plan: Plan) -> str | None:
 
 def documents_refused(plan: Plan, model: ModelGraph) -> str | None:
     """Return why attention cannot be kept within documents of a sample, or None if it can."""
-    reference = model.architecture is None or model.architecture.family == "reference"
+    own, a = is_recorded(plan.model.source), model.architecture
+    reference = not own and (a is None or a.family == "reference")
     if reference or is_factory(plan.model.source):
         return (
             f"documents: {plan.model.name} is no model of transformers, and attention of others is "

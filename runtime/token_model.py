@@ -19,6 +19,7 @@ from runtime.gradients import Slot
 from runtime.language_model import inputs_and_targets
 from runtime.learning_rate import learning_rate
 from runtime.mesh import Place
+from runtime.named_attention import SeenKeys, divided, seeing
 from runtime.optimizer import adamw
 from runtime.own_model import OwnModel
 from runtime.recorder import Inputs
@@ -29,10 +30,19 @@ MOST_NUMBERS = 256
 """Of tokens that are tried: nothing says how many a module knows."""
 
 
+TRIED_POSITIONS = 16
+"""Of samples on which units are tried in parts: what is divided does not depend on their length."""
+
+
 def samples(seq_len: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets without data, as many as a recording is of."""
     tokens = torch.empty(SAMPLES, seq_len, dtype=torch.int64, device="meta")
     return tokens, tokens
+
+
+def tried_samples(seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return samples like `samples` that trials of a tensor axis take, which are short."""
+    return samples(min(seq_len, TRIED_POSITIONS))
 
 
 @contextlib.contextmanager
@@ -64,21 +74,38 @@ class TokenModel(OwnModel):
         loss: Loss,
         device: torch.device,
         documents: bool,
+        numbered: bool = False,
         units: Sequence[str] | None = None,
         place: Place | None = None,
     ) -> None:
-        """`place` is this rank's if it is not that of all ranks in the plan."""
-        if documents:
-            raise LaunchError(
-                f"documents: {plan.model.name} is recorded, and its attention is not kept within "
-                "documents; train on text"
-            )
+        """`place` is this rank's if it is not that of all ranks in the plan.
+
+        `numbered` says that `inputs` give the module positions, the third of a batch, and that its
+        attention is runtime.named_attention's.
+        """
+        self._documents = documents
+        if self._sees_less(plan):
+            what = "documents" if documents else f"mesh.context: is {plan.mesh.context}"
+            if not numbered:
+                raise LaunchError(
+                    f"{what}, and {plan.model.name} gets no positions with its tokens; train it "
+                    "from a script with meshwright.attention"
+                )
+            if plan.compile != "none":
+                raise LaunchError(
+                    f"compile: is {plan.compile}, and no graph has attention that is given what it "
+                    f"sees ({what}); use none"
+                )
         self.vocabulary = _vocabulary(module)
         """Numbers of tokens that all tables know."""
         shape = (plan.global_batch, plan.seq_len)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
-        self.example = (tokens, tokens)
+        self.example: tuple[Tensor, ...] = (tokens, tokens)
+        if self._sees_less(plan):
+            self.example += (torch.arange(plan.seq_len).expand_as(tokens),)
+        if documents:
+            self.example += (torch.zeros_like(tokens),)
         self.loss = loss
         super().__init__(
             lambda: module,
@@ -95,6 +122,9 @@ class TokenModel(OwnModel):
         )
         self.counts = plan.seq_len
 
+    def _tried(self, few: Any) -> Any:
+        return tuple(one[:, :TRIED_POSITIONS] for one in few)
+
     def groups(self, slots: Sequence[Slot]) -> list[ParameterGroup]:
         """Return what this rank trains by the settings of the plan's training."""
         return adamw(slots, self.plan.training, device=self._device, offload=self.plan.offload)
@@ -104,8 +134,24 @@ class TokenModel(OwnModel):
         inputs, targets, starts = inputs_and_targets(
             given, self.plan, self.place, device=self._device
         )
-        assert starts is None, "documents are refused"
-        return inputs, targets
+        if (starts is not None) != self._documents:
+            raise LaunchError("starts are given if and only if the engine was made for documents")
+        made: tuple[Tensor, ...] = (inputs, targets)
+        if self._sees_less(self.plan):
+            places = torch.arange(self.plan.seq_len, device=inputs.device).expand_as(inputs)
+            if starts is not None:
+                starts = starts.to(inputs.device, non_blocking=True)
+                made += (places - starts, starts)
+            else:
+                made += (places,)
+        return divided(made, self.place.context)
+
+    def _sees_less(self, plan: Plan) -> bool:
+        return super()._sees_less(plan) or self._documents
+
+    def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+        starts = batch[3] if self._documents else None
+        return seeing(SeenKeys(context=self.place.context, starts=starts, batch=batch))
 
     def learning_rate(self, steps: int) -> float | None:
         """Return that of the update behind `steps` others."""

@@ -186,7 +186,6 @@ class Loop:
         self.rank = rank
         self.samples = samples_of(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
         self.steps_done = 0
-        self.next_sample = 0
         self.resumed: Path | None = None
         self._frozen = checkpoint.frozen_weights(plan, orders.weights)
         self._saver = (
@@ -228,7 +227,7 @@ class Loop:
         )
         checkpoint.load(saved, self.engine.state())
         self.steps_done = progress.step
-        self.next_sample = progress.sample
+        self.engine.next_sample = progress.sample
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
@@ -269,7 +268,6 @@ class Loop:
             step_s.append(time.perf_counter() - begin)
             self._refuse_nonsense(result)
             self.steps_done = step
-            self.next_sample += self.plan.global_batch
             ends: Stopped | None = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
@@ -371,7 +369,7 @@ class Loop:
 
     def _next_batch(self) -> tuple[Tensor, ...]:
         """Return the batch of this step, and begin to read the next one's beside it."""
-        first = self.next_sample
+        first = self.engine.next_sample
         if self._coming is None or self._coming[0] != first:
             batch = self._own_batch(self.samples, first)
         else:
@@ -429,7 +427,7 @@ class Loop:
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
             f"{result.grad_norm:g}; {last}. Lower the learning rate "
             f"({self.plan.training.learning_rate:g}) or look at the data from sample "
-            f"{self.next_sample} on"
+            f"{self.engine.next_sample - self.plan.global_batch} on"
         )
 
     def _record(
@@ -442,7 +440,7 @@ class Loop:
             grad_norm=result.grad_norm,
             step_s=step_s,
             tokens_per_s=self.plan.global_batch * self.plan.seq_len / step_s,
-            epoch=self.samples.epoch(self.next_sample),
+            epoch=self.samples.epoch(self.engine.next_sample),
             learning_rate=learning_rate(self.plan.training, self.steps_done - 1),
             mfu=at_peak_s / step_s if at_peak_s else None,
             eval_loss=eval_loss,
@@ -462,8 +460,8 @@ class Loop:
     def _progress(self, loss: float) -> Progress:
         return Progress(
             step=self.steps_done,
-            sample=self.next_sample,
-            epoch=self.samples.epoch(self.next_sample),
+            sample=self.engine.next_sample,
+            epoch=self.samples.epoch(self.engine.next_sample),
             seq_len=self.plan.seq_len,
             seed=self.plan.training.seed,
             model=self.model.name,

@@ -52,6 +52,8 @@ from runtime.recompute import wrapped
 from runtime.recorded_stage import RecordedStage
 from runtime.recorder import Recorder
 from runtime.script_tensor import ScriptStyles, divide
+from runtime.token_loss import ChunkedHead, head_of, token_loss
+from runtime.token_loss import in_chunks as module_in_chunks
 from runtime.torch_internals import act_around, share_memory
 from runtime.weight_gradients import PLAIN, WeightGradients, defer
 
@@ -75,6 +77,8 @@ class Script:
     participation: Participation
     unused: Sequence[nn.Parameter]
     """Parameters that nothing reads, on the stage that holds them."""
+    loss: token_loss | None
+    """What may be made in chunks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +116,8 @@ class Staged:
     """What a library's layers hold beside parameters, by published name; never divided."""
     replicated: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...] = ()
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
+    chunked: ChunkedHead | None = None
+    """The head of a user's own module, where it returns its loss."""
     narrow: NarrowWeights = field(default_factory=lambda: NarrowWeights(None))
     """Weights that are gathered in 8 bits, where the plan says so."""
 
@@ -282,7 +288,7 @@ def _products(staged: Staged) -> None:
 def _experts(staged: Staged) -> None:
     """Divide experts over their ranks, and count how many tokens each gets."""
     plan, place = staged.plan, staged.place
-    if isinstance(staged.of, Script):
+    if isinstance(staged.of, Script) and plan.mesh.expert == 1:
         return
     mix: Callable[..., Tensor] = experts.mixed
     if plan.dispatch == "allgather":
@@ -290,13 +296,14 @@ def _experts(staged: Staged) -> None:
     elif plan.relay is not None:
         across, inside = place.relays(plan.relay)
         mix = functools.partial(relayed_experts.mixed, across=across, inside=inside)
-    for name, layer in staged.layers.items():
-        for path, module in experts.modules_of(layer).items():
-            staged.loads[name] = ExpertLoad(module, experts.count_of(module), staged.device)
+    for name in staged.module.called_units:
+        for path, module in experts.modules_of(staged.module.part(name)).items():
+            if isinstance(staged.of, LanguageRules):
+                staged.loads[name] = ExpertLoad(module, experts.count_of(module), staged.device)
             if plan.mesh.expert > 1:
                 experts.spread(module, place.expert_mesh["expert"], mix)
                 for parameter in experts.HIDDEN_DIM:
-                    full_name = f"{name}.{path}.{parameter}"
+                    full_name = ".".join(filter(None, (name, path, parameter)))
                     staged.factors[full_name] = plan.mesh.tensor / plan.mesh.expert
 
 
@@ -328,7 +335,14 @@ def _tensor(staged: Staged) -> None:
 
 def _loss(staged: Staged) -> None:
     """Let the head return its loss, made in chunks."""
-    plan = staged.plan
+    plan, of = staged.plan, staged.of
+    if isinstance(of, Script):
+        if plan.loss is not None and staged.stage == len(plan.stages) - 1:
+            assert of.loss is not None, "refused by check_chunks"
+            head = head_of(of.recorder.first, of.module)
+            unit = staged.module.part(head)
+            staged.chunked = module_in_chunks(unit, head, plan.loss, of.loss)
+        return
     if staged.chunks_loss:
         assert plan.loss is not None
         group = staged.place.axis("tensor").get_group() if plan.mesh.tensor > 1 else None
@@ -438,7 +452,7 @@ def _data(staged: Staged, at: int) -> None:
     if isinstance(of, LanguageRules):
         name = staged.placed[at].layer
         layer = staged.module.part(name)
-        inner = experts.modules_of(layer).values() if _wraps_experts(plan, place) else ()
+        inner = _experts_apart(staged, name)
         for module in inner:
             over_data(module, plan, place.expert_data, device, root=False)
         layer.register_forward_hook(no_view)
@@ -450,12 +464,22 @@ def _data(staged: Staged, at: int) -> None:
             staged.narrow.take(layer)
         return
     for name in staged.module.layers[at].units:
+        for module in _experts_apart(staged, name):
+            over_data(module, plan, place.expert_data, device, root=False)
         unit = staged.module.units.get(name)
         if unit is not None and not isinstance(unit, FSDPModule):
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
             over_data(unit, plan, place.data, device, root=False, besides=_whole(staged, of))
             staged.narrow.take(unit)
+
+
+def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
+    """Return the experts modules of a unit that data parallelism holds by themselves."""
+    if not _wraps_experts(staged.plan, staged.place):
+        return []
+    found = experts.modules_of(staged.module.part(name)).values()
+    return [module for module in found if not isinstance(module, FSDPModule)]
 
 
 # --- the stage as a whole -------------------------------------------------------------------------
@@ -474,8 +498,9 @@ def _root(staged: Staged) -> None:
         root = cast(FSDPModule, module)
         units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
         if isinstance(of, Script):
-            for one in (*units, root):
-                of.participation.watch(one)
+            for one in module.modules():
+                if isinstance(one, FSDPModule):
+                    of.participation.watch(one)
             module.order = BackwardOrder(root, units)
         elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
             layers = list(staged.layers.values())
@@ -487,10 +512,10 @@ def _root(staged: Staged) -> None:
             for parameter, group in replicated(module, plan, place)
             if isinstance(of, LanguageRules) or all(parameter is not one for one in of.unused)
         )
-    elif staged.wrapped and isinstance(of, Script) and place.data_group.size() > 1:
-        unused = {id(one) for one in of.unused}
+    elif staged.wrapped and isinstance(of, Script) and place.replica_group.size() > 1:
+        unused, group = {id(one) for one in of.unused}, place.replica_group
         staged.replicated = tuple(
-            (one, place.data_group) for one in whole if id(one) not in unused and one.requires_grad
+            (one, group) for one in whole if id(one) not in unused and one.requires_grad
         )
 
 

@@ -24,10 +24,16 @@ from planner.requests.request import Request
 class GroupCosts:
     """Costs of a model on every group of a cluster, for any layout."""
 
-    def __init__(self, request: Request, activations: tuple[Activations, ...] = ("keep",)) -> None:
+    def __init__(
+        self,
+        request: Request,
+        activations: tuple[Activations, ...] = ("keep",),
+        tables: dict[str, CostTables] | None = None,
+    ) -> None:
+        """`tables` are those of each group, if they are known."""
         self.model = request.model
         self.cluster = request.cluster
-        self.tables = {
+        self.tables = tables or {
             group.name: CostTables(request.on((group,)), activations)
             for group in request.cluster.groups
         }

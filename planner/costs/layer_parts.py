@@ -34,6 +34,7 @@ from planner.costs.sharding import (
     traffic,
 )
 from planner.costs.strategy import StrategyParts
+from planner.documents.axes import computed_by
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import Layer, ModelGraph, trains_as_module
 from planner.documents.plan import Activations, Axis, Layout
@@ -421,11 +422,7 @@ def parts_key(layout: Layout) -> tuple[object, ...]:
         layout.micro_batch,
         layout.sequence_parallel,
         layout.loss,
-        layout.compile,
-        layout.tensor_overlap,
-        layout.scales,
-        layout.dispatch,
-        layout.relay,
+        *computed_by(layout),
         *_sharing_key(layout),
     )
 

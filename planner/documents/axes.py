@@ -10,6 +10,7 @@ compares them with the rows.  What an axis costs, and how it runs, is code.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 
@@ -37,6 +38,8 @@ class LayoutAxis:
     needs: str | None = None
     """Degree that must be above 1 for the value to have an effect, and why a pin has none."""
     without: str = ""
+    computes: bool = False
+    """What a layer computes, or sends inside itself, depends on it."""
     always_written: bool = False
     """A plan's document says it even where it is the usual one."""
 
@@ -72,6 +75,7 @@ LAYOUT_AXES = (
         space="scales",
         refused="{} scales",
         exported="scales of 8-bit operands are {}",
+        computes=True,
     ),
     LayoutAxis(
         name="weight_wire",
@@ -90,6 +94,7 @@ LAYOUT_AXES = (
         space="dispatches",
         refused="tokens dispatched by {}",
         exported="tokens come to experts by {}",
+        computes=True,
     ),
     LayoutAxis(
         name="relay",
@@ -97,6 +102,7 @@ LAYOUT_AXES = (
         usual=None,
         space="relay",
         refused="tokens handed on among {} ranks",  # exported: it changes no value
+        computes=True,
     ),
     LayoutAxis(
         name="prefetch",
@@ -128,6 +134,7 @@ LAYOUT_AXES = (
         values=("none", "block"),
         space="compile",
         refused="compile {}",
+        computes=True,
     ),
     LayoutAxis(
         name="tensor_overlap",
@@ -140,11 +147,17 @@ LAYOUT_AXES = (
         allowance="async-tensor",
         needs="tensor",
         without="tp=1, no block is divided",
+        computes=True,
     ),
 )
 """In the order of a layout's text."""
 
 
+AXIS_NAMES = tuple(axis.name for axis in LAYOUT_AXES)
+computed_by = attrgetter(*(axis.name for axis in LAYOUT_AXES if axis.computes))
+"""Values of a layout, or of layouts that have them in common, on which a layer's seconds depend."""
+
+
 def axes_of(source: object) -> dict[str, Any]:
     """Return the value of each axis by name, of a layout or a plan."""
-    return {axis.name: getattr(source, axis.name) for axis in LAYOUT_AXES}
+    return {name: getattr(source, name) for name in AXIS_NAMES}

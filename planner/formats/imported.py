@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from planner.catalog import models
 from planner.catalog.expressions import resolve_model
+from planner.documents.axes import AXIS_NAMES
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import first_error, nearest
 from planner.documents.model import Architecture, ModelGraph
@@ -133,11 +134,7 @@ def imported(
             virtual_stages=virtual,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            offload=told.offload,
-            compile=told.compile,
-            tensor_overlap=told.tensor_overlap,
-            scales=told.scales,
-            weight_wire=told.weight_wire,
+            **{axis: getattr(told, axis) for axis in AXIS_NAMES if hasattr(told, axis)},
             training=training,
             stages=stages,
         )

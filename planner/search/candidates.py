@@ -8,20 +8,23 @@ The families and their bounds are those of planner.search.family_bounds.  For a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 
 from planner.costs.figure_store import FigureStore
+from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables
 from planner.costs.recomputes import Recomputes, choices_of
+from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Layout
 from planner.requests.request import Request
 from planner.search.dominance import dominates, twins
 from planner.search.family_bounds import FamilyBounds
 from planner.search.formulation import boundaries_s, layout_pace
 from planner.search.savings import activations
-from planner.search.space import canonical
+from planner.search.space import LayoutFamily, canonical
 from planner.solver import bounds
 from planner.stacks.native import Rules
 
@@ -31,6 +34,26 @@ DEGREES = ("tensor", "context", "expert", "pipeline")
 
 class Candidates(FamilyBounds):
     """What a search looks at; parts of it answer other pins of the same request."""
+
+    @property
+    def whole(self) -> ClusterSpec:
+        """The cluster, all of whose devices are alike."""
+        return self.cluster
+
+    @property
+    def group_costs(self) -> GroupCosts:
+        """Costs on the one group of the cluster."""
+        return GroupCosts(self.request, tables={self.cluster.groups[0].name: self.tables})
+
+    def by_timetable(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
+        """Yield families by their schedules, with their seconds by computation alone.
+
+        Why others do not run is counted.
+        """
+        refused.update(self.refused)
+        self.computation_s()
+        for family in self.families:
+            yield from zip(self.timetables_s(family), family.by_timetable(), strict=True)
 
     def part(self, request: Request) -> Candidates | None:
         """Return those that a request of the same under other pins has, with what is known of them.

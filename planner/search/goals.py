@@ -23,7 +23,7 @@ from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from planner.search.effort import GOAL, Effort, GapProgress
-from planner.search.queue import Lost, QueueEntry, SolvedLayout
+from planner.search.queue import Lost, QueueEntry, SearchSpace, SolvedLayout
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
@@ -160,8 +160,8 @@ class Near:
     def __init__(self, closed_form: ClosedFormGoal, limit_s: float, most: int) -> None:
         self._limit_s, self._most = limit_s, most
         self.found = [one for one in closed_form.found if one[1].objective_s <= limit_s]
-        self._alike = Counter((id(space), timetable(one.layout)) for space, one in self.found)
-        self._tried: Counter[int] = Counter()
+        self._alike = Counter((space, timetable(one.layout)) for space, one in self.found)
+        self._tried: Counter[SearchSpace] = Counter()
 
     def over(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
@@ -173,7 +173,7 @@ class Near:
 
     def wants(self, entry: QueueEntry) -> bool:
         """Whether another layout of a space may be solved."""
-        return self._tried[id(entry.space)] < self._most
+        return self._tried[entry.space] < self._most
 
     def lowest(self, entry: QueueEntry) -> None:
         """Take no notice."""
@@ -181,11 +181,11 @@ class Near:
     def complete(self, entry: QueueEntry) -> Lost | None:
         """Solve the problem of a layout, unless there are enough like it."""
         space, layout = entry.space, entry.layout
-        key = id(space), timetable(layout)
+        key = space, timetable(layout)
         if self._alike[key] >= ALIKE or not self.wants(entry):
             return None
         self._alike[key] += 1
-        self._tried[id(space)] += 1
+        self._tried[space] += 1
         answer = space.solve(layout, self._limit_s)  # type: ignore[attr-defined]
         if isinstance(answer, SplitSolution) and answer.objective_s <= self._limit_s:
             self.found.append((space, answer))

@@ -37,7 +37,19 @@ def allowed(
     *,
     every: bool = False,
 ) -> tuple[StrategyCost, ...]:
-    """Return what a layer may choose among.
+    """Return what a layer may choose among (`allowed_places`)."""
+    return tuple(table[at] for at in allowed_places(table, layout, recompute, kind, every=every))
+
+
+def allowed_places(
+    table: tuple[StrategyCost, ...],
+    layout: Layout,
+    recompute: Recomputes,
+    kind: str = "",
+    *,
+    every: bool = False,
+) -> list[int]:
+    """Return where what a layer may choose among stands in its table.
 
     To offload or to compress is left out where another choice is no worse in any figure, unless
     `every` choice is wanted: then no optimum needs it.  Forward and backward count apart only if
@@ -45,18 +57,18 @@ def allowed(
     """
     apart, choices = layout.executed.forwards_first, choices_of(recompute, kind)
     asked = [
-        cost
-        for cost in table
+        (at, cost)
+        for at, cost in enumerate(table)
         if cost.recompute in choices
         and not layer_obstacle(layout, cost.recompute, cost.activations)
     ]
-    return tuple(
-        cost
-        for at, cost in enumerate(asked)
+    return [
+        at
+        for at, cost in asked
         if every
         or cost.activations == "keep"
-        or not any(_no_worse(other, cost, apart, first=i < at) for i, other in enumerate(asked))
-    )
+        or not any(_no_worse(other, cost, apart, first=i < at) for i, other in asked)
+    ]
 
 
 def _no_worse(other: StrategyCost, cost: StrategyCost, apart: bool, *, first: bool) -> bool:

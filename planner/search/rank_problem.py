@@ -1,7 +1,7 @@
 """The partition problem of the ranks of a pipeline, each with the layers of all its stages.
 
 Bytes are counted as a split holds them (planner.costs.rank_memory), with sums over layers that are
-no more (planner.search.least_bytes).
+no more (planner.search.bytes_bounds).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from planner.documents.plan import Layout
 from planner.errors import DocumentError
 from planner.schedules.pipeline_model import InFlightCounts, held, most_on_first_stage
 from planner.schedules.schedule import splits_backward
-from planner.search.layer_options import allowed, option_of
-from planner.search.least_bytes import LeastBytes
+from planner.search.bytes_bounds import BytesBounds
+from planner.search.layer_options import allowed_places, option_of
 from planner.search.ranks import Shares, shares_of
 from planner.solver.instance import Instance, Option, Solution, StageLimits, UsedBytes
 
@@ -94,7 +94,7 @@ class RankProblem:
         """Return the problem with the bytes of splits, and sums that are no more."""
         layers, groups = self._entries()
         choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
-        least = LeastBytes(
+        least = BytesBounds(
             self._chain,
             self._shares,
             self.costs,
@@ -303,11 +303,15 @@ class RankProblem:
         """How ranks share the chain; None with one stage a rank."""
         return self._shares
 
-    def treatments(self, entry: int, option: int) -> tuple[StrategyCost, ...]:
-        """Return what an option of an entry means for each layer that the entry stands for."""
-        positions = self._shares.entries[entry] if self._shares is not None else (entry,)
-        each = [[cost for cost, _ in self._of(self._chain[at])] for at in positions]
-        return tuple(itertools.product(*each))[option]
+    def choices(self, kind: str) -> list[StrategyCost]:
+        """[choice] What a layer of a kind may take."""
+        return [cost for cost, _ in self._of(kind)]
+
+    def chosen(self, entry: int, option: int) -> list[tuple[str, int]]:
+        """Return (kind, choice) of each layer that an entry stands for, under an option."""
+        assert self._shares is not None, "with one stage a rank an entry is a layer"
+        kinds = [self._chain[at] for at in self._shares.entries[entry]]
+        return list(zip(kinds, self._choices_of(entry)[option], strict=True))
 
     @property
     def _splits(self) -> bool:
@@ -344,9 +348,8 @@ class RankProblem:
         """Return what a layer of a kind may take, in the order of `allowed`."""
         if kind not in self._pairs:
             table, parts = self.costs.kinds[kind], self.costs.parts[kind]
-            part_of = {id(cost): part for cost, part in zip(table, parts, strict=True)}
-            choices = allowed(table, self.layout, self._recompute, kind, every=self._every)
-            self._pairs[kind] = [(cost, part_of[id(cost)]) for cost in choices]
+            some = allowed_places(table, self.layout, self._recompute, kind, every=self._every)
+            self._pairs[kind] = [(table[at], parts[at]) for at in some]
         return self._pairs[kind]
 
     def _credit_s(self, kind: str) -> float:

@@ -10,6 +10,7 @@ space for each choice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -25,19 +26,23 @@ from planner.process.collector import uncollected
 from planner.requests.pins import outside
 from planner.requests.request import Request
 from planner.schedules import SCHEDULES, schedule_of
-from planner.search.answer import Answer, Progress
+from planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
 from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
 from planner.search.effort import USUAL, Effort, GapProgress
 from planner.search.goals import ClosedFormGoal, Near, Simulated
+from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import recomputes_of
 from planner.search.misses import why_nothing
 from planner.search.queue import Queue, SolvedLayout
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import complexity, kind
-from planner.search.spaces import graph, mixed, simulated_chain, simulations
+from planner.search.spaces import graph, simulated_chain, simulations
 from planner.search.spaces.chain import ChainSpace
+from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import MixedSpace
+from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated_chain import SimulatedChain, Spent
 from planner.solver.graphs.lattice import GraphEffort
 from planner.stacks.native import Rules
@@ -88,7 +93,7 @@ def search(
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
-        build = partial(spaces_of, rules=rules, store=store, effort=graph.any_split())
+        build = partial(spaces_of, rules=rules, store=store, effort=graph.effort_of(0, 0))
         raise NoPlanFits(why_nothing(request, queue.misses, build))
 
     every = [goal.home(best).ranked(best) for best in bests]
@@ -206,7 +211,7 @@ def _prove(
         spent = Spent()
         chains = [SimulatedChain(one, goal, spent, bound_s) for one in spaces]
         home = closed_form.home(closed_form.ranking()[0])
-        owner = next(one for one in chains if one.own is home)
+        owner = next(one for one in chains if one.closed_form is home)
         simulated_chain.look_near(chains, owner, start[0])
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())
@@ -296,12 +301,31 @@ def spaces_of(
     """
     by_program = solver == "ilp"
     if request.cluster.mixed:
-        yield from mixed.spaces_of(request, by_program=by_program)
+        yield from _of_groups(request, by_program=by_program)
         return
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
-            yield graph.GraphSpace(candidates, by_program=by_program, effort=effort)
+            # Which of their splits fits need not be proven where any will do.
+            limit_s = TIES_LIMIT_S if effort is None else graph.TRIED_FOR_S
+            effort = effort or graph.effort_of()
+            yield GraphSpace(candidates, by_program=by_program, effort=effort, limit_s=limit_s)
             return
         yield ChainSpace(candidates, by_program=by_program)
         known = known or (candidates,)
+
+
+def _of_groups(request: Request, *, by_program: bool) -> Iterator[SolvedLayout]:
+    """Yield the layouts of every set of groups, the largest first.
+
+    Shares are soon solved, and what they reach need not be looked for along a pipeline.
+    """
+    cluster = request.cluster
+    for count in range(len(cluster.groups), 0, -1):
+        for groups in itertools.combinations(cluster.groups, count):
+            candidates = GroupCandidates(request.on(groups), cluster)
+            # A requirement speaks of the stages of a pipeline.
+            if candidates.cluster.mixed and not request.pins.require:
+                yield ShareSpace(candidates)
+            along = GraphSpace if request.model.edges else MixedSpace
+            yield along(candidates, by_program=by_program)

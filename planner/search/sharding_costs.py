@@ -14,6 +14,7 @@ import numpy as np
 from planner.costs.layer_parts import Moved
 from planner.costs.layout_costs import CostTables
 from planner.costs.recomputes import Recomputes, choices_of
+from planner.documents.axes import computed_by
 from planner.schedules import schedule_of
 from planner.search.space import LayoutFamily, ShardingChoice
 from planner.solver.bounds import Floats
@@ -50,8 +51,7 @@ class ShardingTable:
         once = part.micro_batches == 1
         degrees = part.degrees, part.place, sharings
         alike = *degrees, versions, once, part.savings[0], loss, part.weight_wire
-        computed = part.micro_batch, part.compile, part.tensor_overlap, part.dispatch
-        key = *alike, *computed
+        key = *alike, part.micro_batch, *computed_by(part)
         found = self._known.get(key)
         if found is None:
             traffic = self._traffic.get(alike)

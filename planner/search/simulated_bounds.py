@@ -140,7 +140,7 @@ class SimulatedCandidates(Candidates):
 
     _most_paces = 2
 
-    _own: Candidates
+    _closed_form: Candidates
     """The same by the closed form."""
 
     @classmethod
@@ -150,7 +150,7 @@ class SimulatedCandidates(Candidates):
             candidates.computation_s()
         found = cls.__new__(cls)
         found.__dict__.update(candidates.__dict__)
-        found._own = candidates
+        found._closed_form = candidates
         found._known_paces = {}
         found._forget()
         if found.families:
@@ -262,7 +262,7 @@ class SimulatedCandidates(Candidates):
 
     def _sending(self, layout: Layout) -> Instance:
         """Return the closed form's problem with the transfers that their senders wait for."""
-        costs, known = self.costs(layout), self._own.instance(layout)
+        costs, known = self.costs(layout), self._closed_form.instance(layout)
         waiting_s = costs.waits * costs.transfer_s
         action_s = costs.boundary_s - costs.transfer_s
         sending = replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)

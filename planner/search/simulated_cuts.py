@@ -155,7 +155,7 @@ class Cuts:
             back_s = np.where(whole[placed.rank], whole_s[first], inputs_s[first])
             straight_s = forward_s[first] + back_s + self._hops_s
         self._alone_s = count * passes_s + placed.sync_s
-        self._passes_s, self._own_s, self._straight_s = passes_s, own_s, straight_s
+        self._passes_s, self._rank_s, self._straight_s = passes_s, own_s, straight_s
         self._sync_s = float(placed.sync_s[placed.rank == 0].min())
         self._places, self._numbers = int(placed.end.max()), placed.numbers
         self._by_rank = [
@@ -212,7 +212,7 @@ class Cuts:
                     if used[number] == self._numbers[number]:
                         continue
                     before_s = before[:, firsts]
-                    able = fits & (before_s + self._own_s[own] + ended_s <= limit_s)
+                    able = fits & (before_s + self._rank_s[own] + ended_s <= limit_s)
                     after_s = np.where(able, before_s + self._straight_s[own], np.inf)
                     least = np.minimum.reduceat(after_s, starts, axis=1)
                     key = (*used[:number], used[number] + 1, *used[number + 1 :])

@@ -21,6 +21,7 @@ from typing import NamedTuple, get_args
 
 from planner.costs.collectives import fastest_relay
 from planner.costs.layer_seconds import ENDS
+from planner.documents.axes import computed_by
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
 from planner.documents.plan import (
@@ -138,12 +139,8 @@ class LayoutFamily:
             degrees.expert,
             self.micro_batch,
             self.place,
-            self.compile,
-            self.tensor_overlap,
-            self.scales,
+            *computed_by(self),
             self.weight_wire,
-            self.dispatch,
-            self.relay,
             self.losses,
         )
 

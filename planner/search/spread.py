@@ -1,6 +1,6 @@
 """What ranks of several stages hold at least, of many pipelines at once.
 
-The formulas are those of planner.search.least_bytes.
+The formulas are those of planner.search.bytes_bounds.
 
 Arrays are [rank], or [stage of the rank, rank]; all ranks have V stages.
 """

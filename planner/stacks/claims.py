@@ -84,6 +84,8 @@ SCRIPT: Mapping[str, Claim] = {
             "pipeline",
             "data_replicate",
             "data_shard",
+            "context",
+            "expert",
             "tensor",
             "zero",
             "schedule",
@@ -97,23 +99,16 @@ SCRIPT: Mapping[str, Claim] = {
             "reshard",
             "scales",
             "weight_wire",
+            "dispatch",
+            "relay",
+            "loss",
         ),
         Claim(_any),
     ),
-    "context": _not_by_engine(
-        "attention of your own module sees the positions that it is given: divide samples or "
-        "layers, or recompute; `meshwright launch` divides positions of language models"
-    ),
-    "expert": _not_by_engine(
-        "use ZeRO 3, which divides the weights of experts too; `meshwright launch` divides experts "
-        "of language models"
-    ),
-    "dispatch": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
-    "relay": _not_by_engine("leave it out: experts of your own module are whole on each rank"),
-    "loss": _not_by_engine("leave it out, and add up chunks in the loss that you give"),
     "compile": _not_by_engine(
-        "it goes with tensor 1: what divides your modules calls collectives that no graph has",
-        lambda layout: layout.tensor == 1,
+        "it goes with tensor, context and expert 1: what divides your modules calls collectives "
+        "that no graph has",
+        lambda layout: layout.tensor * layout.context * layout.expert == 1,
     ),
     "tensor_overlap": _not_by_engine("use none"),
     "expert_tensor": _EXPERT_TENSOR,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from planner.catalog import native
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import Architecture, ModelGraph, trains_as_module
+from planner.documents.model import Architecture, ModelGraph, is_own, trains_as_module
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.prediction import Assumption
 from planner.documents.profile import Recompute
@@ -102,6 +102,8 @@ def script_obstacle(model: ModelGraph, job: Job, layout: Layout) -> Obstacle | N
             (Obstacle(*found) for found in unexecuted(SCRIPT, layout)),
             _conflicts(model, job, layout),
             _unit_obstacles(layout),
+            _place_obstacles(layout),
+            _relay_obstacles(layout, layout.relay) if layout.relay is not None else (),
             _wire_limits(job, layout) if layout.gradient_wire != "full" else (),
         ),
         None,
@@ -114,7 +116,7 @@ def refusal(model: ModelGraph, cluster: ClusterSpec, job: Job, layout: Layout) -
     Models without an adapter can be planned all the same, with a `caveat`.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job, FAMILIES), None)
+    found = found or next(_unplanned(model, job, layout, FAMILIES), None)
     found = found or next(_obstacles(model, job, layout), None)
     return str(found) if found else None
 
@@ -131,7 +133,7 @@ def limit(
     A `space` says whether its framework pads vocabularies and shares heads of keys.
     """
     found = next(_cluster_obstacles(cluster, job, layout), None)
-    found = found or next(_unplanned(model, job), None)
+    found = found or next(_unplanned(model, job, layout), None)
     found = found or next(_limits(model, job, layout, space), None)
     return str(found) if found else None
 
@@ -169,9 +171,22 @@ def layer_obstacle(layout: Layout, recompute: Recompute, activations: Activation
     return None
 
 
-def _unplanned(model: ModelGraph, job: Job, families: tuple[str, ...] = ()) -> Iterator[Obstacle]:
+def _unplanned(
+    model: ModelGraph, job: Job, layout: Layout, families: tuple[str, ...] = ()
+) -> Iterator[Obstacle]:
     """Yield what is not priced; the runtime may train it all the same."""
     a = model.architecture
+    if a is None:
+        for name in ("context", "expert"):
+            degree = getattr(layout, name)
+            if degree > 1:
+                yield Obstacle(
+                    f"mesh.{name}",
+                    f"is {degree}, which is not priced for modules of one's own; use 1, or write "
+                    "it into a plan",
+                )
+        if layout.loss is not None:
+            yield Obstacle("loss", "is in chunks, which is not priced for modules of one's own")
     if job.lora is None:
         return
     if a is None:
@@ -256,12 +271,20 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     """Yield what the runtime cannot do, first where others can."""
     a = model.architecture
     yield from _foreign_choices(job)
-    claims = SCRIPT if trains_as_module(model.source or "") else LAUNCH
+    claims = SCRIPT if is_own(model.source or "") else LAUNCH
     yield from (Obstacle(*found) for found in unexecuted(claims, layout))
     yield from _conflicts(model, job, layout)
     yield from _unit_obstacles(layout)
     if layout.relay is not None:
         yield from _relay_obstacles(layout, layout.relay)
+    if a is None and not trains_as_module(model.source or ""):
+        for name in ("context", "expert"):
+            if getattr(layout, name) > 1:
+                yield Obstacle(
+                    f"mesh.{name}",
+                    f"a user's own modules cannot be divided by {name} parallelism; use 1, or a "
+                    "script with meshwright.Engine",
+                )
     if layout.context > 1:
         yield from _context_obstacles(a, job, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
@@ -357,17 +380,13 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
 
 def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
     place, degree = "mesh.context", layout.context
-    if a is None:
-        yield Obstacle(
-            place, "a user's own modules cannot be divided by context parallelism; use 1"
-        )
-        return
-    if not a.causal or a.patches is not None or a.classes:
-        yield Obstacle(place, "context parallelism needs causal attention over tokens; use 1")
-    if a.latent is not None or a.positions == "alibi":
-        yield Obstacle(
-            place, "context parallelism supports neither latent attention nor ALiBi; use 1"
-        )
+    if a is not None:  # a module of one's own is tried by the runtime
+        if not a.causal or a.patches is not None or a.classes:
+            yield Obstacle(place, "context parallelism needs causal attention over tokens; use 1")
+        if a.latent is not None or a.positions == "alibi":
+            yield Obstacle(
+                place, "context parallelism supports neither latent attention nor ALiBi; use 1"
+            )
     # Each rank has one chunk from the front and one from the back, divided by tensor ranks again.
     if job.seq_len % (2 * degree):
         yield Obstacle(place, f"{degree} ranks need 2 x {degree} chunks of seq_len {job.seq_len}")
@@ -388,7 +407,8 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
             yield Obstacle(
                 "loss", f"is in chunks, which {layout.schedule} does not compute; leave it out"
             )
-        if model.architecture is None or model.edges:
+        known = model.architecture is not None and not model.edges
+        if not (known or is_own(model.source or "")):
             yield Obstacle("loss", "is in chunks, and the model is no known chain; leave it out")
     shape = {"stages": layout.stages, "micro_batches": layout.micro_batches}
     if layout.stages > 1:
@@ -408,7 +428,7 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
         )
     if layout.context > 1 and job.seq_len % layout.context:
         yield Obstacle("mesh.context", f"{layout.context} does not divide seq_len {job.seq_len}")
-    if layout.expert > 1:
+    if layout.expert > 1 and not is_own(model.source or ""):
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:
         yield from _tensor_limits(model, job, layout, space)
@@ -520,8 +540,8 @@ def _adapter_obstacles(model: ModelGraph) -> Iterator[Obstacle]:
         yield Obstacle(
             "model.architecture.family",
             f"no adapter runs '{a.family}'; known: {', '.join(FAMILIES)}. Plan it as recorded "
-            "(FOLDER:recorded, with its config.json), which launches under data parallelism, ZeRO "
-            "and pipelines, or train it from your own script with meshwright.Engine",
+            "(FOLDER:recorded, with its config.json), which launches under data parallelism, ZeRO, "
+            "pipelines and a tensor axis, or train it from your own script with meshwright.Engine",
         )
     lack = _lack_of_reference(a) if a.family == "reference" else None
     if lack:

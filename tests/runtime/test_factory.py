@@ -120,9 +120,11 @@ def test_a_file_may_bring_its_own_loss(tmp_path: Path) -> None:
     assert engine.step(tokens).loss == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_tensor_parallelism_is_refused() -> None:
+def test_a_tensor_axis_divides_what_parts_add_up_to() -> None:
+    assert 2 in graph().tensor_degrees
+    assert supported(cases.plan(graph(), tensor=2), graph()) is None
     assert "divides no layer of this module of your own" in str(
-        supported(cases.plan(graph(), tensor=2), graph())
+        supported(cases.plan(graph(), tensor=3), graph())
     )
 
 

@@ -406,8 +406,6 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("mesh.context", 2),
-        ("mesh.expert", 2),
         ("mesh.expert_tensor", 2),
         ("loss", ChunkedLoss()),
         ("prefetch", 2),
@@ -535,8 +533,8 @@ def test_a_batch_that_no_step_takes_is_refused(batch: Any, said: str) -> None:
 
 
 def test_what_a_plan_cannot_be_is_refused() -> None:
-    with pytest.raises(DocumentError, match="has no field 'expert'"):
-        new_engine({"expert": 2})
+    with pytest.raises(DocumentError, match="has no field 'experts'"):
+        new_engine({"experts": 2})
     plan = new_engine({}).plan
     with pytest.raises(
         LaunchError, match="the first that differs is number 0: words in the plan, conv1"

@@ -68,7 +68,7 @@ def moved(make: Callable[..., Any], layouts: list[dict[str, Any]]) -> list[str]:
     for layout in (*layouts[1:], layouts[0]):
         engine, own = make(layout)
         engine.restore(parts)
-        assert engine.steps == at
+        assert (engine.steps, engine.next_sample) == (at, 2 * engine.plan.global_batch)
         parts = gathered(engine)
     wrong = [
         name for name, value in whole(engine).items() if not torch.equal(value, expected[name])
@@ -125,7 +125,7 @@ def test_a_snapshot_is_no_view_and_one_that_lacks_something_changes_nothing() ->
         assert all(torch.equal(value, now[name]) for name, value in engine.state().items())
 
     engine.restore([snapshot])
-    assert engine.steps == 1
+    assert (engine.steps, engine.next_sample) == (1, engine.plan.global_batch)
     assert engine.step(batch(1)).loss > 0
 
 

@@ -55,6 +55,7 @@ class Averaging:
         self.slices = slices
         self.mean = torch.zeros(1, dtype=torch.float64)
         self.seen: list[torch.Tensor] = []
+        self.next_sample = 0
 
     def end_when(self, out_of_time: Callable[[], bool]) -> None:
         self.out_of_time = out_of_time
@@ -62,6 +63,7 @@ class Averaging:
     def step(self, batch: tuple[torch.Tensor]) -> StepResult:
         (tokens,) = batch
         self.seen.append(tokens)
+        self.next_sample += len(tokens) * self.slices
         self.mean.mul_(0.9).add_(0.1 * tokens.double().mean() + torch.rand(1).double())
         return replace(result(float(self.mean), 1.0), out_of_time=self.out_of_time())
 

@@ -5,7 +5,7 @@ commonest kind are counted as planner.search.joint.hosting does, beside what sur
 ranks of the model's ends: its first and its last layer, each with the least of every figure.  The
 other layers take their fewest seconds anywhere, and no room.  Of a stage's own buffers those of
 what it sends and of what is on the way are counted.  Bytes are bounds from below, as in
-planner.search.least_bytes.
+planner.search.bytes_bounds.
 """
 
 from __future__ import annotations
@@ -503,10 +503,9 @@ _BELOW = 1.0 - SLACK
 
 def _stacked(states: Sequence[States]) -> States:
     """Return states that are arrays."""
-    numbers: dict[int, int] = {}
-    place = np.array([numbers.setdefault(id(one), len(numbers)) for one in states])
-    some = {id(one): one for one in states}
-    rows = np.array([_row(some[key]) for key in numbers])
+    numbers: dict[tuple[float, ...], int] = {}
+    place = np.array([numbers.setdefault(_row(one), len(numbers)) for one in states])
+    rows = np.array(list(numbers))
     return States(**dict(zip(_STATES, rows.T[:, place], strict=True)))
 
 
@@ -529,7 +528,7 @@ def _ranks_of(
     *,
     keeps_sent: bool,
 ) -> _Ranks:
-    """Return how ranks are laden, as in planner.search.least_bytes."""
+    """Return how ranks are laden, as in planner.search.bytes_bounds."""
     loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
     early = MemoryMoment.together([each[0] for each in loads])
     late = early

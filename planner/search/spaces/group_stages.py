@@ -13,7 +13,6 @@ import itertools
 from dataclasses import replace
 
 from planner.costs.group_costs import GroupCosts
-from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.strategy import StrategyCost
 from planner.documents.model import ModelGraph
@@ -32,7 +31,6 @@ from planner.solver.graph_instance import (
     in_a_row,
 )
 from planner.solver.instance import Instance
-from planner.solver.sides import HostMemory
 
 
 def stages_problem(costs: GroupCosts, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
@@ -78,28 +76,12 @@ def _problem(
                         )
                     ),
                     forward_apart=apart,
-                    hosts=_hosts(costs, layout, name, chains[name]),
                 ),
             )
             for name in chains
         ),
         edges=in_a_row(layers),
         output_s=tuple(tuple((cut_s,) * layers for cut_s in row) for row in cuts_s),
-    )
-
-
-def _hosts(costs: GroupCosts, layout: Layout, name: str, chain: Instance) -> tuple[HostMemory, ...]:
-    """Return the part of a host that each rank on a group has."""
-    if not _on_host(chain):
-        return ()
-    group = next(one for one in costs.cluster.groups if one.name == name)
-    room_bytes = host_room_bytes(group, costs.costs(layout)[name].host_share)
-    if room_bytes is None:
-        return ()
-    ranks = range(layout.pipeline)
-    return tuple(
-        HostMemory(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks))
-        for own in ranks
     )
 
 
@@ -133,12 +115,6 @@ def _outputs_s(
         for kind, size in costs.tables[before].output_bytes(layout).items()
     }
     return tuple(by_kind[kind] for kind in model.chain_kinds)
-
-
-def _on_host(chain: Instance) -> bool:
-    return any(
-        option.host_bytes or option.host_resident_bytes for table in chain.kinds for option in table
-    )
 
 
 def _crossings_s(costs: GroupCosts, layout: Layout) -> list[list[float]]:
@@ -197,15 +173,18 @@ def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
     )
     names = [name for name, _ in space.ordered.chain]
     placed = (_shared if layout.virtual_stages > 1 else _consecutive)(space, found)
+    groups = space.planned_groups
     return plan_with(
         space.request,
         layout,
         tuple(
-            stage_of(((names[at], cost) for at, cost in held), group_of_rank[rank])
+            stage_of(
+                ((names[at], cost) for at, cost in held), group_of_rank[rank] if groups else None
+            )
             for held, rank in zip(placed, home, strict=True)
         ),
         step_s=found.objective_s,
-        groups=space.planned_groups,
+        groups=groups,
     )
 
 
@@ -221,7 +200,9 @@ def _consecutive(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plac
         found.split.stage_types, itertools.pairwise(split.cuts), strict=True
     ):
         tables = space.costs.tables[group].of(layout).kinds
-        choices = {kind: allowed(tables[kind], layout, space.pins.recompute) for kind in tables}
+        choices = {
+            kind: allowed(tables[kind], layout, space.candidates.recompute, kind) for kind in tables
+        }
         placed.append(
             [
                 (layer, choices[kinds[layer]][option])
@@ -247,20 +228,19 @@ def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
     like = space.model.chain_kinds[shares.run.before]
     numbered: list[StrategyCost] = []
     order: list[int] = []
-    number_of: dict[int, int] = {}
-    for problem in problems.values():
-        for kind, table in problem.costs.kinds.items():
-            first = len(numbered)
-            numbered += table
-            number_of |= {id(cost): first + at for at, cost in enumerate(table)}
+    first_of: dict[tuple[str, str], int] = {}
+    for group, problem in problems.items():
+        for kind in problem.costs.kinds:
+            first = first_of[group, kind] = len(numbered)
+            numbered += problem.choices(kind)
             if kind == like:
                 own = range(first, len(numbered))
                 order += sorted(own, key=lambda n: (numbered[n].layer_bytes.stored, -n))
     choices: list[tuple[int, ...]] = []
     for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
-        problem = problems[found.split.stage_types[rank]]
+        group = found.split.stage_types[rank]
         for entry in range(first, end):
-            costs = problem.treatments(entry, split.options[entry])
-            choices.append(tuple(number_of[id(cost)] for cost in costs))
+            each = problems[group].chosen(entry, split.options[entry])
+            choices.append(tuple(first_of[group, kind] + choice for kind, choice in each))
     placed = shares.placed(split.cuts, choices, order)
     return [[(at, numbered[choice]) for at, choice in stage] for stage in placed]

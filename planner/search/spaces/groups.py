@@ -2,67 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.costs.crossings import in_order
 from planner.costs.group_costs import GroupCosts
+from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import LayoutCosts
-from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Layout, PlannedGroup
-from planner.requests.request import Request
+from planner.search.candidates import Candidates
 from planner.search.formulation import instance_of
+from planner.search.group_candidates import GroupCandidates
 from planner.search.queue import Layouts
-from planner.search.savings import activations
-from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
+from planner.solver.sides import HostMemory
 
 
 class GroupSpace(Layouts):
     """Some groups of a cluster, each to be used whole, and what a model costs on them."""
 
-    def __init__(
-        self,
-        request: Request,
-        whole: ClusterSpec | None = None,
-        *,
-        known: GroupSpace | None = None,
-    ) -> None:
-        """`whole` is the cluster whose groups these are, if it has others too.
-
-        `known` is a space of the same request, whose costs are known.
-        """
-        self.request = request
-        self.model = model = request.model
-        self.cluster = cluster = request.cluster
-        self.job = request.job
-        self.pins = request.pins
-        self.whole = whole or cluster
+    def __init__(self, candidates: GroupCandidates | Candidates) -> None:
+        """Of `Candidates` all devices are alike."""
+        self.candidates = candidates
+        self.request = candidates.request
+        self.model = model = candidates.model
+        self.cluster = candidates.cluster
+        self.job = candidates.job
+        self.whole = candidates.whole
+        """The cluster whose groups these are."""
+        self.pins = candidates.pins
         self.ordered = in_order(model) if model.edges else model
         """The layers one by one in an order in which they can run."""
-        self.activations = activations(cluster, request.pins)
-        self.costs: GroupCosts = known.costs if known else GroupCosts(request, self.activations)
-        self.frontiers: FrontierStore = known.frontiers if known else FrontierStore()
+        self.costs: GroupCosts = candidates.group_costs
+        self.frontiers = candidates.frontiers
 
     def costs_of(self, layout: Layout) -> tuple[LayoutCosts, ...]:
         """Return the costs of a layout on each group."""
         return tuple(self.costs.costs(layout).values())
 
     @property
-    def planned_groups(self) -> tuple[PlannedGroup, ...]:
-        """The groups of the whole cluster as a plan names them."""
+    def planned_groups(self) -> tuple[PlannedGroup, ...] | None:
+        """The groups of the whole cluster as a plan names them; None where all are alike."""
+        if not self.whole.mixed:
+            return None
         return tuple(
             PlannedGroup(name=group.name, devices=group.devices) for group in self.whole.groups
         )
 
     def chains(self, layout: Layout) -> dict[str, Instance]:
         """Return each group's partition problem of a layout, as if it ran all stages."""
-        return {
+        found = {
             group.name: instance_of(
                 self.ordered,
                 self.cluster.part((group,)),
                 layout,
                 self.costs.tables[group.name].of(layout),
-                self.pins.recompute,
+                self.candidates.recompute,
                 self.pins.require,
                 self.model,
             )
             for group in self.cluster.groups
         }
+        if not self.whole.mixed:
+            return found
+        return {
+            name: replace(one, hosts=self._hosts(layout, name, one)) for name, one in found.items()
+        }
+
+    def _hosts(self, layout: Layout, name: str, chain: Instance) -> tuple[HostMemory, ...]:
+        """Return the part of a host that each rank on a group has."""
+        group = next(one for one in self.cluster.groups if one.name == name)
+        room_bytes = host_room_bytes(group, self.costs.costs(layout)[name].host_share)
+        if not chain.hosts or room_bytes is None:
+            return ()
+        ranks = range(layout.pipeline)
+        return tuple(
+            HostMemory(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks))
+            for own in ranks
+        )

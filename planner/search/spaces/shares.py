@@ -31,6 +31,7 @@ from planner.schedules import PLAIN
 from planner.search.certificate import BOUNDS, COMMUNICATION, COMPUTATION, OUT_OF_MEMORY, UNFINISHED
 from planner.search.formulation import layout_pace, plan_with, stage_of
 from planner.search.goals import SplitSolution
+from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import allowed
 from planner.search.queue import Bound, Bundle, Lost
 from planner.search.rank_problem import RankProblem
@@ -72,6 +73,8 @@ class Shared:
 
 class ShareSpace(GroupSpace):
     """The layouts without a pipeline that use each of some groups whole."""
+
+    candidates: GroupCandidates
 
     @cached_property
     def _alike(self) -> tuple[ClusterSpec, ...]:
@@ -243,7 +246,7 @@ class ShareSpace(GroupSpace):
             host_room_bytes(group, costs[group.name].host_share) for group in self.cluster.groups
         ]
         limits = [limit for limit in on_host if limit is not None]
-        offloads = layout.offload != "none" or "offload" in self.activations
+        offloads = layout.offload != "none" or "offload" in self.candidates.activations
         return {
             name: replace(
                 RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from planner.search.certificate import UNFINISHED
+from planner.search.effort import Effort
 from planner.search.goals import Simulated
 from planner.search.queue import Layouts, Lost
 from planner.search.ranked import Ranked
@@ -23,9 +24,16 @@ BOUNDED, SOLVED, PROGRAMS = (
 class Tried:
     """How many layouts of a space got which bound; its plans are offered to a goal."""
 
-    def __init__(self, goal: Simulated) -> None:
-        self.goal, self.effort = goal, goal.effort
+    def __init__(self, goal: Simulated, *, further: bool = False) -> None:
+        """`further` says whether more may be taken while the gap is large."""
+        self.goal = goal
         self.looked_at: Counter[str] = Counter()
+        self._first, self._further = goal.effort, further
+
+    @property
+    def effort(self) -> Effort:
+        """What may be taken now."""
+        return self.goal.effort if self._further else self._first
 
     def left(self, what: str, most: int) -> bool:
         """Whether another layout may be looked at that closely."""

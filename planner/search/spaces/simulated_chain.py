@@ -83,7 +83,7 @@ class SimulatedChain(Families):
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
         self.candidates: SimulatedCandidates
         super().__init__(SimulatedCandidates.of(own.candidates))
-        self.own, self.goal, self.spent = own, goal, spent
+        self.closed_form, self.goal, self.spent = own, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
         """What programs have found before their turn."""
@@ -157,7 +157,7 @@ class SimulatedChain(Families):
         if self._covered(layout):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
-        limit_s, candidates = self.goal.limit_s, self.own.candidates
+        limit_s, candidates = self.goal.limit_s, self.closed_form.candidates
         ways = self.goal.effort.ways
         loose = of_chain(candidates, layout, limit_s, ways=ways, least=True)
         if loose is not None and loose.cut_s(limit_s) >= limit_s:
@@ -170,12 +170,12 @@ class SimulatedChain(Families):
 
     def _optimum_s(self, layout: Layout) -> float:
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
-        step_s = self.own.candidates.costs(layout).step_s
+        step_s = self.closed_form.candidates.costs(layout).step_s
         most_s = -math.inf
         for instance, waited_s in self.candidates.instances(layout):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
-            solution = self.own.solver(relaxed, self.goal.limit_s - step_s - waited_s)
+            solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
             if isinstance(solution, Infeasible):
                 return self._bounded_s(layout, math.inf)
             if isinstance(solution, Solution | Fathomed):
@@ -210,7 +210,7 @@ class SimulatedChain(Families):
         """Return what the ranks of a layout may hold, if that can be told."""
         if layout not in self._known_choices:
             self._known_choices[layout] = of_chain(
-                self.own.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways
+                self.closed_form.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways
             )
         return self._known_choices[layout]
 
@@ -218,7 +218,7 @@ class SimulatedChain(Families):
         """Keep the costs of a layout that does not beat the best, for those that can do no more."""
         if bound_s >= self.goal.limit_s:
             known = self._excluded.setdefault(_shape(layout), deque(maxlen=MOST_KEPT))
-            known.append(self.own.candidates.costs(layout))
+            known.append(self.closed_form.candidates.costs(layout))
         return bound_s
 
     def _covered(self, layout: Layout) -> bool:
@@ -226,7 +226,7 @@ class SimulatedChain(Families):
         known = self._excluded.get(_shape(layout))
         if not known:
             return False
-        costs = self.own.candidates.costs(layout)
+        costs = self.closed_form.candidates.costs(layout)
         return any(covers(one, costs) for one in reversed(known))
 
     def _unspend(self, level: int, layout: Layout) -> None:
@@ -237,14 +237,14 @@ class SimulatedChain(Families):
 
     def _try(self, layout: Layout, solution: Solution) -> float:
         """Simulate the plan of a solution, return its step; it may be the best that is known."""
-        candidates = self.own.candidates
+        candidates = self.closed_form.candidates
         own = priced(candidates.instance(layout), solution.cuts, solution.options)
         return self.goal.offer(self, ranked(candidates, layout, own))
 
     def try_likeliest(self, layout: Layout) -> float:
         """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
         instance, more_s = self.candidates.likely(layout)
-        solution = self.own.solver(instance, self.goal.limit_s * (1 + NEAR) - more_s)
+        solution = self.closed_form.solver(instance, self.goal.limit_s * (1 + NEAR) - more_s)
         if not isinstance(solution, Solution):
             return math.inf
         return self._try(layout, solution)
@@ -263,11 +263,11 @@ class SimulatedChain(Families):
 
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
-        return [one for each in self.own.candidates.opened.values() for one in each]
+        return [one for each in self.closed_form.candidates.opened.values() for one in each]
 
     def rescheduled(self, best: Layout) -> Bounded:
         """Return a layout under its other schedules."""
-        candidates = self.own.candidates
+        candidates = self.closed_form.candidates
         found = []
         for name, virtual in timetables(
             candidates.model,
@@ -297,7 +297,7 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         others = space.rescheduled(best.plan.layout) if space is home else []
         for layout, bound_s in (*space.opened_layouts(), *others):
             sizes = layout.micro_batch, layout.loss, layout.zero > 2
-            key = id(space), timetable(layout), kind(layout), *sizes
+            key = space, timetable(layout), kind(layout), *sizes
             worse = key in alike and alike[key][0] <= bound_s
             if layout.pipeline == 1 or worse or bound_s >= goal.limit_s:
                 continue

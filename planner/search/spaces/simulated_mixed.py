@@ -1,14 +1,9 @@
-"""Layouts where device groups differ, by what they simulate: bounds, splits, and a proof.
+"""Layouts along a pipeline whose stages may differ, by what they simulate: splits, and a proof.
 
-The bounds of `planner.search.simulated_bounds` hold for stages of any seconds, so also where they
-run on devices of different types:
-
-    T >= m max_r t_r + what it does once       T >= K Σ_r t_r
-
-Of both any mean is a bound too.  With weights w_g = α K + (1 - α) m y_g of a stage on group g,
-Σ_g P_g y_g = 1, which even out w_g T_g as far as y_g >= 0 allows,
-
-    T >= Σ_l min_g w_g t_gl
+Lower bounds of a layout's simulated step are those of its candidates
+(`planner.search.simulated_bounds`, `planner.search.simulated_groups`).  Each of these is the
+objective of a partition problem too: steady m and fill 0, and, with α the largest share of K that
+all groups can have, steady (1 - α) m and fill α K.  The optima of both within memory are bounds.
 
 A layout that these leave has its ranks' columns (`planner.search.simulated_program`), one for each
 group that a rank may be on.  A way through them that gives every group as many ranks as it has is
@@ -25,30 +20,31 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL, ROUNDING
-from planner.search.certificate import BOUNDS, DOMINATED, MEMORY
+from planner.search.candidates import Candidates
+from planner.search.certificate import BOUNDS, DOMINATED
 from planner.search.certificate import SOLVED as BY_OPTIMUM
-from planner.search.dominance import dominates, no_slower, twins
 from planner.search.goals import SplitSolution
+from planner.search.group_candidates import GroupCandidates
 from planner.search.queue import Bound, Lost
 from planner.search.ranked import Ranked
-from planner.search.simulated_bounds import paces
+from planner.search.simulated_bounds import SimulatedCandidates
+from planner.search.simulated_groups import SimulatedGroupCandidates, fill_of, share_of
 from planner.search.simulated_program import (
     Choices,
     Columns,
-    GraphPlaces,
     Links,
     Places,
     choices_of,
 )
-from planner.search.spaces.group_stages import computing_problem, graph_problem
-from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
+from planner.search.spaces.group_stages import computing_problem
+from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import (
     BOUNDED,
     PROGRAMS,
@@ -56,14 +52,14 @@ from planner.search.spaces.simulated import (
     BySimulation,
     Tried,
 )
-from planner.search.spaces.simulated_graph import GraphColumns, places_of
 from planner.search.stage_rows import within
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, broken, priced
-from planner.solver.solve import solve
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
+ABOVE = 1.2
+"""How many times the simulated step the closed form may be (planner.costs.predict)."""
 FEW_COLUMNS = 300
 """Of programs that are tried where only one may be: larger ones may take seconds."""
 
@@ -73,92 +69,28 @@ Floats = NDArray[np.float64]
 class SimulatedMixed(BySimulation, MixedSpace):
     """The layouts of some groups, with bounds of the simulated step and splits by it."""
 
-    def __init__(self, own: MixedSpace, tried: Tried) -> None:
-        """`own` has the same layouts by the closed form."""
-        super().__init__(own.request, own.whole, known=own)
-        self._families, self._known_s = own._families, own._known_s
-        self.own, self.tried = own, tried
+    def __init__(self, own: MixedSpace, tried: Tried, closed_form_s: float) -> None:
+        """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
+        super().__init__(_simulated(own.candidates), effort=own.effort)
+        self.closed_form, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
-        first, shared, _ = super().bounds
-        memory = BOUNDS[MEMORY], self._memory_s
-        return [first, shared, memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
-
-    def _dominated(self, layout: Layout) -> bool:
-        """Whether another layout of the space is no slower whatever the split, on every group.
-
-        It has the same schedule, and all actions take no longer.
-        """
-        return any(
-            twin.schedule == layout.schedule
-            and self.pins.allow(twin)
-            and self.refusal(twin) is None
-            and all(
-                dominates(twin, tables.of(twin), layout, tables.of(layout))
-                and no_slower(tables.of(twin), tables.of(layout))
-                for tables in self.costs.tables.values()
-            )
-            for twin in twins(layout)
-        )
-
-    def computation_s(self, layout: Layout) -> float:
-        """Least seconds of a step by layers alone, memory ignored."""
-        fastest_s, _ = self.passes_s(layout)
-        return self._weighed_s(layout, fastest_s, np.zeros_like(fastest_s))
+        first, (name, _), memory = super().bounds
+        return [first, (name, self.bound_s), memory, (BOUNDS[BY_OPTIMUM], self.solved_s)]
 
     def bound_s(self, layout: Layout) -> float:
-        """Least seconds of a step with what is shared; inf if layers cannot fit."""
-        each = list(self.costs.costs(layout).values())
-        if not self.has_room(layout, each):
-            return math.inf
-        fastest_s = self.least_of_kinds(each, "time_s")
-        return self._weighed_s(layout, fastest_s, self.least_of_kinds(each, "sync_s"))
+        """Least seconds of a step, splits within memory ignored.
 
-    def _weighed_s(self, layout: Layout, time_s: Floats, once_s: Floats) -> float:
-        """[group, kind] Least seconds of a step from those of layers; see the head."""
-        counts, m = np.array(self.counts), layout.micro_batches
-        stages = np.array(list(self.costs.stages_of(layout).values()))
-        found_s = 0.0
-        for share, seconds in ((0.0, time_s + once_s / m), (None, time_s)):
-            weights = self._weights(layout, stages, seconds @ counts, share)
-            found_s = max(found_s, float(counts @ (weights[:, None] * seconds).min(axis=0)))
-        return (1 - ROUNDING) * found_s + self.step_s(layout)
+        Without a pipeline the closed form is the simulated step.
+        """
+        least_s = self.candidates.communication_s(layout)
+        return max(least_s, self._unpiped_s) if layout.pipeline == 1 else least_s
 
     def step_s(self, layout: Layout) -> float:
         """What every plan of a layout takes once, besides what ranks do."""
         return min(tables.layout_step_s(layout) for tables in self.costs.tables.values())
-
-    def _weights(
-        self, layout: Layout, stages: Floats, whole_s: Floats, share: float | None
-    ) -> Floats:
-        """[group] Weights w of stages; `share` is α, as large as it can be if there is none."""
-        m, fill = float(layout.micro_batches), self._fill(layout)
-        if not whole_s.all():
-            return np.zeros(len(stages))
-        rate = float((stages / whole_s).sum())
-        if share is None:
-            share = self._share(layout, stages, whole_s)
-        level_s = ((1 - share) * m + share * fill * float(stages.sum())) / rate
-        return level_s / whole_s
-
-    def _share(self, layout: Layout, stages: Floats, whole_s: Floats) -> float:
-        """The largest α with w_g >= α K for all groups: (m + α (K P - m)) / rate >= α K T_max."""
-        m, fill = float(layout.micro_batches), self._fill(layout)
-        rate, ranks = float((stages / whole_s).sum()), float(stages.sum())
-        if fill * ranks <= m:
-            return 0.0
-        needed = fill * float(whole_s.max()) * rate - (fill * ranks - m)
-        return min(1.0, m / needed) if needed > 0 else 1.0
-
-    @staticmethod
-    def _fill(layout: Layout) -> float:
-        """K of T >= K Σ t; 0 where W is no part of it."""
-        if layout.pipeline == 1 or layout.executed.splits_backward:
-            return 0.0
-        shape = layout.pipeline, layout.micro_batches, layout.virtual_stages
-        return paces(layout.schedule, *shape)[-1][1]
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit.
@@ -167,10 +99,9 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """
         if not self.tried.may(BOUNDED, self.tried.effort.layouts):
             return 0.0
-        if self._dominated(layout):
+        if self.candidates.dominator(layout) is not None:
             return Lost(DOMINATED)
-        each = (self.least_split_s(one) for one in self.problems(layout))
-        return max(each) + self.step_s(layout)
+        return max(map(self.least_split_s, self.problems(layout))) + self.step_s(layout)
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
@@ -180,23 +111,24 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return found
 
     def _problems(self, layout: Layout) -> Iterator[GraphInstance]:
-        m, chains = layout.micro_batches, self._own_chains(layout)
-        stages = np.array(list(self.costs.stages_of(layout).values()))
+        m, chains = layout.micro_batches, self._bare_chains(layout)
         whole_s = np.array(
             [
                 sum(min(o.time_s for o in chain.kinds[kind]) for kind in chain.layers)
                 for chain in chains.values()
             ]
         )
-        share = self._share(layout, stages, whole_s) if whole_s.all() else 0.0
+        share = share_of(layout, np.array(list(self.costs.stages_of(layout).values())), whole_s)
         for alpha in (0.0, share) if share else (0.0,):
             once = 0.0 if alpha else 1.0 / m
             priced_chains = {
                 name: replace(
                     chain,
                     steady=(1 - alpha) * m,
-                    fill=alpha * self._fill(layout),
+                    fill=alpha * fill_of(layout),
                     sides=(),
+                    # Sums of bytes are no more than what ranks hold, and quicker.
+                    used_bytes=None,
                     kinds=tuple(
                         tuple(
                             replace(one, backward_s=one.backward_s + once * one.sync_s, sync_s=0.0)
@@ -207,13 +139,18 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 )
                 for name, chain in chains.items()
             }
-            yield self.computing(layout, priced_chains)
+            yield self.computing(layout, priced_chains, flat=alpha == 1.0)
 
-    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
-        """Return the problem of ranks that nothing but computation takes time on."""
-        return _by_sums(computing_problem(self.costs, layout, chains))
+    def computing(
+        self, layout: Layout, chains: dict[str, Instance], *, flat: bool
+    ) -> GraphInstance:
+        """Return the problem of ranks that nothing but computation takes time on.
 
-    def _own_chains(self, layout: Layout) -> dict[str, Instance]:
+        It is `flat` if it weighs the seconds of all ranks alike.
+        """
+        return computing_problem(self.costs, layout, chains)
+
+    def _bare_chains(self, layout: Layout) -> dict[str, Instance]:
         return {
             name: replace(chain, credits_s=(), forward_apart=False)
             for name, chain in self.chains(layout).items()
@@ -226,8 +163,8 @@ class SimulatedMixed(BySimulation, MixedSpace):
         cuts = split.split.cuts
         if broken(split.problem.laid(split.order, cuts, split.types), split.split) is not None:
             return False
-        rows, sizes = self.own.rows(layout), [b - a for a, b in itertools.pairwise(cuts)]
-        return rows is None or any(within(sizes, row) for row in rows)
+        rows, sizes = self.candidates.rows(layout), [b - a for a, b in itertools.pairwise(cuts)]
+        return not rows or any(within(sizes, row) for row in rows)
 
     def solved_s(self, layout: Layout) -> float:
         """Return seconds that no split of a layout simulates below, or the limit."""
@@ -253,19 +190,20 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
         """Return the plan of a split; those that fit are kept."""
-        closed_s = split.split.objective_s + max(
-            costs.step_s for costs in self.costs.costs(layout).values()
-        )
-        plan = self.own.ranked(SplitSolution(closed_s, closed_s, layout, split))
+        closed_s = split.split.objective_s + self._step_s(layout)
+        plan = self.closed_form.ranked(SplitSolution(closed_s, closed_s, layout, split))
         self.tried.keep(plan)
         return plan
+
+    columns_of = Columns
+    """What finds what ranks may hold on one group."""
 
     def columns(self, layout: Layout, limit_s: float) -> list[Columns] | None:
         """Return what finds columns on every group; None where ranks cannot be told by themselves.
 
         They are for plans below a limit.
         """
-        chains, places = self._own_chains(layout), self.places(layout)
+        chains, places = self._bare_chains(layout), self.places(layout)
         if (
             layout.pipeline == 1
             or places is None
@@ -274,19 +212,20 @@ class SimulatedMixed(BySimulation, MixedSpace):
             return None
         step_s = self.step_s(layout)
         sent_s = min(float(one.min()) for row in self.links(layout) for one in row)
-        columns_of = Columns if places.alike else GraphColumns
         found = []
-        rows = self.own.rows(layout) or ()
+        rows = self.candidates.rows(layout) or ()
         for name, chain in chains.items():
             costs = replace(self.costs.tables[name].of(layout), transfer_s=sent_s, step_s=step_s)
-            prices = self.ordered, self.pins.recompute, costs
+            prices = self.ordered, self.candidates.recompute, costs
             most = limit_s, self.tried.effort.ways
-            found.append(columns_of(*prices, layout, replace(chain, sizes=rows), *most, places))
+            found.append(
+                self.columns_of(*prices, layout, replace(chain, sizes=rows), *most, places)
+            )
         return found
 
     def places(self, layout: Layout) -> Places | None:
         """Return where the layers can be cut; None where downsets are many."""
-        return Places(len(self.own.instance(layout).chain.layers))
+        return Places(len(self.closed_form.instance(layout).chain.layers))
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer; inf where they never meet.
@@ -295,7 +234,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         """
         stages, places = (
             self.costs.stages_of(layout),
-            len(self.own.instance(layout).chain.layers) + 1,
+            len(self.closed_form.instance(layout).chain.layers) + 1,
         )
         sent_s = {(a, b): self.costs.crossing_s(layout, a, b) for a in stages for b in stages}
         if layout.virtual_stages > 1:
@@ -318,63 +257,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
     ) -> GraphSolution:
         """Return the split of types [rank], places [rank + 1] and options."""
-        return closed(self.own, layout, order, ends, options)
+        return closed(self.closed_form, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
         """Whether the program of another layout, with so many columns, may be tried."""
         most = self.tried.effort.programs
         return (columns <= FEW_COLUMNS or most > 1) and self.tried.may(PROGRAMS, most)
-
-
-class SimulatedMixedGraph(SimulatedMixed, MixedGraphSpace):
-    """The same of layers that form a graph.
-
-    Bounds hold for whatever layers ranks have, so also for downsets of a graph, and where there are
-    few of these, they are the places between which ranks have columns.
-    """
-
-    def places(self, layout: Layout) -> Places | None:
-        """Return the downsets, if they are few."""
-        return self._places
-
-    def links(self, layout: Layout) -> Links:
-        """[group before][group after][place] Seconds of a transfer of all that crosses it."""
-        problem: GraphInstance = self.own.instance(layout)
-        places, readers = self._places, problem.readers()
-        assert places is not None
-        return [
-            [places.every.crossing(readers, np.array(output_s)) for output_s in row]
-            for row in problem.output_s
-        ]
-
-    @cached_property
-    def _places(self) -> GraphPlaces | None:
-        return places_of(self.ordered)
-
-    def read(
-        self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
-    ) -> GraphSolution:
-        """Return the split of types [rank], downsets [rank + 1] and options."""
-        assert self._places is not None
-        layers, cuts = self._places.laid(ends)
-        return closed(self.own, layout, order, cuts, options, layers)
-
-    def computing(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
-        """Return the problem of ranks that nothing but computation takes time on.
-
-        What computation does not hide of a transfer its sender waits for.
-        """
-        bare = {
-            name: replace(chain, credits_s=(), forward_apart=False)
-            for name, chain in chains.items()
-        }
-        problem = _by_sums(graph_problem(self.costs, layout, self.ordered, bare))
-        waits = next(iter(self.costs.costs(layout).values())).waits
-        output_s = tuple(
-            tuple(tuple(waits * each_s for each_s in own) for own in row)
-            for row in problem.output_s
-        )
-        return replace(problem, output_s=output_s)
 
 
 class _LayoutSearch:
@@ -409,7 +297,7 @@ class _LayoutSearch:
         step_s = space.step_s(layout)
         low_s = 0.0
         for problem in space.problems(layout):
-            answer = solve(problem, cutoff_s=self._limit_s - step_s, frontiers=space.frontiers)
+            answer = space.best_split(problem, self._limit_s - step_s)
             if isinstance(answer, Infeasible):
                 return math.inf
             if isinstance(answer, GraphSolution):
@@ -419,9 +307,9 @@ class _LayoutSearch:
                 low_s = max(low_s, answer.lower_bound_s + step_s)
             if low_s >= self._limit_s:
                 return low_s
-        whole: GraphInstance = space.own.instance(layout)
+        whole: GraphInstance = space.closed_form.instance(layout)
         if not whole.chain.sides:  # which takes a program in the closed form
-            closed_form = solve(whole, frontiers=space.frontiers)
+            closed_form = space.best_split(whole, self._limit_s * ABOVE - step_s)
             if isinstance(closed_form, GraphSolution):
                 self._try(closed_form)
         return low_s
@@ -457,6 +345,7 @@ class _LayoutSearch:
                 actions=effort.actions,
                 nodes=effort.nodes,
                 most_columns=effort.columns,
+                iterations=effort.iterations,
                 until=time.process_time() + effort.program_s,
             ),
         )
@@ -495,13 +384,18 @@ class _LayoutSearch:
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
-        return closed(self._space.own, self._layout, order, cuts, options)
+        return closed(self._space.closed_form, self._layout, order, cuts, options)
 
     def _closed(self, found: GraphSolution) -> GraphSolution:
         """Return a split with its seconds in the closed form."""
         split = found.split
         return closed(
-            self._space.own, self._layout, found.types, split.cuts, split.options, found.order
+            self._space.closed_form,
+            self._layout,
+            found.types,
+            split.cuts,
+            split.options,
+            found.order,
         )
 
 
@@ -546,7 +440,8 @@ def closed(
     )
 
 
-def _by_sums(problem: GraphInstance) -> GraphInstance:
-    """Return the problem with sums of bytes: they are no more than what ranks hold, and quicker."""
-    types = tuple(replace(one, chain=replace(one.chain, used_bytes=None)) for one in problem.types)
-    return replace(problem, types=types)
+def _simulated(candidates: GroupCandidates | Candidates) -> GroupCandidates | Candidates:
+    """Return the same layouts with bounds of the simulated step."""
+    if isinstance(candidates, Candidates):
+        return SimulatedCandidates.of(candidates)
+    return SimulatedGroupCandidates.of(candidates)

@@ -25,8 +25,8 @@ from planner.search.space import Degrees, compiles, micro_batches, timetables
 from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated import BySimulation, Tried, bound_of
-from planner.search.spaces.simulated_graph import SimulatedGraph
-from planner.search.spaces.simulated_mixed import SimulatedMixed, SimulatedMixedGraph
+from planner.search.spaces.simulated_graph import SimulatedGraph, places_of
+from planner.search.spaces.simulated_mixed import SimulatedMixed
 
 
 class SimulatedShares(BySimulation, ShareSpace):
@@ -37,8 +37,8 @@ class SimulatedShares(BySimulation, ShareSpace):
     """
 
     def __init__(self, own: ShareSpace, tried: Tried) -> None:
-        super().__init__(own.request, own.whole, known=own)
-        self._own, self.tried = own, tried
+        super().__init__(own.candidates)
+        self._closed_form, self.tried = own, tried
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -68,30 +68,30 @@ class SimulatedShares(BySimulation, ShareSpace):
 
     def solved_s(self, layout: Layout) -> float | Lost:
         """Return what no shares of a layout simulate below; those of the closed form are tried."""
-        answer = self._own.solve(layout, self.tried.goal.step_s)
+        answer = self._closed_form.solve(layout, self.tried.goal.step_s)
         if isinstance(answer, Lost):
             return bound_of(answer)
-        self.tried.keep(self._own.ranked(answer))
+        self.tried.keep(self._closed_form.ranked(answer))
         return answer.lower_bound_s - self._spread_s(layout)
 
 
 def simulated_spaces(
     spaces: Sequence[Any], goal: Simulated, closed_form_s: float
-) -> list[SimulatedShares | SimulatedGraph | SimulatedMixed]:
+) -> list[SimulatedShares | SimulatedMixed]:
     """Return the layouts of some spaces by what they simulate.
 
     None of them takes less than `closed_form_s` in the closed form.
     """
-    every: list[SimulatedShares | SimulatedGraph | SimulatedMixed] = []
+    every: list[SimulatedShares | SimulatedMixed] = []
     for space in spaces:
-        tried = Tried(goal)
-        if isinstance(space, ShareSpace):
-            every.append(SimulatedShares(space, tried))
-        elif isinstance(space, GraphSpace):
+        if isinstance(space, GraphSpace):
+            # Many downsets have no program, and each of their problems takes seconds.
+            tried = Tried(goal, further=places_of(space.ordered) is not None)
             every.append(SimulatedGraph(space, tried, closed_form_s))
+        elif isinstance(space, ShareSpace):
+            every.append(SimulatedShares(space, Tried(goal)))
         else:
-            along = SimulatedMixedGraph if space.model.edges else SimulatedMixed
-            every.append(along(space, tried))
+            every.append(SimulatedMixed(space, Tried(goal), closed_form_s))
     return every
 
 

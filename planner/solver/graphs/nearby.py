@@ -45,7 +45,7 @@ class Around:
         self._blocks = problem.blocks()
         count = len(self._blocks)
         place = {layer: at for at, block in enumerate(self._blocks) for layer in block}
-        self._own = [_bits(block) for block in self._blocks]
+        self._bits_of = [_bits(block) for block in self._blocks]
         self._output_s = problem.sent_s(0, -1)
         self._readers = problem.readers()
         self._read_by = [_bits(outside) for outside in self._readers]
@@ -57,8 +57,8 @@ class Around:
         for before, outside in enumerate(self._readers):
             for after in outside:
                 if place[before] != place[after]:
-                    self._needs[place[after]] |= self._own[place[before]]
-                    self._needed[place[before]] |= self._own[place[after]]
+                    self._needs[place[after]] |= self._bits_of[place[before]]
+                    self._needed[place[before]] |= self._bits_of[place[after]]
 
     def cuts(self, cuts: Sequence[int], each: int) -> set[int]:
         """Return up to `each` ideals around every cut, those with the cheapest cuts first."""
@@ -71,7 +71,7 @@ class Around:
                 return
             more_s, moves, held = heapq.heappop(waiting)
             yield held
-            for at, own in enumerate(self._own):
+            for at, own in enumerate(self._bits_of):
                 if held & own:
                     if held & self._needed[at]:
                         continue
@@ -88,7 +88,7 @@ class Around:
 
     def _added_s(self, at: int, held: int) -> float:
         """Seconds by which a cut is dearer with a block more, all of whose inputs it has."""
-        after = held | self._own[at]
+        after = held | self._bits_of[at]
         added_s = 0.0
         read: set[int] = set()
         for layer in self._blocks[at]:

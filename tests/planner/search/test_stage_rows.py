@@ -16,6 +16,7 @@ from planner.layers.parameters import graph_of
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.candidates import Candidates
+from planner.search.group_candidates import GroupCandidates
 from planner.search.ranks import Shares, shares_of
 from planner.search.search import search
 from planner.search.spaces.chain import ChainSpace
@@ -176,7 +177,7 @@ def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
     tie = request.pins.require[0].tie(range(len(NAMES)), 4)
     shares = shares_of(MODEL.chain_kinds, schedule, 2, 2)
     assert tie is not None and shares is not None
-    space, best_s = MixedSpace(free), float("inf")
+    space, best_s = MixedSpace(GroupCandidates(free)), float("inf")
     for layout in layouts_of(space):
         step_s = max(costs.step_s for costs in space.costs_of(layout))
         for numbers in vectors(shares):

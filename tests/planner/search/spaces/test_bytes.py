@@ -19,9 +19,10 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import Job, Layout
 from planner.requests.request import Request
 from planner.search.candidates import Candidates
+from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import allowed
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.mixed import MixedGraphSpace, MixedSpace
+from planner.search.spaces.mixed import MixedSpace
 from planner.solver.instance import Instance, UsedBytes
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import JOB, random_model, unet
@@ -119,7 +120,7 @@ def test_a_rank_of_any_group_holds_what_its_prediction_says(model: ModelGraph, s
     cluster = resolve_cluster(MIXED)
     job = Job(seq_len=512, global_batch=12, precision="fp32")
     request = Request(model, cluster, job)
-    space = (MixedGraphSpace if model.edges else MixedSpace)(request)
+    space = (GraphSpace if model.edges else MixedSpace)(GroupCandidates(request))
     groups = GroupCosts(request)
     names = [name for name, _ in space.ordered.chain]
     layouts = [one for one in layouts_of(space) if one.virtual_stages == 1 and one.pipeline > 1]

@@ -26,6 +26,7 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.goals import SplitSolution
+from planner.search.group_candidates import GroupCandidates
 from planner.search.search import search
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.shares import ShareSpace
@@ -141,14 +142,18 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
     for count in range(1, len(cluster.groups) + 1):
         for groups in itertools.combinations(cluster.groups, count):
             part = cluster.part(groups)
-            space = MixedSpace(Request(case.model, part, case.job, case.pins))
+            space = MixedSpace(GroupCandidates(Request(case.model, part, case.job, case.pins)))
             for layout, bound_s in bounded(space):
                 least_s = least_objective_s(space.instance(layout))
-                bounds_s = [bound_s, space.bound_s(layout), space.memory_s(layout)]
+                bounds_s = [
+                    bound_s,
+                    space.candidates.communication_s(layout),
+                    space.memory_s(layout),
+                ]
                 assert max(bounds_s) <= least_s * (1 + 1e-9)
                 best_s = min(best_s, least_s)
             if part.mixed:
-                shares = ShareSpace(Request(case.model, part, case.job, case.pins))
+                shares = ShareSpace(GroupCandidates(Request(case.model, part, case.job, case.pins)))
                 for layout in layouts_of(shares):
                     least_s = least_shared_s(case, part, layout)
                     assert shares.bound_s(layout) <= least_s * (1 + 1e-9)
@@ -233,7 +238,7 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     cluster = resolve_cluster(case.cluster)
     groups = tuple(g.model_copy(update={"host_memory_bytes": host_bytes}) for g in cluster.groups)
     cluster = cluster.model_copy(update={"groups": groups})
-    space = ShareSpace(Request(case.model, cluster, case.job, pins))
+    space = ShareSpace(GroupCandidates(Request(case.model, cluster, case.job, pins)))
 
     found = {layout: space.solve(layout, math.inf) for layout in layouts_of(space)}
 
@@ -477,7 +482,7 @@ def test_a_request_that_does_not_fit_is_explained() -> None:
 
 def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     cluster: ClusterSpec = resolve_cluster("2xa100-sxm-40gb+3xv100-sxm-32gb")
-    space = MixedSpace(Request(llama(4), cluster, Case("", 4).job))
+    space = MixedSpace(GroupCandidates(Request(llama(4), cluster, Case("", 4).job)))
 
     layouts: list[Layout] = layouts_of(space)
 

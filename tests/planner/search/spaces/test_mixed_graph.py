@@ -14,8 +14,9 @@ from planner.documents.plan import Job
 from planner.errors import NoPlanFits
 from planner.requests.pins import Allowance, Pins
 from planner.requests.request import Request
+from planner.search.group_candidates import GroupCandidates
 from planner.search.search import search
-from planner.search.spaces.mixed import MixedGraphSpace
+from planner.search.spaces.graph import GraphSpace
 from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
 from tests.planner.solver.small_graphs import least_objective_s
@@ -26,12 +27,12 @@ THREE = "1xa100-sxm-40gb+2xv100-sxm-32gb"
 
 def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     """Seconds of the best layout of all groups, each by listing; bounds must not exceed any."""
-    space = MixedGraphSpace(Request(model, resolve_cluster(cluster), JOB, pins))
+    space = GraphSpace(GroupCandidates(Request(model, resolve_cluster(cluster), JOB, pins)))
     best = math.inf
     for layout, bound_s in bounded(space):
         step_s = max(costs.step_s for costs in space.costs_of(layout))
         listed_s = least_objective_s(space.instance(layout)) + step_s
-        bounds_s = [bound_s, space.bound_s(layout), space.memory_s(layout)]
+        bounds_s = [bound_s, space.candidates.communication_s(layout), space.memory_s(layout)]
         assert max(bounds_s) <= listed_s * (1 + 1e-9)
         best = min(best, listed_s)
     return best

@@ -21,10 +21,10 @@ from planner.requests.request import Request
 from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.effort import FULL, USUAL
+from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import allowed
 from planner.search.search import search
 from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.mixed import MixedGraphSpace
 from planner.solver.graph_instance import GraphInstance
 from planner.solver.requirements import Requirement, read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
@@ -109,7 +109,7 @@ def least_alike_s(request: Request) -> float:
 
 def least_mixed_s(request: Request) -> float:
     """The same of every order of device types."""
-    space, best_s = MixedGraphSpace(request), math.inf
+    space, best_s = GraphSpace(GroupCandidates(request)), math.inf
     for layout in layouts_of(space):
         stages = space.costs.stages_of(layout)
         kinds = space.costs.tables[next(iter(stages))].of(layout).kinds

@@ -16,8 +16,10 @@ from planner.requests.request import Request
 from planner.search.certificate import PROVEN
 from planner.search.effort import FULL, USUAL
 from planner.search.goals import Simulated, SplitSolution
+from planner.search.group_candidates import GroupCandidates
 from planner.search.ranked import Ranked
 from planner.search.search import search
+from planner.search.simulated_groups import SimulatedGroupCandidates
 from planner.search.spaces.mixed import MixedSpace
 from planner.search.spaces.simulated import Tried
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
@@ -30,7 +32,7 @@ TWO, THREE = "2xa100-sxm-40gb+2xv100-sxm-32gb", "2xa100-sxm-40gb+4xv100-sxm-32gb
 
 def simulated(own: MixedSpace, best: Ranked) -> SimulatedMixed:
     """The layouts of a space, of which those are wanted that are faster than a plan."""
-    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))))
+    return SimulatedMixed(own, Tried(Simulated(best, replace(FULL, seconds=1e9))), 0.0)
 
 
 def every_plan(own: MixedSpace, layout: Layout) -> list[Ranked]:
@@ -84,14 +86,17 @@ LAYOUTS = [
 def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout: Layout) -> None:
     recompute = None if layers < 4 else "full"
     own = MixedSpace(
-        Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
+        GroupCandidates(
+            Request(llama(layers), resolve_cluster(cluster), JOB, Pins(recompute=recompute))
+        )
     )
     plans = sorted(every_plan(own, layout), key=lambda one: one.prediction.step_time_s)
     least_s = plans[0].prediction.step_time_s
     space = simulated(own, plans[-1])
     assert space.refusal(layout) is None
 
-    bounds_s = [bound(layout) for _, bound in space.bounds]
+    every = SimulatedGroupCandidates.of(GroupCandidates(own.request))
+    bounds_s = [every.computation_s(layout), *(bound(layout) for _, bound in space.bounds[1:])]
     bounds_s.append(space.estimate_s(layout, 2 * least_s))
 
     assert all(isinstance(one, float) and 0 < one <= least_s * (1 + 1e-9) for one in bounds_s)
@@ -116,7 +121,7 @@ def test_what_is_proven_of_all_layouts_no_layout_simulates_below() -> None:
     assert usual.certificate.lower_bound_s <= full.prediction.step_time_s
     least_s = float("inf")
     for groups in (request.cluster.groups, *((one,) for one in request.cluster.groups)):
-        own = MixedSpace(request.on(groups), request.cluster)
+        own = MixedSpace(GroupCandidates(request.on(groups), request.cluster))
         for _, bundle in own.bundles(Counter()):
             for layout in bundle.layouts():
                 if own.refusal(layout) is None and layout.virtual_stages == 1:

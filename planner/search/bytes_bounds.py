@@ -41,7 +41,7 @@ Choices = Mapping[str, Sequence[StrategyParts]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankAtLeast:
+class RankBytes:
     """What a stage of the solver counts (planner.solver.instance.StageLimits)."""
 
     in_flight: float
@@ -49,7 +49,7 @@ class RankAtLeast:
     fixed_bytes: float
 
 
-class LeastBytes:
+class BytesBounds:
     """Bounds on the bytes of one layout's ranks."""
 
     def __init__(
@@ -79,8 +79,8 @@ class LeastBytes:
         if shares is not None:
             self._acting = self._working_of_acting(shares)
             counted = self._of_several(shares, fixed_bytes + self._acting, capacity_bytes)
-        self.ranks: tuple[RankAtLeast, ...] = tuple(
-            RankAtLeast(in_flight=in_flight, waiting=waiting, fixed_bytes=fixed)
+        self.ranks: tuple[RankBytes, ...] = tuple(
+            RankBytes(in_flight=in_flight, waiting=waiting, fixed_bytes=fixed)
             for in_flight, waiting, fixed in zip(*(one.tolist() for one in counted), strict=True)
         )
 

@@ -1,0 +1,304 @@
+"""Layouts that use each of some device groups whole, with lower bounds of their closed form.
+
+What `planner.search.candidates` is where all devices are alike, this is where they differ: every
+group has whole stages of a pipeline.  A layout is bounded by
+
+    T >= what layers take at their fastest, memory ignored, + fill · least exposed + sync + step
+
+with layers on whichever group takes least of them (`planner.solver.unequal.fastest`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs.crossings import narrowest_bytes
+from planner.costs.group_costs import GroupCosts
+from planner.costs.layout_costs import LayoutCosts, counted_by_rank, refusal
+from planner.costs.rank_memory import in_flight_at_most, room_bytes
+from planner.costs.strategy import least_resident
+from planner.documents.axes import computed_by
+from planner.documents.cluster import ClusterSpec
+from planner.documents.plan import INSIDE_OUT, Layout
+from planner.documents.tolerances import ROUNDING
+from planner.requests.request import Request
+from planner.schedules import schedule_of
+from planner.schedules.fullest import fullest
+from planner.search.dominance import dominates, twins
+from planner.search.formulation import layout_pace, unkept
+from planner.search.savings import activations, savings_of
+from planner.search.space import (
+    LayoutFamily,
+    every_degrees,
+    families,
+    micro_batches,
+    plainest,
+    sharings,
+    tensor_overlaps,
+    timetables,
+)
+from planner.search.stage_rows import not_required, required_rows
+from planner.solver.frontier import FrontierStore
+from planner.solver.unequal.fastest import FastestOnTypes
+from planner.stacks.stage_rules import Rows
+
+Floats = NDArray[np.float64]
+MOST_ROWS = 20
+"""Of numbers of layers that keep what is required of ranks with several stages, as boxes; each is
+an integer program."""
+
+
+class GroupCandidates:
+    """The layouts of a request that use each of its groups whole, and what they cost."""
+
+    def __init__(self, request: Request, whole: ClusterSpec | None = None) -> None:
+        """`whole` is the cluster whose groups these are, if it has others too."""
+        self.request = request
+        self.model = request.model
+        self.cluster = request.cluster
+        self.job = request.job
+        self.pins = request.pins
+        self.whole = whole or request.cluster
+        self.recompute = request.pins.recompute
+        self.activations = activations(request.cluster, request.pins)
+        self.group_costs = GroupCosts(request, self.activations)
+        self.frontiers = FrontierStore()
+        self._known_s: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        """What passes take by what they depend on (`_divided`)."""
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+        asked = self.pins.require
+        if asked and unkept(self.model, layout, asked) is not None:
+            return "it lacks stages that are asked for"
+        if asked and layout.virtual_stages > 1:
+            lacking = not_required(self.model, layout, asked, most=MOST_ROWS)
+            if lacking is not None:
+                return lacking
+        return refusal(self.model, self.cluster, self.job, layout)
+
+    def repeats(self, _: Layout) -> bool:
+        """Whether another layout does the same: costs tell (`dominator`)."""
+        return False
+
+    def rows(self, layout: Layout) -> Rows | None:
+        """Return how many entries ranks of several stages may hold by what is required of them.
+
+        None where nothing is.
+        """
+        if not self.pins.require or layout.virtual_stages == 1:
+            return None
+        return required_rows(self.model, layout, self.pins.require)
+
+    def by_timetable(self, refused: Counter[str]) -> Iterator[tuple[float, LayoutFamily]]:
+        """Yield layouts that are alike but for sharing, with their seconds by computation alone.
+
+        Why others do not run is counted.
+        """
+        found, why = self._families
+        refused.update(why)
+        for family in found:
+            yield self.computation_s(family.first), family
+
+    @cached_property
+    def _families(self) -> tuple[list[LayoutFamily], Counter[str]]:
+        """Groups of layouts with one schedule and loss each, and why others do not run.
+
+        Axes lie in one order, the pipeline last.
+        """
+        pins = replace(self.pins, order=self.pins.order or INSIDE_OUT)
+        request, refused = replace(self.request, pins=pins), Counter[str]()
+        found: list[LayoutFamily] = []
+        for degrees in every_degrees(request):
+            first = plainest(request, degrees)
+            sizes = micro_batches(self.job, degrees, pins)
+            why = refusal(self.model, self.cluster, self.job, first) if sizes else None
+            if why is not None:
+                each = sum(
+                    len(timetables(self.model, degrees.pipeline, number, pins))
+                    for _, number in sizes
+                )
+                refused[why] += each * len(sharings(degrees, pins))
+                continue
+            saved = savings_of(first, request, self.refusal) if sizes else ()
+            overlaps = tensor_overlaps(first, request, self.refusal)
+            for family in families(request, degrees, saved, overlaps):
+                for part in family.by_timetable():
+                    if not schedule_of(part.timetables[0].schedule).stale:
+                        found += part.by_loss()
+        return found, refused
+
+    def costs_of(self, layout: Layout) -> list[LayoutCosts]:
+        """[group] Costs of a layout."""
+        return list(self.group_costs.costs(layout).values())
+
+    def computation_s(self, layout: Layout) -> float:
+        """Least seconds of a step by layers and actions alone, memory ignored."""
+        every = list(self.group_costs.tables.values())
+        action_s = min(tables.action_s for tables in every)
+        action_s *= every[0].action_share(layout.virtual_stages)
+        actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
+        return self._least_s(layout, *self.passes_s(layout), exposed_s=actions * action_s)
+
+    def communication_s(self, layout: Layout) -> float:
+        """Least seconds of a step with what is shared and sent; inf if layers cannot fit.
+
+        Of memory it is only asked whether the commonest layers alone find room.
+        """
+        each = self.costs_of(layout)
+        if not self.has_room(layout, each):
+            return math.inf
+        fastest_s = self.least_of_kinds(each, "time_s")
+        _, credits_s = self.passes_s(layout)
+        sync_s = self.least_of_kinds(each, "sync_s").min(axis=0)
+        once_s = max(float(sync_s.max()), float(self.counts @ sync_s) / layout.pipeline)
+        exposed_s = 0.0
+        if layout.pipeline > 1:
+            passed_s = self._least_crossing_s(layout) + min(costs.action_s for costs in each)
+            exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * passed_s
+        return self._least_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
+
+    def _least_crossing_s(self, layout: Layout) -> float:
+        """Least seconds of what crosses a boundary."""
+        names, size_bytes = list(self.group_costs.tables), None
+        if self.model.edges:
+            output_bytes = self.group_costs.tables[names[0]].output_bytes(layout)
+            size_bytes = narrowest_bytes(self.model, output_bytes)
+            if not size_bytes:
+                return 0.0
+        pairs = itertools.product(names, names)
+        return min(self.group_costs.crossing_s(layout, a, b, size_bytes) for a, b in pairs)
+
+    def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
+        """Whether the commonest layers may fit, each rank on whichever group holds the most.
+
+        A rank holds no more of them than its minimum-memory option allows, at the moment by which
+        planner.search.bytes_bounds bounds its bytes, on the stage that has least in flight then.
+        """
+        alive = _alive(layout)
+        kind = list(each[0].parts)[int(np.argmax(self.counts))]
+        most = np.zeros(layout.pipeline)
+        for group, costs in zip(self.cluster.groups, each, strict=True):
+            room = room_bytes(group.accelerator.memory_bytes, costs)
+            free = max(0.0, room * (1 + ROUNDING))
+            for part in costs.parts[kind]:
+                resident = least_resident(
+                    part.states,
+                    whole=counted_by_rank(layout),
+                    forwards_first=layout.executed.forwards_first,
+                    once=layout.micro_batches == 1,
+                )
+                each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
+                most = np.maximum(most, np.floor(free / each_bytes))
+        return bool(most.sum() >= max(self.counts))
+
+    @cached_property
+    def counts(self) -> NDArray[np.intp]:
+        """[kind] Layers of the model."""
+        counts: Counter[str] = Counter()
+        for layer in self.model.layers:
+            counts[layer.kind] += layer.repeat
+        return np.array(list(counts.values()))
+
+    def stages(self, layout: Layout) -> NDArray[np.intp]:
+        """[group] Stages of a layout on it."""
+        return np.array(list(self.group_costs.stages_of(layout).values()))
+
+    def least_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+        """[group, kind] Least of a figure that the choices of a kind have."""
+        pinned = self.pins.recompute
+        return np.array(
+            [
+                [
+                    min(
+                        cost.sync_s if figure == "sync_s" else cost.forward_s + cost.backward_s
+                        for cost in table
+                        if pinned in (None, cost.recompute)
+                    )
+                    for table in costs.kinds.values()
+                ]
+                for costs in each
+            ]
+        )
+
+    def _least_s(
+        self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
+    ) -> float:
+        """Least seconds from those of each group and kind; see the head of this module."""
+        steady, fill = layout_pace(self.model, layout)
+        fastest = FastestOnTypes(
+            counts=self.counts,
+            time_s=time_s,
+            credits_s=fill * layout.executed.splits_backward * credits_s,
+            stages=self.stages(layout),
+            steady=steady,
+            fill=fill,
+        )
+        passes_s = fastest.passes_s(divided=layout.virtual_stages > 1)
+        step_s = max(tables.step_s for tables in self.group_costs.tables.values())
+        # Sums taken in two orders differ in the last bits.
+        return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
+
+    def passes_s(self, layout: Layout) -> tuple[Floats, Floats]:
+        """[group, kind] Least seconds of a micro-batch with nothing shared, and least credits."""
+        if not self._known_s:
+            self._work_out([family.first for family in self._families[0]] or [layout])
+        if _divided(layout) not in self._known_s:
+            self._work_out([layout])
+        return self._known_s[_divided(layout)]
+
+    def _work_out(self, layouts: Sequence[Layout]) -> None:
+        """Work `passes_s` of many layouts out together."""
+        some = {_divided(layout): layout for layout in reversed(layouts)}
+        each = [
+            tables.passes_s(list(some.values()), self.pins.recompute)
+            for tables in self.group_costs.tables.values()
+        ]
+        times_s, credits_s = (np.array(found) for found in zip(*each, strict=True))
+        for at, key in enumerate(some):
+            self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
+
+    def dominator(self, layout: Layout) -> Layout | None:
+        """Return another layout that can do all that this one can, on every group."""
+        for twin in twins(layout):
+            if self.pins.allow(twin) and self.refusal(twin) is None and self._better(twin, layout):
+                return twin
+        return None
+
+    def _better(self, twin: Layout, layout: Layout) -> bool:
+        """Whether a twin that can run dominates a layout."""
+        return all(
+            dominates(twin, tables.of(twin), layout, tables.of(layout))
+            for tables in self.group_costs.tables.values()
+        )
+
+
+def _alive(layout: Layout) -> Floats:
+    """[rank] Micro-batches in flight at the moment that counts, of the stage that has least."""
+    ranks = layout.pipeline
+    if counted_by_rank(layout):
+        found = fullest(
+            layout.schedule,
+            ranks=ranks,
+            micro_batches=layout.micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )
+        least: Floats = found.holding.min(axis=0)
+        return least
+    most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
+    alive: Floats = most - ((most == layout.micro_batches) & (most > 1))
+    return alive
+
+
+def _divided(layout: Layout) -> tuple[object, ...]:
+    """What the computation inside layers depends on; axes lie in one order."""
+    degrees = layout.tensor, layout.context, layout.expert
+    return *degrees, layout.micro_batch, layout.loss, *computed_by(layout)

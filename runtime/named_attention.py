@@ -1,0 +1,278 @@
+"""Attention by name: what a module calls so that positions and documents can be divided.
+
+    mixed = meshwright.attention(query, key, value)   # causal, [sample, head, position, head_dim]
+
+In a plain process it is torch's own causal attention.  Where a plan divides positions, a rank has
+some of them: keys and values of the others are gathered here.  Where samples hold several
+documents, a query sees no key before its own document's first.
+
+All else in the module must act on each position by itself, and learn from its inputs alone which
+position it is: `check_positions` runs it in parts to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.errors import LaunchError
+from runtime import capped, context
+from runtime.context import WHOLE, Context
+from runtime.recorder import Recorder, arguments, has_data
+from runtime.trial import copied, untouched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenKeys:
+    """What queries of a micro-batch see of its keys."""
+
+    context: Context = WHOLE
+    """Which positions this rank has."""
+    starts: Tensor | None = None
+    """The first key of each query's document, [sample, position]; None is the sample's first."""
+    itself: bool = False
+    """Nothing but the query's own position, for a trial."""
+    batch: Any = None
+    """The micro-batch itself."""
+
+
+class _Now:
+    """What the call of a module under way sees; backward may run in another thread."""
+
+    seen = SeenKeys()
+    calls: list[int] | None = None
+    """Windows of the calls that are noted, while a trial runs."""
+
+
+@contextlib.contextmanager
+def seeing(seen: SeenKeys) -> Iterator[None]:
+    """Let attention see so much."""
+    before, _Now.seen = _Now.seen, seen
+    try:
+        yield
+    finally:
+        _Now.seen = before
+
+
+def seen_now() -> SeenKeys:
+    """Return what is seen by the call under way."""
+    return _Now.seen
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+    """Note the window of every call; 0 is none."""
+    before, _Now.calls = _Now.calls, []
+    try:
+        yield _Now.calls
+    finally:
+        _Now.calls = before
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention, [sample, head, position, head_dim of values].
+
+    There may be fewer heads of keys and values than of queries.  `scale` multiplies scores
+    (1 / sqrt(head_dim) without it), `window` counts the keys that a query sees, its own among them,
+    a `cap` bounds scores by cap tanh(s / cap), and `sinks` [head] take part in the softmax without
+    a value.  Where samples hold several documents, `starts` [sample, position] says at which
+    position of the sample the document of each query begins, and it sees no key before that.
+    """
+    if _Now.calls is not None:
+        _Now.calls.append(window)
+    width, seen = value.shape[-1], _Now.seen
+    starts = seen.starts if starts is None else starts
+    if seen.itself:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    if not (window or cap or sinks is not None or starts is not None):
+        if seen.context.degree == 1:
+            return functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+        mixed = context.attention(
+            query, key, _as_wide(value, query), seen.context, scale=scale or _scale(query)
+        )
+    else:
+        mixed = capped.attention(
+            query,
+            key,
+            _as_wide(value, query),
+            seen.context,
+            scale=scale or _scale(query),
+            cap=cap,
+            window=window,
+            sinks=sinks,
+            starts=starts,
+        )
+    return mixed[..., :width]
+
+
+def _scale(query: Tensor) -> float:
+    return float(query.shape[-1] ** -0.5)
+
+
+def _as_wide(value: Tensor, query: Tensor) -> Tensor:
+    """Return values with zeros behind, as wide as queries are: kernels take one width."""
+    lacking = query.shape[-1] - value.shape[-1]
+    return functional.pad(value, (0, lacking)) if lacking else value
+
+
+def library_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Return the same as layers of transformers ask for it, [sample, position, head, head_dim].
+
+    The library makes no masks for attention that it does not know.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if dropout or not causal or attention_mask is not None or settings.get("position_bias"):
+        raise LaunchError(
+            f"{type(module).__name__} has attention with dropout, with a mask or bias of its own, "
+            "or that is not causal, which is neither divided nor kept within documents"
+        )
+    mixed = attention(
+        query,
+        key,
+        value,
+        scale=scaling,
+        window=sliding_window or 0,
+        cap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+# --- where a module may be divided ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_positions(
+    module: nn.Module, recorder: Recorder, batch: Any, loss: Callable[[Any, Any], Any], why: str
+) -> None:
+    """Refuse a module that mixes positions elsewhere than in `attention`, or counts them itself.
+
+    `batch` has two samples or more, with positions along dim 1 of all that is cut.  Where attention
+    sees a query's own position alone, what one position gets must change nothing at the others, and
+    positions in another order must give the same in that order; the loss must be the sum of the
+    losses of parts.  `why` is the place in the plan.  A module without data is not tried.
+    """
+    length = positions_in(batch)
+    if not has_data((*tree_leaves(batch), *module.parameters())):
+        return
+    with untouched(module, recorder.inputs, loss), noted() as calls:
+        tried = copied(module).eval()
+
+        def made(given: Any) -> Any:
+            args, kwargs = arguments(recorder.inputs(given))
+            with seeing(SeenKeys(itself=True)):
+                return tried(*args, **kwargs)
+
+        whole = made(batch)
+        if not calls:
+            raise LaunchError(
+                f"{why}, and {type(module).__name__} calls no meshwright.attention(query, key, "
+                "value), by which positions are mixed; let its attention be that one, or use 1"
+            )
+        at = length // 2
+        changed = made(_positions_of(batch, length, lambda x: _with_other(x, at)))
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
+        others = order[order != at]
+        for one, other in _pairs(whole, changed, length):
+            if not _same(one[:, others], other[:, others]):
+                raise LaunchError(
+                    f"{why}, and {type(module).__name__} mixes positions elsewhere than in "
+                    "meshwright.attention (another attention, a convolution, a mean); use 1"
+                )
+        turned = made(_positions_of(batch, length, lambda x: x[:, order]))
+        for one, other in _pairs(whole, turned, length):
+            if not _same(one[:, order], other):
+                raise LaunchError(
+                    f"{why}, and {type(module).__name__} counts positions by itself "
+                    "(torch.arange); give them with the batch, [sample, position]"
+                )
+
+
+def _pairs(one: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
+        if isinstance(a, Tensor) and a.ndim > 1 and a.shape[1] == length:
+            yield a, b
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _with_other(x: Tensor, at: int) -> Tensor:
+    """Return x with that of other samples at one position."""
+    x = x.clone()
+    x[:, at] = x[:, at].roll(1, 0)
+    return x
+
+
+def positions_in(batch: Any) -> int:
+    """Return how many positions the samples of a batch have, along dim 1 of what is cut.
+
+    Raises LaunchError where its leaves differ in that.
+    """
+    lengths = {x.shape[1] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 1}
+    if len(lengths) != 1:
+        raise LaunchError(
+            f"mesh.context: divides dim 1 of the batch's tensors, which have {sorted(lengths)} "
+            "there; give all [sample, position, ...] of one length"
+        )
+    return lengths.pop()
+
+
+def divided(batch: Any, place: Context) -> Any:
+    """Return this rank's positions of a batch."""
+    if place.degree == 1:
+        return batch
+    length = positions_in(batch)
+    if length % (2 * place.degree):
+        raise LaunchError(
+            f"batch: has {length} positions, and {place.degree} ranks need 2 x {place.degree} "
+            "chunks; pad samples to a multiple"
+        )
+    held = place.positions(length)
+    return _positions_of(batch, length, lambda x: x[:, held.to(x.device)])
+
+
+def _positions_of(batch: Any, length: int, take: Callable[[Tensor], Tensor]) -> Any:
+    return tree_map(
+        lambda x: take(x) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == length else x,
+        batch,
+    )
