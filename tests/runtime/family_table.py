@@ -101,7 +101,7 @@ draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
 the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](train-bert.md)
 trains from a script, and so do [ViT](train-vit.md), [T5](train-t5.md), [Whisper](train-whisper.md)
-and [Mamba-2](train-mamba2.md).  What becomes of each type is [below](#every-causal-type).  
+and [Mamba-2](train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.
