@@ -88,16 +88,20 @@ once without data, and a plan cuts what its forward did.  `meshwright plan FOLDE
 config.json, or that file) makes such a plan; of a `model_type` without figures of ours the plain
 name does too.  It trains under data parallelism, ZeRO, pipelines, every recompute choice and
 schedule, in fp32, bf16, fp16 and 8 bits, with LoRA, from published weights (`--weights`), is
-measured by `meshwright profile`, and is exported for transformers.  Not recorded are models that
-branch on the values of tensors between layers.  Experts that read how many tokens each of them has
-(JetMoE, LongCat-Flash) are recorded as if all had equally many.  Tensor, context and expert
-parallelism need rules of a family, documents in a sample too.  First values are the library's own;
-dropout draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4,
-DeepSeek-V2, Mamba, JetMoE and LongCat-Flash so on two ranks, equal to the library's class in a
-plain loop.  A model that sees the tokens that it is to predict (BERT without `is_decoder`) is
-refused; [BERT](train-bert.md) trains from a script, and so do [ViT](train-vit.md),
-[T5](train-t5.md), [Whisper](train-whisper.md) and [Mamba-2](train-mamba2.md).  What becomes of each
-type is [below](#every-causal-type).
+measured by `meshwright profile`, and is exported for transformers.  Over a tensor axis the layers
+are divided whose parts were seen to add up, on short samples of random numbers: attention and MLP
+of Llama, GPT-NeoX, GLM-4, Cohere and ERNIE 4.5 for example, the MLP alone of Falcon, BLOOM, OPT and
+StableLM (whose attention counts heads by a fixed number), the shared experts of DeepSeek-V2.  A
+plan that says so by hand divides positions (`context`) and experts (`expert`) too, and samples may
+hold several documents, where the class takes other attention and positions by name and its own
+attention does the same (Falcon and Mamba do not).  Not recorded are models that branch on the
+values of tensors between layers.  Experts that read how many tokens each of them has (JetMoE,
+LongCat-Flash) are recorded as if all had equally many.  First values are the library's own; dropout
+draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
+Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
+the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](train-bert.md)
+trains from a script, and so do [ViT](train-vit.md), [T5](train-t5.md), [Whisper](train-whisper.md)
+and [Mamba-2](train-mamba2.md).  What becomes of each type is [below](#every-causal-type).
 
 The figures of these can be planned, with tensor and context parallelism too, and are launched only
 as recorded: {planned}.
