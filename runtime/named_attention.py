@@ -94,6 +94,10 @@ def attention(
     a `cap` bounds scores by cap tanh(s / cap), and `sinks` [head] take part in the softmax without
     a value.  Where samples hold several documents, `starts` [sample, position] says at which
     position of the sample the document of each query begins, and it sees no key before that.
+
+    >>> heads = torch.ones(2, 4, 3, 8)  # two samples of three positions
+    >>> attention(heads, heads[:, :2], heads[:, :2]).shape
+    torch.Size([2, 4, 3, 8])
     """
     if _Now.calls is not None:
         _Now.calls.append(window)

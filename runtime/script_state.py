@@ -78,7 +78,14 @@ class ScriptState:
         return result
 
     def progress(self, next_sample: int) -> Progress:
-        """Return how far training has come: behind which step, before which sample."""
+        """Return how far training has come: behind which step, before which sample.
+
+        Raises LaunchError before the first step.
+        """
+        if self._optimizers.steps < 1:
+            raise LaunchError(
+                "nothing to save before the first step; build() makes the same weights"
+            )
         return _progress(self._plan, int(self._optimizers.steps), next_sample)
 
     def save(
@@ -86,13 +93,9 @@ class ScriptState:
     ) -> Path:
         """Write a checkpoint with all ranks; return where it is.
 
-        Raises LaunchError, on all ranks, before the first step, where replicas have drifted or
-        where the state of one rank's own is no plain data.
+        Raises LaunchError, on all ranks, where replicas have drifted or where the state of one
+        rank's own is no plain data.
         """
-        if done.step < 1:
-            raise LaunchError(
-                "nothing to save before the first step; build() makes the same weights"
-            )
         assert self._optimizers.agreement is not None
         self._optimizers.agreement.refuse_drifted()
         beside = {}

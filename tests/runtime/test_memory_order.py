@@ -180,6 +180,7 @@ SENT = {
     ("gradients.py", "all_reduce"): COPIED,
     ("language_model.py", "all_reduce"): HERE,
     ("lora.py", "all_reduce"): HERE,
+    ("mirror.py", "all_reduce"): HERE,
     ("narrow_gather.py", "all_reduce"): HERE,
     ("pipeline.py", "isend"): COPIED,
     ("pipeline.py", "recv"): HERE,

@@ -407,7 +407,6 @@ def test_what_is_not_executed_is_refused_with_the_way_out(
     ("place", "value"),
     [
         ("mesh.expert_tensor", 2),
-        ("loss", ChunkedLoss()),
         ("prefetch", 2),
         ("reshard", 1),
         ("scales", "rowwise"),
@@ -429,6 +428,13 @@ def test_a_field_of_a_plan_that_is_not_executed_is_refused_by_name(place: str, v
 
     with pytest.raises(LaunchError, match=f"^{place}: is "):
         refuse_plan(plan.model_copy(update=changed), build(), loss)
+
+
+def test_a_loss_of_logits_is_not_computed_in_chunks() -> None:
+    plan = new_engine({}).plan.model_copy(update={"loss": ChunkedLoss()})
+
+    with pytest.raises(LaunchError, match="^loss: is in chunks, .* give meshwright.token_loss"):
+        new_engine(plan)
 
 
 def test_unequal_shares_refuse_what_gathers_as_much_from_each_rank() -> None:

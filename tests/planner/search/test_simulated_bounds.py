@@ -48,7 +48,7 @@ def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layou
 
 def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:
     """What the best splits of a layout simulate, by several objectives."""
-    candidates = bounded._own
+    candidates = bounded._closed_form
     problems = [bounded.instances(layout)[-1], bounded.likely(layout)]
     for problem, _ in problems:
         solution = solve_chain(problem)
