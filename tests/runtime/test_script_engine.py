@@ -433,7 +433,7 @@ def test_a_field_of_a_plan_that_is_not_executed_is_refused_by_name(place: str, v
 def test_a_loss_of_logits_is_not_computed_in_chunks() -> None:
     plan = new_engine({}).plan.model_copy(update={"loss": ChunkedLoss()})
 
-    with pytest.raises(LaunchError, match="^loss: is in chunks, .* give meshwright.token_loss"):
+    with pytest.raises(LaunchError, match=r"^loss: is in chunks, .* give meshwright\.token_loss"):
         new_engine(plan)
 
 
