@@ -30,6 +30,7 @@ from meshwright.options import (
 from planner.errors import DocumentError, MeshwrightError
 
 if TYPE_CHECKING:
+    from planner.documents.plan import Plan
     from planner.search.answer import Answer
 
 
@@ -161,11 +162,20 @@ def _then(answer: Answer, output: str | None) -> str:
 
     if output is None:
         return "add -o plan.yaml to keep the plan"
-    if answer.plan.backend != "native":
-        return f"meshwright export {output}"
     if any(item.source == CAVEAT_SOURCE for item in answer.prediction.assumptions):
         return f"meshwright show {output} --html report.html"
-    return f"meshwright launch {output}"
+    return _run(answer.plan, output)
+
+
+def _run(plan: Plan, file: str) -> str:
+    """Return the command that trains by a plan in a file."""
+    from planner.documents.model import is_script
+
+    if plan.backend != "native":
+        return f"meshwright export {file}"
+    if is_script(plan.model.source):
+        return f"meshwright run --plan {file} SCRIPT.py"
+    return f"meshwright launch {file}"
 
 
 def compare(
@@ -438,6 +448,5 @@ def show(
         return
     written = ", ".join(path for path in (shown.html, shown.trace) if path)
     said = [Fact(label="written", text=written, copied=True)] if written else []
-    then = f"launch {plan}" if shown.plan.backend == "native" else f"export {plan}"
-    said.append(next_fact(f"meshwright {then}", explain=explain))
+    said.append(next_fact(_run(shown.plan, plan), explain=explain))
     out.print(answer_text(shown.plan, shown.prediction, said=said, explain=explain))

@@ -81,11 +81,14 @@ def job_text(job: Job) -> str:
 
     >>> job_text(Job(seq_len=8192, global_batch=128))
     '128 samples of 8,192 tokens a step, bf16'
+    >>> job_text(Job(seq_len=1, global_batch=64))  # images, for example
+    '64 samples a step, bf16'
     """
     samples = "1 sample" if job.global_batch == 1 else f"{job.global_batch:,} samples"
     packed = f", documents of {job.document_len:,}" if job.document_len else ""
     adapters = ", adapters alone" if job.lora else ""
-    return f"{samples} of {job.seq_len:,} tokens a step{packed}, {job.precision}{adapters}"
+    tokens = f" of {job.seq_len:,} tokens" if job.seq_len > 1 else ""
+    return f"{samples}{tokens} a step{packed}, {job.precision}{adapters}"
 
 
 def why_text(choices: Sequence[Alternative]) -> str:

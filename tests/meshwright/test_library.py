@@ -159,6 +159,7 @@ def test_a_scripts_plan_is_shown_and_not_launched_as_a_language_model(tmp_path: 
 
     assert shown.exit_code == 0, shown.output
     assert "build on local:2" in shown.output
+    assert "SCRIPT.py" in shown.output and "launch" not in shown.output
     assert "meshwright run --plan" in str(launched.exception)
 
 
