@@ -67,8 +67,7 @@ def attention(
     keys, values = gathered(key, value, context)
     if mask is None:
         return _ChunkAttention.apply(query, keys, values, context, scale)
-    shared = query.shape[1] // key.shape[1]
-    keys, values = (t.repeat_interleave(shared, dim=1) for t in (keys, values))
+    keys, values = for_each_query_head(query, keys, values)
     return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
@@ -226,7 +225,7 @@ def _forward(
     if query.dtype != torch.float32:
         kernel = ops._scaled_dot_product_flash_attention
         return kernel(query, key, value, 0.0, causal, scale=scale)[:2]
-    key, value = _for_each_query_head(query, key, value)
+    key, value = for_each_query_head(query, key, value)
     kernel = ops._scaled_dot_product_efficient_attention
     out, log_sum = kernel(query, key, value, None, True, 0.0, causal, scale=scale)[:2]
     return out, log_sum[:, :, : query.shape[2]]
@@ -255,7 +254,7 @@ def _backward(
         args = (grad, query, key, value, out, log_sum, *lengths, 0.0, causal, unused, unused)
         return kernel(*args, scale=scale)
     shared, heads = query.shape[1] // key.shape[1], key.shape[1]
-    key, value = _for_each_query_head(query, key, value)
+    key, value = for_each_query_head(query, key, value)
     log_sum = functional.pad(log_sum, (0, -query.shape[2] % _LOG_SUM_ROWS), value=float("inf"))
     kernel = ops._scaled_dot_product_efficient_attention_backward
     inputs = (grad, query, key, value, None, out, log_sum, unused, unused, 0.0)
@@ -263,5 +262,6 @@ def _backward(
     return dq, *(t.unflatten(1, (heads, shared)).sum(2) for t in (dk, dv))
 
 
-def _for_each_query_head(query: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+def for_each_query_head(query: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+    """Return keys or values, [sample, head, position, head_dim], of a head for each of queries."""
     return tuple(t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in shared)

@@ -25,7 +25,7 @@ from planner.documents.model import ModelGraph
 from planner.errors import LaunchError
 from runtime import capped, document_attention, experts
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
-from runtime.context import WHOLE, Context, attention
+from runtime.context import WHOLE, Context, attention, for_each_query_head
 from runtime.library_families import FAMILIES, configuration
 
 _STYLES: dict[str, TensorStyle | None] = {
@@ -526,9 +526,8 @@ def _with_equal_heads(
     Fused kernels take groups of heads in 16 bits alone; without one there would be scores of every
     pair of positions in memory.
     """
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1:
-        key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+    if key.shape[1] < query.shape[1]:
+        key, value = for_each_query_head(query, key, value)
     mixed = functional.scaled_dot_product_attention(
         query,
         key,
@@ -555,8 +554,7 @@ def _within_documents(
     if document_ends is not None:
         mixed = document_attention.attention(query, key, value, document_ends, scale=scaling)
     else:
-        shared = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(shared, dim=1) for t in (key, value))
+        key, value = for_each_query_head(query, key, value)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling
         )

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import LaunchError
 from runtime import capped, context
-from runtime.context import WHOLE, Context
+from runtime.context import WHOLE, Context, for_each_query_head
 from runtime.recorder import Recorder, arguments, has_data
 from runtime.trial import copied, untouched
 
@@ -104,7 +104,7 @@ def attention(
     width, seen = value.shape[-1], _Now.seen
     starts = seen.starts if starts is None else starts
     if seen.itself:
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return for_each_query_head(query, value)[0]
     if not (window or cap or sinks is not None or starts is not None):
         if seen.context.degree == 1:
             return functional.scaled_dot_product_attention(

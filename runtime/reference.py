@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from planner.documents.model import Architecture, Experts, ModelGraph
 from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
-from runtime.context import WHOLE, Context, attention
+from runtime.context import WHOLE, Context, attention, for_each_query_head
 from runtime.experts import mixed
 
 ROTARY_BASE = 10000.0
@@ -64,8 +64,7 @@ class Attention(nn.Module):
             if query.is_cuda and query.dtype == torch.float32:
                 # Fused kernels take groups of heads in 16 bits alone; without one there would be
                 # scores of every pair of positions in memory.
-                shared = query.shape[1] // key.shape[1]
-                key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+                key, value = for_each_query_head(query, key, value)
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
