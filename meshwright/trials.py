@@ -25,6 +25,8 @@ from planner.documents import document
 from planner.errors import DocumentError, LaunchError
 from planner.formats.logs import LoggedWork, Reader, Said, out_of_memory
 from planner.process.guarded_files import folder_within, opened
+from planner.tuning.belief import Timed
+from planner.tuning.noise import Steadiness, noise_of
 from planner.tuning.record import Ended
 from runtime.rank import end_with_parent
 from runtime.report import WARM_UP_STEPS
@@ -37,14 +39,14 @@ came before them."""
 WANTED, BORNE = 0.01, 0.02
 """Standard errors of the median, as a share, at which no more steps are asked for: at any time, and
 after the usual ones."""
-SLOWER = 1.1
-"""A plan whose every step is slower than the best one's by this factor is surely slower."""
+SLOWER, SURELY = 1.1, 3.0
+"""A plan is surely slower than the best one if every step of it is by this factor, and its median
+by this many standard errors of both."""
 GRACE_S = 20.0
 """Between asking a child to end and killing it."""
 LOOK_S = 0.1
 TAIL_BYTES = 1 << 16
-MEDIAN_NOISE = 1.25
-"""Standard error of a median over that of a mean, of normal errors."""
+STEADY = Steadiness()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,39 +128,43 @@ def timed(said: Sequence[Said]) -> list[float]:
     return result
 
 
-def noise_of(steps_s: Sequence[float]) -> float:
-    """Return the standard error of the median of steps, as a share of it.
-
-    >>> noise_of([1.0, 1.0, 1.0]), round(noise_of([1.0, 1.1, 0.9, 1.0]), 3)
-    (0.0, 0.051)
-    """
-    if len(steps_s) < 2:
-        return 1.0
-    error = statistics.stdev(steps_s) / math.sqrt(len(steps_s))
-    return MEDIAN_NOISE * error / statistics.median(steps_s)
-
-
-def enough(steps_s: Sequence[float], best_s: float | None, *, start_s: float = 0.0) -> Ended | None:
+def enough(
+    steps_s: Sequence[float],
+    best: Timed | None,
+    *,
+    steadiness: Steadiness = STEADY,
+    start_s: float = 0.0,
+) -> Ended | None:
     """Return how a trial ends after these steps; None: it goes on.  It had begun in `start_s`.
 
-    >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None), enough([2.0, 2.5], 1.0)
-    ('ran', None, 'slower')
-    >>> enough([1.0, 1.3] * 5, None), enough([1.0, 1.3] * 5, None, start_s=20.0)
+    >>> enough([1.0, 1.0, 1.0], None), enough([1.0, 1.5, 1.0], None)
     ('ran', None)
+    >>> enough([2.0, 2.1], Timed(option=0, step_s=1.0)), enough([1.0, 1.3] * 5, None)
+    ('slower', 'ran')
+    >>> enough([1.0, 1.3] * 5, None, start_s=20.0) is None  # the start took longer
+    True
     """
-    if best_s is not None and len(steps_s) >= 2 and min(steps_s) > SLOWER * best_s:
-        return "slower"
+    if len(steps_s) < 2:
+        return None
+    own = noise_of(steps_s)
+    noise = max(own, steadiness.and_trial(own, len(steps_s)).noise(len(steps_s)))
+    if best is not None and min(steps_s) > SLOWER * best.step_s:
+        behind = math.log(statistics.median(steps_s) / best.step_s)
+        if behind > SURELY * math.hypot(noise, best.noise):
+            return "slower"
     if len(steps_s) < LEAST:
         return None
-    noise, usual = noise_of(steps_s), len(steps_s) >= USUAL
+    usual = len(steps_s) >= USUAL
     borne = noise <= BORNE or sum(steps_s) >= start_s or len(steps_s) >= MOST
     return "ran" if noise <= WANTED or (usual and borne) else None
 
 
-def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
+def trial(
+    run: Trialled, *, best: Timed | None, steadiness: Steadiness = STEADY, most_s: float
+) -> Measured:
     """Run a trial and return what it saw; it is ended when enough is known, or after `most_s`.
 
-    `best_s` is the step of the best plan so far.
+    `best` is the step of the best plan so far, `steadiness` how alike steps were.
     """
     started = time.monotonic()
     # An earlier attempt that was killed may have left its own.
@@ -181,23 +187,24 @@ def trial(run: Trialled, *, best_s: float | None, most_s: float) -> Measured:
             while ended is None and child.poll() is None:
                 steps_s = timed(list(run.said()))
                 start_s = time.monotonic() - started - sum(steps_s)
-                ended = enough(steps_s, best_s, start_s=start_s)
+                ended = enough(steps_s, best, steadiness=steadiness, start_s=start_s)
                 if ended is None and time.monotonic() - started > most_s:
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(LOOK_S)
         finally:
             code = _end(child)
-    return _measured(run, ended, code, best_s, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return _measured(
+        run, ended or enough(timed(list(run.said())), best, steadiness=steadiness), code, seconds
+    )
 
 
-def _measured(
-    run: Trialled, ended: Ended | None, code: int, best_s: float | None, seconds: float
-) -> Measured:
+def _measured(run: Trialled, ended: Ended | None, code: int, seconds: float) -> Measured:
     """Return what a child that is gone has said."""
     said = list(run.said())
     steps_s = timed(said)
-    ended = ended or enough(steps_s, best_s) or ("ran" if len(steps_s) >= LEAST else None)
+    ended = ended or ("ran" if len(steps_s) >= LEAST else None)
     if ended is None:
         text = run.log()
         kinds = {failure.kind for failure in read_failures(run.folder, run.ranks)}

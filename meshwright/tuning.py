@@ -168,12 +168,12 @@ class Tuned:
     def step_s(self) -> float | None:
         """The answer's measured step."""
         answer = self.tuner.answer
-        return self.tuner.measured_s(answer) if answer in self.tuner.ran else None
+        return self.tuner.measured(answer).step_s if answer in self.tuner.ran else None
 
     @property
     def first_s(self) -> float | None:
         """The measured step of the plan that was predicted fastest."""
-        return self.tuner.measured_s(0) if 0 in self.tuner.ran else None
+        return self.tuner.measured(0).step_s if 0 in self.tuner.ran else None
 
     @property
     def device_seconds(self) -> float:
@@ -581,7 +581,8 @@ class Tuning:
         )
         measured = trial(
             self._command(folder_within(self.folder, f"{number:02}"), option),
-            best_s=None if self.small else tuner.best_s,
+            best=None if self.small else tuner.best,
+            steadiness=tuner.steadiness,
             most_s=LONGEST_START_S + PATIENCE * tuner.trial_s(option),
         )
         found = self._trial(number, one, believed_s, measured)
@@ -673,7 +674,7 @@ class Tuning:
         runs = sorted(tuner.ran, key=lambda option: float(tuner.posterior.mean[option]))
         found = as_measured(
             told,
-            [tuner.measured_s(option) for option in runs],
+            [tuner.measured(option).step_s for option in runs],
             lambda constants, run: self._with(constants, runs[run]),
         )
         return self._profile(found)
@@ -740,5 +741,10 @@ def _write_model(stand_in: SmallTrial, folder: Path) -> None:
 
 
 def _outcome(option: int, one: Trial) -> Outcome:
-    noise = max(Outcome(option=option, step_s=None).noise, one.noise or 0.0)
-    return Outcome(option=option, step_s=one.step_s, noise=noise, memory_ratio=one.memory_ratio)
+    return Outcome(
+        option=option,
+        step_s=one.step_s,
+        noise=one.noise or 0.0,
+        steps=one.steps,
+        memory_ratio=one.memory_ratio,
+    )

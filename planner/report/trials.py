@@ -57,7 +57,7 @@ def page(
 
 def plans(names: Sequence[str], tuner: Tuner) -> Iterator[svg.RangeRow]:
     """Yield what is known of plans, the fastest believed first."""
-    measured = {option: tuner.measured_s(option) for option in tuner.ran}
+    measured = {option: tuner.measured(option).step_s for option in tuner.ran}
     mean = tuner.posterior.mean
     order = sorted(range(len(names)), key=lambda at: (at not in measured, mean[at]))[:MOST_PLANS]
     for at in sorted(order, key=lambda at: float(mean[at])):

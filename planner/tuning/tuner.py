@@ -19,6 +19,7 @@ import numpy as np
 from planner.documents.tolerances import ROUNDING
 from planner.requests.request import SURE_TO_FIT
 from planner.tuning.belief import NOISE, Array, Belief, Posterior, Timed
+from planner.tuning.noise import Steadiness
 from planner.tuning.options import PROFILED, TrialOption
 from planner.tuning.room import MemoryTrial, fit_probabilities
 
@@ -49,6 +50,9 @@ class Outcome:
     step_s: float | None
     """None: it ran out of memory."""
     noise: float = NOISE
+    """Of the median, by the trial's own steps."""
+    steps: int = 0
+    """Timed; 0: unknown, and `noise` is all that is known."""
     memory_ratio: float | None = None
     """Measured over predicted peak."""
 
@@ -95,7 +99,7 @@ class Tuner:
         """What is believed of all steps."""
         return self._belief.after(
             [
-                Timed(option=one.option, step_s=one.step_s, noise=one.noise)
+                Timed(option=one.option, step_s=one.step_s, noise=self._noise(one))
                 for one in self.outcomes
                 if one.step_s is not None
             ]
@@ -110,26 +114,42 @@ class Tuner:
         ]
         return fit_probabilities(self.options, held)
 
+    @cached_property
+    def steadiness(self) -> Steadiness:
+        """How alike the steps of all trials were."""
+        found = Steadiness()
+        for one in self.outcomes:
+            if one.step_s is not None:
+                found = found.and_trial(one.noise, one.steps)
+        return found
+
+    def _noise(self, one: Outcome) -> float:
+        """Return how far a trial's step may lie off: as its own steps say, and those of all."""
+        if not one.steps:
+            return one.noise
+        return max(NOISE, one.noise, self.steadiness.noise(one.steps))
+
     @property
     def tried(self) -> frozenset[int]:
         """Options that were tried."""
         return frozenset(one.option for one in self.outcomes)
 
     @property
-    def best_s(self) -> float | None:
-        """The step that was measured of the fastest option."""
-        return min((self.measured_s(option) for option in self.ran), default=None)
+    def best(self) -> Timed | None:
+        """The fastest of the options that ran, as it was measured."""
+        measured = (self.measured(option) for option in self.ran)
+        return min(measured, key=lambda one: one.step_s, default=None)
 
-    def measured_s(self, option: int) -> float:
+    def measured(self, option: int) -> Timed:
         """Return the step that an option was measured to take, over its trials that ran."""
         seen = [
-            (one.step_s, one.noise)
+            (one.step_s, self._noise(one) ** -2)
             for one in self.outcomes
             if one.option == option and one.step_s is not None
         ]
-        least = min(noise for _, noise in seen)
-        weights = [(least / noise) ** 2 for _, noise in seen]
-        return statistics.fmean((step_s for step_s, _ in seen), weights)
+        weights = [weight for _, weight in seen]
+        step_s = statistics.fmean((step_s for step_s, _ in seen), weights)
+        return Timed(option=option, step_s=step_s, noise=sum(weights) ** -0.5)
 
     @property
     def _answers(self) -> range:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.trials import Trialled, timed, trial, words_of
+from meshwright.trials import Trialled, enough, timed, trial, words_of
 from planner.documents.events import StepRecord
 from planner.documents.plan import Job
 from planner.errors import DocumentError
 from planner.formats.logs import LoggedWork, Said, megatron
+from planner.tuning.belief import Timed
+from planner.tuning.noise import Steadiness
 from runtime.run import (
     Failure,
     append_record,
@@ -33,7 +35,8 @@ def run(
         work=LoggedWork(job=Job(seq_len=8, global_batch=8), devices=1),
         reader=megatron,
     )
-    found = trial(one, best_s=best_s, most_s=most_s)
+    best = None if best_s is None else Timed(option=0, step_s=best_s)
+    found = trial(one, best=best, most_s=most_s)
     return found.ended, found.step_s, found.steps, found.why
 
 
@@ -59,6 +62,18 @@ def test_a_plan_that_is_surely_slower_is_ended_early(tmp_path: Path) -> None:
     assert ended == "slower"
     assert step_s is not None
     assert count < 6  # type: ignore[operator]
+
+
+def test_on_an_unsteady_machine_two_steps_that_are_alike_decide_nothing() -> None:
+    best = Timed(option=0, step_s=0.49, noise=0.043)
+    unsteady = Steadiness().and_trial(noise=0.05, steps=18)
+
+    assert enough([0.65, 0.66], best) == "slower"
+    assert enough([0.65, 0.66], best, steadiness=unsteady) is None
+    assert enough([0.65] * 20, best, steadiness=unsteady) == "slower"
+    assert enough([1.65, 1.66], best, steadiness=unsteady) == "slower"
+    assert enough([0.41, 0.41, 0.41], best) == "ran"
+    assert enough([0.41, 0.41, 0.41], best, steadiness=unsteady) is None
 
 
 def test_a_run_without_memory_is_no_failure(tmp_path: Path) -> None:
@@ -108,7 +123,7 @@ def test_what_a_killed_attempt_left_behind_tells_nothing(tmp_path: Path) -> None
         work=LoggedWork(job=Job(seq_len=8, global_batch=8), devices=1),
     )
 
-    found = trial(one, best_s=None, most_s=20.0)
+    found = trial(one, best=None, most_s=20.0)
 
     assert (found.ended, found.why) == ("failed", "no data")
 

@@ -165,7 +165,7 @@ def test_a_noisy_trial_is_repeated_until_it_tells_and_a_quiet_one_is_not() -> No
 
     assert 3 <= len(tuner.outcomes) < 30
     assert tuner.answer == 1
-    assert tuner.measured_s(1) == pytest.approx(1.0, abs=0.1)
+    assert tuner.measured(1).step_s == pytest.approx(1.0, abs=0.1)
 
 
 def test_of_two_that_ran_alike_within_their_noise_neither_is_surely_the_faster() -> None:
@@ -175,6 +175,17 @@ def test_of_two_that_ran_alike_within_their_noise_neither_is_surely_the_faster()
 
     assert Tuner(options, noisy).sure < 0.85
     assert Tuner(options, quiet).sure > 0.95
+
+
+def test_few_steps_that_are_alike_are_known_no_better_than_those_of_all_trials() -> None:
+    options = [option(1.0), option(1.0, pipeline=2)]
+    unsteady = Outcome(option=0, step_s=1.0, noise=0.05, steps=16)
+    alike = Outcome(option=1, step_s=1.1, noise=0.001, steps=2)
+    steady = Outcome(option=0, step_s=1.0, noise=0.002, steps=16)
+
+    assert Tuner(options, [unsteady, alike]).measured(1).noise == pytest.approx(0.138, abs=0.01)
+    assert Tuner(options, [steady, alike]).measured(1).noise == NOISE
+    assert Tuner(options, [unsteady, alike]).sure < Tuner(options, [steady, alike]).sure
 
 
 def test_a_plan_that_may_not_fit_is_not_tried_while_others_are_left() -> None:
