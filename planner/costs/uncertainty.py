@@ -67,7 +67,7 @@ MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
 over six sources, each left out (docs/accuracy.md).  What nobody knows of holds memory rather than
 that it frees some."""
 BESIDE_BYTES = 0.25e9
-"""Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 0.6 GB,
+"""Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,
 buffers of communicators of 0.35 to 0.4, workspaces of products, the ends of segments of 20 MB."""
 BEYOND = 2.0
 """Factor by which sizes may pass those of a stack's runs and still count as like them."""

@@ -86,7 +86,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "seq_len", "batch"),
     [
-        ("qwen2.5-7b", "6xrtx-4090", 2048, 48),
+        ("qwen2.5-7b", "8xrtx-4090", 2048, 48),
         ("llama-3.2-3b", "4xrtx-3090", 4096, 32),
         ("gemma-2-2b", "4xrtx-4090", 4096, 16),
     ],

@@ -236,8 +236,12 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     pins = Pins(pipeline=1, tensor=1, recompute="none", loss="plain", micro_batch=2, allowed=HOST)
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 2, pins)
     cluster = resolve_cluster(case.cluster)
-    groups = tuple(g.model_copy(update={"host_memory_bytes": host_bytes}) for g in cluster.groups)
-    cluster = cluster.model_copy(update={"groups": groups})
+    groups = []
+    for group in cluster.groups:
+        room = {"memory_bytes": group.accelerator.memory_bytes + 10**9}
+        roomy = {"accelerator": group.accelerator.model_copy(update=room)}
+        groups.append(group.model_copy(update={"host_memory_bytes": host_bytes, **roomy}))
+    cluster = cluster.model_copy(update={"groups": tuple(groups)})
     space = ShareSpace(GroupCandidates(Request(case.model, cluster, case.job, pins)))
 
     found = {layout: space.solve(layout, math.inf) for layout in layouts_of(space)}
