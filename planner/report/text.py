@@ -12,7 +12,7 @@ from planner.costs.predict import FULL_TIME
 from planner.costs.uncertainty import own_miss
 from planner.documents.plan import Job, PlacedLayer, Plan
 from planner.documents.prediction import Certificate, Prediction
-from planner.documents.units import GIB, bytes_text, seconds_text
+from planner.documents.units import GIB, bytes_text, percent_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.report.ties import tie_text, ties
 from planner.search.answer import Alternative
@@ -292,7 +292,7 @@ def _compile_text(prediction: Prediction) -> str:
     share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
     return (
         f"for {seconds_text(prediction.compile_s)} before the first step "
-        f"({100 * share:.2g} % of {AMORTISED_STEPS:,} steps)"
+        f"({percent_text(share)} of {AMORTISED_STEPS:,} steps)"
     )
 
 

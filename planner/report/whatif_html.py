@@ -204,7 +204,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("copy to the host, bytes/s per device", failures.copy_bytes_per_s_per_device),
         ("stall at each checkpoint beside the copy, s", failures.checkpoint_stall_s),
         ("hours lost at any size", failures.other),
-        ("value kept from year to year", owning.retained_a_year),
+        ("value left from year to year", owning.retained_a_year),
         ("storage, USD per device", owning.storage_usd_per_device),
         ("spares, share of hardware", owning.spares),
         ("support a year, share of hardware", owning.support_a_year),

@@ -1,6 +1,6 @@
 """What a study's figures say together, in sentences: what fits, what a change is worth, what pays.
 
-Each function looks at one kind of comparison that a study may hold and says nothing where it holds
+Each function looks at one kind of comparison that a study may hold and says nothing where it has
 none.
 """
 

@@ -88,7 +88,7 @@ class CandidateOutcome:
     misses: tuple[str, ...] = ()
     """Goals that it does not meet."""
     chances: dict[str, float] = field(default_factory=dict)
-    """By goal, the probability that it is kept."""
+    """By goal, the probability that it is met."""
     hypothetical: bool = False
     """No such product is sold."""
     idle: int = 0

@@ -538,11 +538,11 @@ class Offer(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if ("{n}" in self.cluster) != (bool(self.n) or self.solve is not None):
-            raise ValueError("cluster holds {n} where n lists numbers, and only there")
+            raise ValueError("cluster has {n} where n lists numbers, and only there")
         if self.solve is not None and self.n:
             raise ValueError("solve finds n; list no numbers")
         if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
-            raise ValueError("name holds {n}, and cluster does not; n numbers both")
+            raise ValueError("name has {n}, and cluster does not; n numbers both")
         part_owned = isinstance(self.owned, tuple)
         part_bought = self.buy is not None and len(self.buy.of) > 0
         if part_owned and self.buy is not None and not part_bought:

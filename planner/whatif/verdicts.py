@@ -176,16 +176,16 @@ def _costs(outcome: CandidateOutcome) -> str:
 
 
 def _kept(outcome: CandidateOutcome) -> str:
-    """Say how surely the goals are kept."""
+    """Say how surely the goals are met."""
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
 def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]:
-    """Return how surely each goal is kept; of one less sure than asked, that it is."""
+    """Return how surely each goal is met; of one less sure than asked, that it is."""
     return [
-        f"{goal} kept with probability {chance:.2f}"
+        f"{goal} met with probability {chance:.2f}"
         if chance >= confidence
-        else f"{goal} kept with probability {chance:.3g}, less than the {confidence:g} asked for"
+        else f"{goal} met with probability {chance:.3g}, less than the {confidence:g} asked for"
         for goal, chance in outcome.chances.items()
     ]
 

@@ -64,12 +64,12 @@ export function verdict(goal, ranks, tie) {
   }
   const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
   if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
-  const kept = Object.entries(outcome.chances).map(([goalName, chance]) => keptText(goal, goalName, chance));
+  const kept = Object.entries(outcome.chances).map(([goalName, chance]) => goalText(goal, goalName, chance));
   if (!sure(goal, outcome)) kept.push(...surestTexts(ranks));
   return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}.` : ""}`.trim();
 }
 
-const keptText = ({ confidence }, name, chance) => `${name} kept with probability ${chance >= confidence
+const goalText = ({ confidence }, name, chance) => `${name} met with probability ${chance >= confidence
   ? chance.toFixed(2) : `${Number(chance.toPrecision(3))}, less than the ${confidence} asked for`}`;
 
 /** The candidate that keeps the goal most surely, where it is another. @returns {string[]} */

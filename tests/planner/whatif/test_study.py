@@ -93,7 +93,7 @@ def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
             "assumptions.owning.retained_a_year",
             "less than or equal to 1",
         ),
-        ({"offers": [{"name": "n={n}", "cluster": "8xa10g"}]}, "offers[0]", "name holds {n}"),
+        ({"offers": [{"name": "n={n}", "cluster": "8xa10g"}]}, "offers[0]", "name has {n}"),
         (
             {"offers": [{"cluster": "8xh200-sxm", "rent": {**SPOT, "usd_per_device_hour": 99.0}}]},
             "offers[0].rent.usd_per_device_hour",

@@ -88,7 +88,7 @@ def test_what_passes_at_its_midpoint_only_comes_behind_and_is_named() -> None:
     said = verdicts(result(asked, [cheap, sure]))
 
     assert said[0].startswith("new for gpt2")
-    assert "Deadline kept with probability 0.95" in said[0]
+    assert "Deadline met with probability 0.95" in said[0]
     assert said[1].startswith("old ranks first for gpt2 at the midpoint of its range")
     assert "probability 0.60 alone" in said[1]
     # At one step of our own runtime too, what is unsure does not rank before.
@@ -324,7 +324,7 @@ def test_where_nothing_keeps_the_goal_as_surely_as_asked_the_surest_is_named() -
 
     assert said.startswith("old for gpt2")
     assert (
-        "Deadline kept with probability 0.52, less than the 0.8 asked for; budget kept with "
+        "Deadline met with probability 0.52, less than the 0.8 asked for; budget met with "
         "probability 0.90; most surely by new, 0.798, 90.0 USD;" in said
     )
     alone = verdicts(result(asked, [replace(surer, usd=None)]))[0]
