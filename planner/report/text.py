@@ -111,7 +111,7 @@ def why_text(choices: Sequence[Alternative]) -> str:
 def why_shown(mine: Alternative) -> str:
     """Return how a plan that is shown compares with the fastest of a new search for its job."""
     if mine.more < -ROUNDED:
-        return "faster than the fastest that a search finds: it has something that is not searched"
+        return "faster than the fastest that a search finds: it uses a choice that is not searched"
     if mine.more < ROUNDED:
         return "as fast as the fastest that a search finds"
     return (
@@ -170,7 +170,7 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     text = f"{figures(peak)} of {bytes_text(capacity)}{on}{said}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:
-        counted = "counted with what its allocator adds where memory is short"
+        counted = "with the memory that its allocator adds where little is free"
         text = f"does not fit in memory ({counted})"
         yield Fact(label="warning", text=text, style="bold red")
     for note in prediction.notes:

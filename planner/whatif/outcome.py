@@ -100,7 +100,7 @@ class CandidateOutcome:
 
     @property
     def chance(self) -> float:
-        """The least probability of keeping a goal; 1 where there is none."""
+        """The least probability of meeting a goal; 1 where there is none."""
         return min(self.chances.values(), default=1.0)
 
     @property

@@ -512,9 +512,9 @@ class Offer(Part):
     """As on the command line; `{n}` stands for each of `n`."""
     n: tuple[Devices, ...] = ()
     largest: bool = False
-    """Of `n`, only the largest that keeps the goal's power cap as surely as the goal wants."""
+    """Of `n`, only the largest that meets the goal's power cap as surely as the goal wants."""
     solve: Sizing | None = None
-    """`n` is found: the fewest that keep the deadline, the most that the power cap feeds, or the
+    """`n` is found: the fewest that meet the deadline, the most that the power cap feeds, or the
     most that the budget pays for."""
     rent: Rental | None = None
     buy: Buying | None = None

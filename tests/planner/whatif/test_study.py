@@ -170,7 +170,7 @@ def test_the_fewest_devices_that_keep_a_deadline_are_named() -> None:
         goal = {"tokens": 1e9, "deadline_days": days}
         return " ".join(answers(run(study(goal=goal), processes=1)))
 
-    fewest = "Fewest devices that keep the deadline,"
+    fewest = "Fewest devices that meet the deadline,"
     surely = f"{fewest} with probability 0.8 or more:"
     assert f"{surely} 4, 4xa10g." in said(2 * by_size[4])
     assert f"{surely} 8, 8xa10g." in said(2 * by_size[8])
