@@ -78,7 +78,7 @@ def _profile(result: Calibrated, base: str | None, sources: Sequence[str], today
 def profile_of_any_model(
     found: Calibration, *, command: str, today: str, ranks: int = 1
 ) -> Profile:
-    """Return constants of a cluster as a profile that holds for any model."""
+    """Return constants of a cluster as a profile that is valid for any model."""
     return Profile(
         model=ANY_MODEL,
         model_digest=ANY_MODEL,

@@ -197,8 +197,9 @@ def _with_less_surety(request: Request) -> str:
     except NoPlanFits:
         return ""
     return (
-        f" That is with {request.fit_probability:.0%}: --fit-probability {AS_PREDICTED:g} plans "
-        f"{found.layout}, which fits with {found.fit_probability or 0.0:.0%}."
+        f" This asks for {request.fit_probability:.0%} certainty that it fits; with "
+        f"--fit-probability {AS_PREDICTED:g} the plan is {found.layout}, which fits with a "
+        f"probability of {found.fit_probability or 0.0:.0%}."
     )
 
 
@@ -287,7 +288,7 @@ def _warnings(mine: Prediction, best: Prediction) -> Iterator[str]:
         ]
         yield f"ranges overlap, yours {spans[0]}, best {spans[1]}; measure both before you change"
     if mine.step_time_s < best.step_time_s and mine.fits:
-        yield "yours is faster: it has something that is not searched"
+        yield "yours is faster: it uses a choice that is not searched"
 
 
 def import_plan(

@@ -54,7 +54,7 @@ class Command:
     goes_on: bool
     """It may be started again."""
     handed_over: bool = False
-    """A notice ends it behind a step that is saved, and it says so by its exit status."""
+    """A notice ends it after a step that is saved, and it says so by its exit status."""
 
     def words(self, plan: str, *options: str) -> list[str]:
         """Return it with more options."""

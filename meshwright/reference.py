@@ -30,8 +30,8 @@ def _commands() -> Iterator[str]:
     """Yield each command with its arguments, options and examples."""
     yield "# Commands"
     yield ""
-    yield "Results go to stdout, talk to stderr. `--json` prints one JSON object and nothing else, "
-    yield '`{"error": {"kind", "message", "status", "file", "path"}}` where a command fails. '
+    yield "Results go to stdout, messages to stderr. `--json` prints one JSON object and nothing "
+    yield 'else, `{"error": {"kind", "message", "status", "file", "path"}}` where a command fails. '
     yield "Exit 0: done; 1: the user must act; 2: wrong usage; 75: the same command goes on; "
     yield "130: Ctrl-C ended it; a traceback is a bug."
     group: Any = typer.main.get_command(cli.app)

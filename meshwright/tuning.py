@@ -660,7 +660,7 @@ class Tuning:
             document.write(machine, self.folder / CLUSTER_FILE)
 
     def _constants(self, tuner: Tuner) -> Profile:
-        """Return the cluster's constants as a profile that holds for any model."""
+        """Return the cluster's constants as a profile that is valid for any model."""
         request, now = self.request, datetime.datetime.now().isoformat(timespec="seconds")
         told = calibration(
             self.machine,

@@ -163,16 +163,16 @@ def _gain_text(found: Tuned) -> str:
     first_s, step_s = found.first_s, found.step_s
     if found.small is not None:
         if found.tuner.answer == 0:
-            return "none: the plan predicted fastest is believed the fastest"
+            return "none: the plan predicted fastest is probably the fastest"
         of, mean = found.tuner.answer, found.tuner.posterior.mean
         gained = math.expm1(float(mean[0] - mean[of]))
-        return f"{100 * gained:.1f} % believed over the plan predicted fastest"
+        return f"estimated: {100 * gained:.1f} % faster than the plan predicted fastest"
     if found.tuner.answer == 0:
         return "none: the plan predicted fastest is the fastest measured"
     if first_s is None or step_s is None:
         return f"the plan predicted fastest did not run: {found.candidates[0].prediction.layout}"
     return (
-        f"{100 * (first_s / step_s - 1):.1f} % over the plan predicted fastest, which took "
+        f"{100 * (first_s / step_s - 1):.1f} % faster than the plan predicted fastest, which took "
         f"{seconds_text(first_s)}"
     )
 

@@ -23,7 +23,7 @@ DIVIDED_LOOKS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayerBytes:
-    """What one layer holds, under one case."""
+    """The bytes of one layer, under one case."""
 
     stored: int
     forward_transient: int
@@ -127,7 +127,7 @@ def bytes_of(
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose backward makes the gradient of an activation, which nobody else holds."""
+    """A scalar whose backward makes the gradient of an activation, to which nobody else refers."""
 
     @staticmethod
     def forward(ctx: Any, *made: Tensor) -> Tensor:

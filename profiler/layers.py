@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.documents.profile import LayerMeasurement
+from profiler.cache import Parts
 from profiler.chain import Case, Chain, Division
 from profiler.clock import Clock, Moment, median, slowest, spread
-from profiler.kept import Parts
 from profiler.layer_bytes import MeasuredLayerBytes, layer_bytes
 from profiler.noise import Watch
 from runtime.exchange import all_gather_json
@@ -162,7 +162,7 @@ def _visit(
 
 
 def _found(parts: Parts, cases: Sequence[Case], by_division: Mapping[Division, Chain]) -> Found:
-    """Return the samples that all ranks kept of these cases, and empty ones for the others."""
+    """Return the samples of these cases that all ranks accepted, and empty ones for the others."""
     keys = [
         (kind, case)
         for case in cases
@@ -213,7 +213,7 @@ def _visits(found: Found, chain: Chain, case: Case) -> int:
 
 
 def _last_pass_s(found: Found, chain: Chain, case: Case) -> float:
-    """Return the seconds of the last visit that was kept."""
+    """Return the seconds of the last visit that was accepted."""
     samples = [found[kind, case] for kind in chain.kinds.values()]
     return sum(each.forward_s[-1] + each.backward_s[-1] for each in samples)
 

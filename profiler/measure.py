@@ -25,10 +25,10 @@ from planner.documents.profile import (
 )
 from planner.documents.units import Amount, Count, Flag, Positive, Text
 from profiler import devices, layers, links, machine
+from profiler.cache import Parts
 from profiler.chain import WHOLE, Case, Chain, Division
 from profiler.clock import slowest
 from profiler.heads import HeadCase, heads
-from profiler.kept import Parts
 from profiler.noise import Watch
 from profiler.overheads import overheads
 from profiler.ranks import Tell, versions

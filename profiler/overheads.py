@@ -156,7 +156,7 @@ def shard_costs(
         replicas' backward              Σ (1 - o) all_reduce(q_u) + r q_u
 
     Gradients have q_u bytes: they are reduced in 32 bits, also where parameters are gathered in 16.
-    In 16 bits FSDP holds replicas too, and their units take time as those of ZeRO do.  Where the
+    In 16 bits FSDP wraps replicas too, and their units take time as those of ZeRO do.  Where the
     differences are more than the collectives o is 0, else the copies g and r are.
     """
     clock = Clock(device)

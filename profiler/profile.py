@@ -40,10 +40,10 @@ from profiler.agenda import (
     stage_wishes,
     wishes,
 )
+from profiler.cache import folder_of
+from profiler.cache import load as load_cached
+from profiler.cache import save as save_cached
 from profiler.findings import below_quote, disturbances, findings
-from profiler.kept import folder_of
-from profiler.kept import load as load_kept
-from profiler.kept import save as save_kept
 from profiler.machine import (
     NETWORK,
     disk_bytes_per_s,
@@ -124,7 +124,7 @@ def profile(
         folder = _folder(model, cluster, wanted, said, budget_s)
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
-        known = load_kept(folder / "profile.json")
+        known = load_cached(folder / "profile.json")
         # Links between nodes change unseen, so several nodes only keep what each has by itself.
         if node_rank.nodes == 1 and known is not None:
             return MeasuredCluster(
@@ -184,7 +184,7 @@ def profile(
         ),
         cluster=with_measured_links(wanted.machine, result.collectives, result.pairs),
     )
-    if node_rank.nodes == 1 and save_kept(
+    if node_rank.nodes == 1 and save_cached(
         {
             "profile": measured.profile.model_dump(mode="json", exclude_none=True),
             "cluster": measured.cluster.model_dump(mode="json", exclude_none=True),
@@ -267,7 +267,7 @@ def _folder(
     said: Sequence[dict[str, Any]],
     budget_s: float,
 ) -> Path:
-    """Return where a profile of this content is kept."""
+    """Return where a profile of this content is cached."""
     # Virtual machines give and take memory and interfaces; neither changes a second.
     same = ("name", "processor", "cores", "devices")
     nodes = [

@@ -2,7 +2,7 @@
 
 A deep stage finds other things in the caches than two layers of a kind do, and the host prepares
 many layers ahead; what that makes of the sum of its layers is what a stage is measured for.  Its
-bytes are counted once for the whole of it: an activation that two layers keep is kept once.
+bytes are counted once for the whole of it: an activation that two layers keep is counted once.
 """
 
 from __future__ import annotations

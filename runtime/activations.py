@@ -7,7 +7,7 @@ buffers and constants that the layer's modules hold, and whatever is smaller tha
 Tensors that share memory are packed once.
 
 Bytes that stay on the device, of B stored bytes of a layer and micro-batch:
-    offload     none, but for the layers under way: forward holds a layer's B until the layer after
+    offload     none, but for the layers under way: forward has a layer's B until the layer after
                 the next one begins, and backward has those of this layer and of the one before it.
                 When a row of offloaded layers ends, all of theirs have left
     compress    B / 2 in 16 bits and B / 4 in 32, and B / 64 or B / 128 of scales (4 bytes for every
@@ -54,7 +54,7 @@ class Parcel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor: a view of what a parcel holds.  `like` is set if it was a DTensor."""
+    """A saved tensor: a view into a parcel.  `like` is set if it was a DTensor."""
 
     parcel: Parcel
     size: tuple[int, ...]
@@ -89,7 +89,7 @@ class Packing:
     """What becomes of the tensors that one layer saves."""
 
     def __init__(self, layer: nn.Module, beside: Beside = tuple) -> None:
-        """Leave where it is what the layer holds, and what `beside` returns in each forward."""
+        """Leave the layer's own tensors in place, and what `beside` returns in each forward."""
         self._layer = layer
         self._beside = beside
         self._constants = {_storage(tensor) for tensor in _constants(layer)}

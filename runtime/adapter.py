@@ -46,7 +46,7 @@ class Adapter(Protocol):
         """Return a parameter's name in checkpoints; a tied copy has the name of its original."""
 
     def pieces(self, name: str) -> int:
-        """Return how many matrices a parameter holds one above the other in dim 1 (mostly 1).
+        """Return how many matrices a parameter has one above the other in dim 1 (mostly 1).
 
         Tensor parallelism divides each of them, and in `state` they have a dim of their own.
         """

@@ -47,7 +47,7 @@ class Declared:
 
 
 class Agreement:
-    """What this rank holds that others hold too."""
+    """What this rank has that others have too."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Averaged: an exponential moving average of weights, over what this rank holds of them."""
+"""Averaged: an exponential moving average of weights, over this rank's parts of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Context parallelism: the positions of a sequence divided over ranks, attention over all of them.
 
-A sequence is cut into 2 c chunks, c being the degree, and rank r holds the chunks r and 2 c - 1 - r
+A sequence is cut into 2 c chunks, c being the degree, and rank r has the chunks r and 2 c - 1 - r
 one behind the other: under a causal mask every rank then has the same work.  Everything but
 attention works on each position by itself.  For attention, keys and values of all ranks are
 gathered; the gradient of the gather sums over ranks and scatters.
@@ -33,7 +33,7 @@ class Context:
     group: dist.ProcessGroup | None = None
 
     def positions(self, seq_len: int) -> Tensor:
-        """Return the positions that this rank holds, in its order.
+        """Return the positions of this rank, in its order.
 
         >>> Context(rank=0, degree=2).positions(8).tolist()
         [0, 1, 6, 7]

@@ -166,7 +166,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         except DocumentError:
             raise _RowError("'messages' is a text; it is a list of role and content") from None
     if not isinstance(value, Sequence) or not value:
-        raise _RowError("'messages' holds nothing; it is a list of role and content")
+        raise _RowError("'messages' is empty; it is a list of role and content")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise _RowError("a message has no 'role'; each has role and content")

@@ -183,7 +183,7 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
         other = next(path for path in found if path not in of_rows)
         raise DocumentError(
             "",
-            f"holds rows ({of_rows[0].name}) and other files ({other.name}); name a folder of one "
+            f"has rows ({of_rows[0].name}) and other files ({other.name}); name a folder of one "
             "kind, or one file",
             file=str(source),
         )
@@ -204,7 +204,7 @@ def refuse_structured(path: Path) -> None:
 def _structured(path: Path, what: str) -> DocumentError:
     return DocumentError(
         "",
-        f"is {what}, not plain text; write the text that it holds to a .txt file and name that, "
+        f"is {what}, not plain text; write the text that it contains to a .txt file and name that, "
         "or its rows as lines of JSON (.jsonl), or move it out of the folder",
         file=str(path),
     )

@@ -103,7 +103,7 @@ class _Shapes(Sequence[Made]):
 
 
 def tree_of(layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a module that holds each layer under its own name (`block.0` nests)."""
+    """Return a module that has each layer under its own name (`block.0` nests)."""
     root = nn.Module()
     for name, layer in layers.items():
         parent = root

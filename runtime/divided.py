@@ -2,7 +2,7 @@
 
     columns   a Linear or convolution that makes this rank's part of its output features
     rows      one that reads this rank's part of its input features; partial outputs are summed
-    table     an Embedding that holds this rank's rows; outputs are summed
+    table     an Embedding of this rank's rows; outputs are summed
     heads     nn.MultiheadAttention with this rank's heads
 
 Between columns and rows runs the user's own code as it is; only modules of Dropout between them
@@ -38,7 +38,7 @@ class Region:
 
     kind: Literal["products", "table", "heads"]
     owner: str
-    """The module whose forward holds all of it."""
+    """The module whose forward contains all of it."""
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By path the sizes of the matrices that lie one behind the other in the output features: of
     each a rank has its part."""

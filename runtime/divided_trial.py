@@ -607,7 +607,7 @@ def _fits_together(unit: nn.Module, column: str, rows: str) -> bool:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Return the innermost module that holds all of these."""
+    """Return the innermost module that contains all of these."""
     steps = [path.split(".")[:-1] for path in paths]
     shared = []
     for at in zip(*steps, strict=False):

@@ -3,7 +3,7 @@
 A mask takes S^2 elements a sample and lets a kernel multiply what it hides.  Here each document is
 a sequence of its own for the kernel: on a CPU one call of the fused kernel for each, on a device
 one call for all, which gets their ends (flash attention's variable lengths).  Work is that
-of the documents' squared lengths, and what is kept for backward has no S^2 in it.
+of the documents' squared lengths, and what is saved for backward has no S^2 in it.
 
 The device gets as many ends as any micro-batch of the step has at most, a power of two, so that
 no tensor's shape depends on the data and the host waits for nothing; ends that there are not are

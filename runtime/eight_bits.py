@@ -14,12 +14,12 @@ What shares a scale:
 The largest absolute values are found anew in every product.  Where a product sums along another dim
 than the one before, rows and blocks are others, and the operand is rounded again.  Results,
 activations, embedding, head, norms, attention and routed experts are in bf16; master weights,
-gradients and moments in fp32.  What is kept for backward is kept in bf16, so that memory is that of
-bf16.
+gradients and moments in fp32.  What is saved for backward is stored in bf16, so that memory is that
+of bf16.
 
 Kernels take sizes that are multiples of MULTIPLE (of BLOCK where they sum blocks); other products
 are made in bf16.  Tensorwise weights may come in 8 bits, with their scale (runtime/narrow_gather).
-Where a device has no product of blocks (a CPU), they are multiplied as fp32, which holds their
+Where a device has no product of blocks (a CPU), they are multiplied as fp32, which represents their
 values exactly.
 """
 
@@ -136,7 +136,7 @@ def blocks_rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest absolute value, of all or along a dim that is kept."""
+    """Return the largest absolute value, of all or along a dim that stays."""
     return torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None)
 
 

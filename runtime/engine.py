@@ -476,7 +476,7 @@ class Engine:
         return made
 
     def end_when(self, out_of_time: Callable[[], bool]) -> None:
-        """Let every rank's StepResult say so, behind the same step, once this holds on rank 0."""
+        """Let every rank's StepResult say so, after the same step, once this is true on rank 0."""
         if self.leads:
             self._optimizers.out_of_time = out_of_time
 
@@ -502,9 +502,9 @@ class Engine:
         return taken(self.state(), step=self.steps, next_sample=self.next_sample)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
-        """Go on from parts of the state of the ranks of any plan behind one step.
+        """Go on from parts of the state of the ranks of any plan after one step.
 
-        Together they must cover what this rank holds.  Losses and weights are then those of the
+        Together they must cover this rank's parts.  Losses and weights are then those of the
         engines that were left, bit for bit where the plan is theirs.  Raises LaunchError, with
         nothing changed, where parts are lacking.
         """

@@ -47,7 +47,7 @@ def mixed(
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, [token, hidden].
 
-    With a group, the module holds this rank's part of the experts, in the order of ranks, and
+    With a group, the module has this rank's part of the experts, in the order of ranks, and
     `meanwhile` is called while tokens are on the way to them.
     """
     each = index.shape[1]
@@ -157,9 +157,7 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
     if count % ranks:
         raise LaunchError(f"mesh.expert: {ranks} does not divide the {count} experts of {path}")
     if module._parameters.keys() - HIDDEN_DIM.keys() or not hasattr(module, "act_fn"):
-        raise LaunchError(
-            f"mesh.expert: is {ranks}, and {path} holds more than two matrices; use 1"
-        )
+        raise LaunchError(f"mesh.expert: is {ranks}, and {path} has more than two matrices; use 1")
     hidden = torch.randn(2 * count, cast(Tensor, module.down_proj).shape[1])
     index = torch.stack([torch.randperm(count)[:2] for _ in hidden])
     weights = torch.rand(index.shape)
@@ -174,7 +172,7 @@ def check(module: nn.Module, path: str, ranks: int) -> None:
 
 
 def count_of(module: nn.Module) -> int:
-    """Return how many experts a module holds."""
+    """Return how many experts a module has."""
     return len(cast(Tensor, module.gate_up_proj))
 
 

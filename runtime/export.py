@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DType = Literal["fp32", "bf16", "fp16"]
 FILE_BYTES = 5 * 10**9
-"""The most that one file holds, if it holds more than one tensor."""
+"""The most bytes of one file, if it has more than one tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def to_huggingface(
         )
     if done.frozen is not None:
         raise LaunchError(
-            f"{source}: holds adapters without the weights that they were trained on; export them "
+            f"{source}: has adapters without the weights that they were trained on; export them "
             "--to peft"
         )
     parameters = _parameters(source, done)

@@ -35,7 +35,7 @@ def mixed(
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, [token, hidden].
 
-    The module holds this rank's part of the experts, in the order of ranks, and `meanwhile` is
+    The module has this rank's part of the experts, in the order of ranks, and `meanwhile` is
     called while tokens are on the way.
     """
     each, own = index.shape[1], count_of(module)

@@ -4,8 +4,8 @@
                 number of ranks first, in fp32, so that sums do not overflow.  Everything before
                 and after (micro-batches of a step, clipping, AdamW) stays in fp32.
     powersgd    a matrix n x m travels as two of rank RANK: 4 RANK (n + m) bytes in place of 4 n m,
-                once per step and behind the last backward.  What it leaves out is kept (4 n m bytes
-                of each matrix, on each rank) and added to the next step's gradient.
+                once per step and after the last backward.  What it leaves out is stored (4 n m
+                bytes of each matrix, on each rank) and added to the next step's gradient.
                 Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
 All three lose something; tests/runtime/test_gradient_wire.py states how much.

@@ -1,4 +1,4 @@
-"""Gradients of what this rank holds: made whole, measured over all ranks, scaled and clipped.
+"""Gradients of this rank's parameters: made whole, measured over all ranks, scaled and clipped.
 
 Optimizers work on the plain local parts of DTensors, so they neither dispatch per DTensor nor mind
 that parameters lie on different meshes; `whole` puts the parts together again.
@@ -78,7 +78,7 @@ class StepMeasurement:
 
 
 class Gradients:
-    """The gradients of one rank's parameters, behind the last backward of a step."""
+    """The gradients of one rank's parameters, after the last backward of a step."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Gradients:
         raise LaunchError(
             f"{name}: the forward of rank {rank} changes this parameter in place, as "
             "Embedding(max_norm=...) does; under ZeRO or mixed precision that is a copy, which is "
-            "thrown away: change it behind the step, or train with zero 0 in fp32 on one data rank"
+            "thrown away: change it after the step, or train with zero 0 in fp32 on one data rank"
         )
 
     def _unused_by_rank(self) -> dict[str, tuple[int, ...]]:

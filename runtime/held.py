@@ -1,4 +1,4 @@
-"""What a launcher holds while its ranks run: its folder for itself, and the signals that end it."""
+"""What a launcher reserves while its ranks run: its folder, and the signals that end it."""
 
 from __future__ import annotations
 

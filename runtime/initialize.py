@@ -112,7 +112,7 @@ def _made(
 
 
 def _in_place(kept: Tensor, parameter: Tensor, keep: Region) -> Tensor:
-    """Return a tensor of this rank's part in which only what is kept has values.
+    """Return a tensor of this rank's part in which only what stays has values.
 
     FSDP wants the whole to cut its shard from it; pages that nobody writes take no memory of a CPU.
     """
@@ -124,7 +124,7 @@ def _in_place(kept: Tensor, parameter: Tensor, keep: Region) -> Tensor:
 
 
 def part(whole: Tensor, dim: int, index: int, parts: int, *, pieces: int) -> Tensor:
-    """Return one of `parts` along a dim that holds `pieces` matrices, each of which is divided.
+    """Return one of `parts` along a dim that has `pieces` matrices, each of which is divided.
 
     >>> part(torch.arange(8), 0, index=1, parts=2, pieces=2)
     tensor([2, 3, 6, 7])

@@ -10,7 +10,7 @@ a count of its own it is a mean over the batch.
     load = batch_sum(chosen.sum(0))          # tokens of each expert, of the whole batch
 
 A balancing loss is a product of the batch's load and probabilities, so that a micro-batch's load
-would make another loss.  What is summed over the batch is known behind a forward of all
+would make another loss.  What is summed over the batch is known after a forward of all
 micro-batches without gradients, which a step makes first where a module asks for it.
 """
 

@@ -177,7 +177,7 @@ class LanguageModel:
         return made
 
     def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
-        """Return what a rank holds beside what it trains, by name."""
+        """Return what a rank has beside what it trains, by name."""
         held: dict[str, Tensor] = {}
         for part in parts:
             held |= part.buffers

@@ -267,7 +267,7 @@ def _write_orders(
             text.check_vocabulary(ready.model.architecture.vocab_size)
     if held_out is not None and held_out.kind != corpus.kind:
         raise LaunchError(
-            f"evaluate: {held_out.source} holds {held_out.kind}, and training is on {corpus.kind}; "
+            f"evaluate: {held_out.source} has {held_out.kind}, and training is on {corpus.kind}; "
             "hold out what is of the same kind"
         )
     if held_out is not None and held_out.digest == corpus.digest:

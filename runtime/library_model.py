@@ -32,7 +32,7 @@ from runtime.token_model import TokenModel, recording_of, samples, tried_samples
 from runtime.trial import copied
 
 _NAMED_ATTENTION = "meshwright_named"
-"""What the library calls attention that can be divided and kept within documents."""
+"""What the library calls attention that can be divided and restricted to documents."""
 
 
 def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
@@ -79,7 +79,7 @@ class LibraryModel(TokenModel):
             raise LaunchError(
                 f"{self._config.model_type}: its own class takes no other attention "
                 f"({type(error).__name__}: {error}), so it is neither divided over positions nor "
-                "kept within documents; use context 1, and train on text"
+                "restricted to documents; use context 1, and train on text"
             ) from error
         super().__init__(
             module,
@@ -181,7 +181,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
     if not torch.allclose(first, second, rtol=1e-4, atol=1e-5):
         causal = "set is_decoder: true in its config.json, or " * hasattr(config, "is_decoder")
         raise LaunchError(
-            f"{config.model_type}: its results change with the tokens behind them, which it is to "
+            f"{config.model_type}: its results change with the tokens after them, which it is to "
             f"predict; {causal}train it on masked tokens from a script with meshwright.Engine "
             "(docs/train-bert.md)"
         )
@@ -202,7 +202,7 @@ def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor,
     if not torch.allclose(ours, tried(**given).logits, rtol=1e-4, atol=1e-5):
         raise LaunchError(
             f"{config.model_type}: its attention is another than meshwright.attention, which alone "
-            "is divided and kept within documents; use context 1, and train on text"
+            "is divided and restricted to documents; use context 1, and train on text"
         )
 
 

@@ -43,8 +43,8 @@ def left_out() -> Iterator[None]:
 class LiveMemory:
     """Watches live tensor bytes while its `with` block runs, backward passes included.
 
-    >>> kept = torch.empty(256)
-    >>> with LiveMemory(existing=[kept]) as live:
+    >>> weights = torch.empty(256)
+    >>> with LiveMemory(existing=[weights]) as live:
     ...     passing = torch.empty(512) + 1
     ...     del passing
     >>> live.current_bytes, live.peak_bytes

@@ -35,7 +35,7 @@ def adapt(
     frozen: torch.dtype,
     besides: Collection[str] = (),
 ) -> int:
-    """Freeze the layers, kept in the type `frozen`; put adapters on what is aimed at.
+    """Freeze the layers, stored in the type `frozen`; put adapters on what is aimed at.
 
     Return how many modules are adapted.  Embedding and head are none of them, nor are those whose
     paths in a layer are `besides`.

@@ -7,7 +7,7 @@ do: sums and counts are added over all of them, and the gradient is divided once
     wanted          G = sum of the gradients of all sums / C,     C = sum of all counts
     backward        of sum / D on each rank, D a constant
     data            parallelism makes the mean over the R ranks that have samples of their own
-    then            gradients are multiplied with R D / C, behind the last backward
+    then            gradients are multiplied with R D / C, after the last backward
 
 D is a power of two near C / R, so that dividing by it changes no digit and keeps 16-bit gradients
 in range.  Nothing about the other ranks must be known before backward.

@@ -48,7 +48,7 @@ class LossScale:
         return self.active and not math.isfinite(norm) and float(self.scale) > LEAST
 
     def update(self, spoilt: Tensor | None) -> None:
-        """Move the scale behind a step."""
+        """Move the scale after a step."""
         if spoilt is not None:
             torch._amp_update_scale_(
                 self.scale, self.good_steps, spoilt, GROWTH, BACKOFF, GROWTH_STEPS

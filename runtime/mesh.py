@@ -74,7 +74,7 @@ class Place:
 
     @property
     def stage(self) -> int:
-        """This rank's coordinate on the pipeline axis: its stage, if it holds one."""
+        """This rank's coordinate on the pipeline axis: its stage, if it has one."""
         return self.along("pipeline")
 
     @property

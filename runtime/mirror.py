@@ -26,7 +26,7 @@ from runtime.snapshot import Snapshot, SnapshotPart
 SHARE = 0.01
 """Of training that copies may take."""
 MEASURED = 3
-"""Copies, one behind each step, until their interval is computed from the fastest."""
+"""Copies, one after each step, until their interval is computed from the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +92,11 @@ class Mirror:
         return MirroredState(step=key[0], sample=sample, snapshots=tuple(snapshots))
 
     def is_due(self, step: int) -> bool:
-        """Say whether the state behind a step is copied."""
+        """Say whether the state after a step is copied."""
         return self._last_step is None or step - self._last_step >= self._every
 
     def copy(self, snapshot: Snapshot, *, sample: int, began_s: float, step_s: float) -> None:
-        """Copy a rank's state; all ranks do so behind the same step.
+        """Copy a rank's state; all ranks do so after the same step.
 
         `began_s` is when the snapshot was begun, by time.perf_counter, and `step_s` what a step
         takes.

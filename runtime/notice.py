@@ -2,8 +2,8 @@
 
 A scheduler says so by a signal, some time before it kills: Slurm before a time limit or a
 preemption, Kubernetes before it evicts a pod, a cloud before it takes back a spot instance.  The
-launcher gets the signal and leaves a file; each rank looks for the file behind its last backward,
-and what any rank saw reaches all of them with the sums of the step, so that all end behind the same
+launcher gets the signal and leaves a file; each rank looks for the file after its last backward,
+and what any rank saw reaches all of them with the sums of the step, so that all end after the same
 step.  Nothing here imports torch.
 """
 

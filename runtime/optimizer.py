@@ -1,4 +1,4 @@
-"""AdamW as a plan's training settings say, over what this rank holds of a language model."""
+"""AdamW as a plan's training settings say, over this rank's part of a language model."""
 
 from __future__ import annotations
 

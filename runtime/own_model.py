@@ -240,7 +240,7 @@ class OwnModel:
         return divided(given, self.place.context)
 
     def beside(self, parts: Sequence[Staged]) -> dict[str, Tensor]:
-        """Return what a rank holds beside what it trains, by name."""
+        """Return what a rank has beside what it trains, by name."""
         return frozen_and_buffers([part.module for part in parts])
 
     saved = beside

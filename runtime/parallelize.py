@@ -1,4 +1,4 @@
-"""Data parallelism of modules: what FSDP holds, gathers and reduces, and what it leaves."""
+"""Data parallelism of modules: what FSDP wraps, gathers and reduces, and what it leaves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def over_data(
     root: bool,
     besides: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Let data parallelism hold a module, but for what it holds already and experts kept apart.
+    """Let data parallelism wrap a module, but for what it wraps already and experts apart.
 
     It leaves out what is `besides` too.
     """
@@ -112,7 +112,7 @@ def over_data(
 
 
 def _reshards(plan: Plan, ranks: DataRanks, *, root: bool) -> bool | int | None:
-    """Tell what becomes of parameters behind a forward: FSDP's `reshard_after_forward`."""
+    """Tell what becomes of parameters after a forward: FSDP's `reshard_after_forward`."""
     if not gathers_anew(plan, ranks):
         return False
     if root:  # its own parameters are needed again at once; None lets FSDP keep them
@@ -179,7 +179,7 @@ def reduces_apart(plan: Plan, place: Place) -> bool:
 def reduces_at_once(plan: Plan, place: Place) -> bool:
     """Tell whether each micro-batch's gradients leave for their owner: another rank, or the host.
 
-    Where they do not, a rank holds the gradients of all its parameters until the step's last
+    Where they do not, a rank has the gradients of all its parameters until the step's last
     backward.
     """
     if plan.offload == "parameters" and place.replicas == 1:
@@ -188,7 +188,7 @@ def reduces_at_once(plan: Plan, place: Place) -> bool:
 
 
 def _of_no_replica(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of experts inside a module that no other rank holds."""
+    """Return the parameters of experts inside a module that no other rank has."""
     return {
         parameter
         for path, inner in experts.modules_of(module).items()
@@ -214,7 +214,7 @@ def _divided_dims(module: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
 
 
 def shards(layer: nn.Module, plan: Plan, place: Place) -> dict[int, Region]:
-    """Return what ZeRO will leave to this rank of the parts that it holds, by id of parameters.
+    """Return what ZeRO will leave to this rank of its parts, by id of parameters.
 
     FSDP cuts a dim into equal chunks, of which the last ones may be short or empty.
     """

@@ -1,4 +1,4 @@
-"""Participation: units that FSDP holds, of which a step may leave parameters out.
+"""Participation: units that FSDP wraps, of which a step may leave parameters out.
 
 A branch that the data choose, experts without tokens, a head that this batch does not count: ranks
 then use different parameters.  FSDP would reduce what each rank has, in the order in which its own
@@ -89,7 +89,7 @@ class BackwardOrder:
         self._chain = torch.zeros((), device=device, requires_grad=True) if grows else None
 
     def end(self) -> None:
-        """Let what the stage itself holds be gathered first."""
+        """Let the stage's own parameters be gathered first."""
         self._link(begin_backward, self._root)
 
     def closed(self, tensor: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class Pipeline:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage that holds what it received and sent only as long as its micro-batch is in flight.
+    """A stage that refers to what it received and sent while its micro-batch is in flight.
 
     torch allocates receive buffers for every micro-batch of the step at once and keeps them for
     good, and keeps whatever was sent until the step ends; with many micro-batches that is more

@@ -327,8 +327,7 @@ def checkpoint_to_resume(run: LaunchRun) -> Path | None:
     done = checkpoint.progress(saved).step
     if not resume:
         raise LaunchError(
-            f"{folder}: already holds a checkpoint of step {done}; resume it, or name another "
-            "folder"
+            f"{folder}: already has a checkpoint of step {done}; resume it, or name another folder"
         )
     if done >= run.steps:
         raise LaunchError(

@@ -106,7 +106,7 @@ class Weights:
     ) -> Tensor:
         """Return a tensor in fp32, or its part `cut`, or the region `keep` of that part.
 
-        Nothing else of it is read.  Where dim 1 holds several `pieces` one above the other, each of
+        Nothing else of it is read.  Where dim 1 has several `pieces` one above the other, each of
         them is cut.  The result is contiguous and has memory of its own.
         """
         found = self._found(name, shape, cut, pieces=pieces, keep=keep)

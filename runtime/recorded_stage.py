@@ -144,7 +144,7 @@ class RecordedStage(nn.Module):
         self.around: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
         """What each call of a node is made in, by the batch of its micro-batch."""
         self.order: BackwardOrder | None = None
-        """In which units that FSDP holds are gathered and reduced."""
+        """In which units that FSDP wraps are gathered and reduced."""
         self.units: dict[str, nn.Module] = {}
         """Units that may be wrapped by themselves; their parameters are read by no one else.  A
         wrapper takes their place through `place`."""

@@ -33,13 +33,13 @@ from runtime.trial import copied, untouched
 from runtime.without_values import even_routing
 
 MOST_RECORDINGS = 64
-"""Shapes of batches whose recordings are kept; of others the oldest are made again."""
+"""Shapes of batches whose recordings are cached; of others the oldest are made again."""
 Inputs = Callable[[Any], Any]
 """What the module gets of a batch: a tuple, a dict of keywords, or one thing."""
 
 
 class Recorder:
-    """Records a module for every shape of batch that comes; holds no values of its parameters."""
+    """Records a module for every shape of batch that comes; has no values of its parameters."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Recorder:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of parameters and buffers that the forward never reads, nor any unit holds."""
+        """Names of parameters and buffers that the forward never reads, and no unit has."""
         used: set[int] = set()
         for at, node in enumerate(self.first.nodes):
             if at in self.first.derived:

@@ -4,7 +4,7 @@ Units run whole; what happens between units is a list of functions.  Replaying a
 module's outputs bit by bit, and any run of them can be a pipeline stage.  Leaves of the batch are
 on every rank, so that neither they nor what is made of them alone crosses a cut.
 
-A recording holds for one set of shapes, one mode (train or eval) and one type of numbers.
+A recording is valid for one set of shapes, one mode (train or eval) and one type of numbers.
 runtime.recorder makes them, runtime.recorded_stage runs them.
 """
 
@@ -32,7 +32,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A tensor that the module holds, by its name: a parameter, a buffer or a plain attribute."""
+    """A tensor of the module, by its name: a parameter, a buffer or a plain attribute."""
 
     name: str
 
@@ -70,7 +70,7 @@ class Node:
     changed: frozenset[int]
     """Values that it changes in place, and others in the same memory."""
     changes_held: bool
-    """It changes what the module holds, a buffer."""
+    """It changes a buffer of the module."""
     where: str
 
     def arguments(self, value: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

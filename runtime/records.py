@@ -1,7 +1,7 @@
 """Rows of data files: lines of JSON, and parquet tables through the library datasets.
 
-What a row holds, its keys say: a conversation (`messages`), a `prompt` with its `completion`, or a
-`text`.  Rows are read one after another, so that no file must fit in memory.
+The keys of a row say what it is: a conversation (`messages`), a `prompt` with its `completion`, or
+a `text`.  Rows are read one after another, so that no file must fit in memory.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def _parsed(line: str, number: int, path: Path) -> Row:
     except DocumentError as error:
         raise DocumentError(place, error.message, file=str(path)) from None
     if not isinstance(row, dict):
-        raise DocumentError(
-            place, f"holds {line.strip()[:40]!r}, no object of keys", file=str(path)
-        )
+        raise DocumentError(place, f"is {line.strip()[:40]!r}, no object of keys", file=str(path))
     if "\\u" in line and any(map(_has_half_pairs, _texts(row))):
         raise DocumentError(
             place, "has half of a surrogate pair; write characters whole", file=str(path)

@@ -47,7 +47,7 @@ def mixed(
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, [token, hidden].
 
-    The module holds this rank's part of the experts, in the order of the ranks of `group`; of these
+    The module has this rank's part of the experts, in the order of the ranks of `group`; of these
     `inside` are those of this node, and `across` those that stand where this one does, of all
     nodes.  `meanwhile` is called while tokens are on the way to nodes.
     """

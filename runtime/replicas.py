@@ -3,7 +3,7 @@
 Gradients lie in flat buckets, each of the parameters of neighbouring layers.  When backward has
 added the last micro-batch's gradient of all parameters of a bucket, its mean over the ranks is on
 its way while backward goes on; `finish` sends what is left and waits.  Parameters are used where
-they are: unlike FSDP, nothing holds a second copy of them.
+they are: unlike FSDP, there is no second copy of them.
 
 This serves what computes in the type of its parameters (fp32, tf32) and divides no states; all else
 is FSDP's to do (runtime/parallelize.py).

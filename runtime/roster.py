@@ -155,7 +155,7 @@ class Proposal:
 
 
 def newest_whole(held: Iterable[Held]) -> State | None:
-    """Return the newest state of which all parts are held.
+    """Return the newest state of which all parts are there.
 
     >>> one = Held(epoch=2, step=7, of=2, parts=(0,))
     >>> other = Held(epoch=2, step=6, of=2, parts=(0, 1))

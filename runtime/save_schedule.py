@@ -1,7 +1,7 @@
 """When a run is saved: at the interval that was asked for, or where the least is lost.
 
 The second is computed before the run from predicted figures, and anew from what its steps and saves
-take.  Rank 0 measures and tells the others, so that all save behind the same steps.
+take.  Rank 0 measures and tells the others, so that all save after the same steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SaveSchedule:
         return step - self._last >= self._every
 
     def stepped(self, step: int, step_s: Sequence[float], metrics: Metrics | None) -> None:
-        """Compute the interval behind the first steps; all ranks call it behind each."""
+        """Compute the interval after the first steps; all ranks call it after each."""
         if step == self._first + MEASURED_AFTER:
             self._measure(step_s, metrics)
 

@@ -1,4 +1,4 @@
-"""Passes: forwards and backwards of a script's micro-batches over the stages that a rank holds.
+"""Passes: forwards and backwards of a script's micro-batches over the stages of a rank.
 
     passes = Passes(plan, place, parts, recorder, loss=loss, ...)
     micros = passes.cut(batch, step=3)       # this rank's slice, as micro-batches

@@ -51,7 +51,7 @@ class ScriptRun:
 
     @property
     def step_time_s(self) -> float | None:
-        """The median behind the first steps; none where there are no more."""
+        """The median after the first steps; none where there are no more."""
         times = [record.step_s for record in self.steps[WARM_UP_STEPS:]]
         return statistics.median(times) if times else None
 

@@ -56,7 +56,7 @@ class ScriptState:
         aliases: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """`beside` returns what is kept beside what is trained, by name.
+        """`beside` returns what is saved beside what is trained, by name.
 
         `aliases` are first names of tied parameters.
         """
@@ -263,7 +263,7 @@ def _unpickled(file: BinaryIO) -> Any:
 
 
 def own_state(place: Path, slice_rank: int) -> dict[str, Any]:
-    """Return what this slice kept; where there were fewer slices, what the first one did."""
+    """Return the state of this slice; where there were fewer slices, what the first one did."""
     path = place / _own_file(slice_rank)
     if not path.exists():
         path = place / _own_file(0)

@@ -1,7 +1,7 @@
 """State in memory: what ranks hold between two steps, as named parts that any plan puts back.
 
     snapshot = engine.snapshot()             # this rank's parts, copied to the host
-    engine.restore([mine, others, ...])      # parts that together cover what this rank holds
+    engine.restore([mine, others, ...])      # parts that together cover this rank's tensors
 
 Names, shapes and places are those of the whole model, so that neither stage nor plan is in them.
 Nothing here talks to other ranks: whoever moves parts between ranks or keeps them is elsewhere.
@@ -34,7 +34,7 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one rank behind a step."""
+    """The state of one rank after a step."""
 
     step: int
     parts: Mapping[str, SnapshotPart]
@@ -61,7 +61,7 @@ def taken(state: Mapping[str, Tensor], *, step: int, next_sample: int) -> Snapsh
 def put_back(state: Mapping[str, Tensor], snapshots: Sequence[Snapshot]) -> None:
     """Fill a rank's state in place with what snapshots of one step have of it.
 
-    Raises LaunchError where they are of several steps, or leave out what this rank holds; then
+    Raises LaunchError where they are of several steps, or leave out some of this rank's; then
     nothing was changed.
     """
     steps = sorted({one.step for one in snapshots})

@@ -6,7 +6,7 @@ pipeline is filled with step k + 1 while step k's gradients are still on their w
     W(k+1) = W(k) + AdamW's move by the gradient of step k at W(max(0, k-1))
 
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1.  A rank
-holds two versions of its weights and, since clipping needs the norm over all ranks, the gradients
+has two versions of its weights and, since clipping needs the norm over all ranks, the gradients
 of two steps.  Step k's update is made when call k + 1 ends; `drain` makes it earlier, and changes
 no number.
 """

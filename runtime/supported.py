@@ -30,13 +30,13 @@ def foreign(plan: Plan) -> str | None:
 
 
 def documents_refused(plan: Plan, model: ModelGraph) -> str | None:
-    """Return why attention cannot be kept within documents of a sample, or None if it can."""
+    """Return why attention cannot be restricted to documents of a sample, or None if it can."""
     own, a = is_recorded(plan.model.source), model.architecture
     reference = not own and (a is None or a.family == "reference")
     if reference or is_factory(plan.model.source):
         return (
             f"documents: {plan.model.name} is no model of transformers, and attention of others is "
-            "not kept within documents here; train on text, or with meshwright.Engine"
+            "not restricted to documents here; train on text, or with meshwright.Engine"
         )
     if schedule_of(plan.schedule).stale:
         return f"schedule: {plan.schedule} does not take documents; use {PLAIN}"

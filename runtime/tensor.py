@@ -3,13 +3,13 @@
 Parameters become DTensors on the tensor axis, so that storage, checkpoints and data parallelism
 know their shape; computation runs on plain local tensors, which costs no DTensor dispatch.
 
-Between modules each rank holds its part of the positions.  Styles of a module (Megatron-LM's,
+Between modules each rank has its part of the positions.  Styles of a module (Megatron-LM's,
 Korthikanti et al., 2022):
     gather      its input is collected along the positions
     columns     a Linear that makes its own part of the output features
     rows        a Linear that reads its own part of the input features; partial outputs are summed
                 and scattered along the positions
-    vocabulary  an Embedding that holds its own rows; outputs are summed and scattered
+    vocabulary  an Embedding of its own rows; outputs are summed and scattered
     logits      gather, then columns; the output is a DTensor divided along the vocabulary
     experts     every expert makes its own part of the inner features; outputs are partial
     part        a Linear that reads its own part of the input features; outputs stay partial
@@ -49,7 +49,7 @@ SHARDS: dict[TensorStyle, dict[str, int]] = {
 }
 """Which dim of which parameter a style divides.
 
-Where a dim holds several matrices one above the other (Adapter.pieces), each is divided and a rank
+Where a dim has several matrices one above the other (Adapter.pieces), each is divided and a rank
 has its part of each: DTensor has no placement for that, so only `Optimizer.state`, which gives them
 a dim of their own, may put such a parameter together.
 """
@@ -157,7 +157,7 @@ def distribute(
     mesh: DeviceMesh,
     done: dict[int, nn.Parameter],
 ) -> None:
-    """Replace a parameter by a DTensor that holds this rank's part of it, not yet filled."""
+    """Replace a parameter by a DTensor of this rank's part of it, not yet filled."""
     parameter = module._parameters.get(attribute)
     if parameter is None:
         return

@@ -56,7 +56,11 @@ def recording_of(source: str) -> Iterator[None]:
         raise DocumentError("", str(error), file=source) from error
     except Exception as error:  # whatever the module's own code says
         raise DocumentError(
-            "", f"cannot be recorded: {type(error).__name__}: {error}", file=source
+            "",
+            f"its own code raised {type(error).__name__} while it was recorded: "
+            f"{str(error).rstrip('.')}; give sizes and a --seq-len that it takes, or train it from "
+            "a script with meshwright.Engine",
+            file=source,
         ) from error
 
 

@@ -121,7 +121,7 @@ def compiler_lack(device: torch.device) -> str | None:
 def divided_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backend of torch.compile that hands on graphs of forward and of backward.
 
-    They are decomposed and divided as inductor does it, which decides what is kept for backward.
+    They are decomposed and divided as inductor does it, which decides what is saved for backward.
     """
     from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
     from torch._functorch import config  # noqa: PLC0415
@@ -257,7 +257,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
 def before_reduction(module: FSDPModule, act: Callable[[Sequence[Any]], None]) -> None:
     """Call `act` with FSDP's records of a module's parameters whenever it is about to reduce them.
 
-    FSDP may come by twice behind one backward: the second time nothing is left to reduce.
+    FSDP may come by twice after one backward: the second time nothing is left to reduce.
     """
     for group in _groups_of(_fsdp_state(module)):
         group.post_backward = _acting_before(group, act, group.post_backward)
@@ -282,7 +282,7 @@ def begin_backward(module: FSDPModule) -> None:
 
 
 def end_backward(module: FSDPModule) -> None:
-    """Let FSDP reduce the gradients of a module behind its backward, if it has not yet."""
+    """Let FSDP reduce the gradients of a module after its backward, if it has not yet."""
     for group in reversed(_groups_of(_fsdp_state(module))):
         if not _is_behind_backward(group):
             group.post_backward()

@@ -1,4 +1,4 @@
-"""Any optimizer of torch over what a rank holds of the parameters.
+"""Any optimizer of torch over a rank's parts of the parameters.
 
     optimizer(groups)    is called with a list of {"params": [...], **settings}, as torch's classes
                          are, and returns a torch.optim.Optimizer
@@ -534,7 +534,7 @@ class TorchOptimizers(Gradients):
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Take over from a state that was filled what does not share memory with it.
 
-        That is numbers, what is kept in few bits, and parts of several matrices in one.
+        That is numbers, what is stored in few bits, and parts of several matrices in one.
         """
         self.weights_loaded(state)
         for name, key, value in list(self._states()):

@@ -482,7 +482,7 @@ def _on_this_device(device: run.Device) -> Callable[[], object]:
 
 
 class _Peak:
-    """The most memory that training holds at once on this rank.
+    """The most memory of training at once on this rank.
 
     CUDA counts by itself, and does so from the watched step on.  Elsewhere live tensors are counted
     in the watched step, which is slower for it.

@@ -2,7 +2,7 @@
 
 `transformed` is that order; each function behind it is one technique, and does nothing where the
 plan does not ask for it.  A stage of a language model has the rules of its family (styles, first
-values, names); one of a user's own module has the styles that were given or derived, and holds
+values, names); one of a user's own module has the styles that were given or derived, and has
 values already.
 """
 
@@ -76,7 +76,7 @@ class Script:
     styles: ScriptStyles
     participation: Participation
     unused: Sequence[nn.Parameter]
-    """Parameters that nothing reads, on the stage that holds them."""
+    """Parameters that nothing reads, on the stage that has them."""
     loss: token_loss | None
     """What may be made in chunks."""
 
@@ -198,7 +198,7 @@ def language_stage(
 
 
 def _wraps_experts(plan: Plan, place: Place) -> bool:
-    """Tell whether data parallelism holds experts by themselves."""
+    """Tell whether data parallelism wraps experts by themselves."""
     apart = place.expert_replicas > 1 and not reduces_apart(plan, place)
     return plan.mesh.expert > 1 and (apart or wants_mesh(plan))
 
@@ -475,7 +475,7 @@ def _data(staged: Staged, at: int) -> None:
 
 
 def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
-    """Return the experts modules of a unit that data parallelism holds by themselves."""
+    """Return the experts modules of a unit that data parallelism wraps by themselves."""
     if not _wraps_experts(staged.plan, staged.place):
         return []
     found = experts.modules_of(staged.module.part(name)).values()

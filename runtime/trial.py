@@ -4,7 +4,7 @@
         copied(module)(x)                    # the module itself is copied
 
 A copy does not reach what its functions share with the original: attributes of classes, globals
-that methods name, variables of closures, caches.  These are put back behind a trial, and so are
+that methods name, variables of closures, caches.  These are put back after a trial, and so are
 the random numbers of Python, numpy and torch.  What can be neither copied nor put back is refused.
 Not seen: state inside extensions and libraries, open files.
 """

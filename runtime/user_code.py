@@ -66,7 +66,7 @@ class UserFiles:
         return module
 
     def text_of(self, path: Path) -> bytes:
-        """Return what a file holds, if that is what is known of it."""
+        """Return the contents of a file, if they are what is known of it."""
         name = path.relative_to(self.folder).as_posix()
         text = _read(path, self.source)
         if self.known is None:

@@ -1,7 +1,7 @@
 """Verdicts: what is done about what ended the ranks of a run, as a table.
 
 The first row that fits counts.  `times` is how often this cause has ended the run on this rank,
-`stuck` how often in a row it did so behind the same step.  What is not understood stops.
+`stuck` how often in a row it did so after the same step.  What is not understood stops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.documents.events import Cause, Reaction
 from planner.documents.units import Count
 
 ATTEMPTS = 3
-"""Ends behind one step by one cause, until that is the end."""
+"""Ends after one step by one cause, until that is the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Verdict:
 
     causes: frozenset[Cause]
     stuck: int = 1
-    """At least so often behind one step."""
+    """At least so often after one step."""
     times: int = 1
     """At least so often on one rank."""
     devices: int = 1
@@ -38,7 +38,7 @@ VERDICTS: Sequence[Verdict] = (
         causes=frozenset({"crash", "device", "node", "hang"}),
         stuck=ATTEMPTS,
         reaction="stop",
-        why=f"it ended {ATTEMPTS} times behind the same step",
+        why=f"it ended {ATTEMPTS} times after the same step",
     ),
     Verdict(
         causes=frozenset({"device", "node"}),

@@ -73,7 +73,7 @@ class WeightGradients:
         self._waiting.append((weight, x, grad, products))
 
     def taken(self) -> Callable[[], None]:
-        """Return a function that makes all gradients kept so far, and keep them no longer."""
+        """Return a function that makes all deferred gradients, and forget them."""
         waiting, self._waiting = self._waiting, []
 
         # Inputs remember how they were made; with gradients on, so would every product of them.

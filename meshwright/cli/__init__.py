@@ -1,8 +1,8 @@
 """The command line: translate arguments, call one function, show the answer.
 
-Results go to stdout, talk and progress bars to stderr; `--json` prints one JSON object and nothing
-else, `{"error": ...}` of a failure.  Exit 0 done, 1 the user must act, 2 wrong usage; a traceback
-is our bug.  A command's module names its options; what it needs is imported when it runs.
+Results go to stdout, messages and progress bars to stderr; `--json` prints one JSON object and
+nothing else, `{"error": ...}` of a failure.  Exit 0 done, 1 the user must act, 2 wrong usage; a
+traceback is our bug.  A command's module names its options; what it needs is imported when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli import figures, plans, runs, tunes
-from meshwright.cli.console import say
+from meshwright.cli.console import refuse, say
 from meshwright.examples import epilog
 from planner.errors import DocumentError, MeshwrightError
 from planner.errors.shown import lines
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             say("interrupted")
             _fail(json, "Interrupted", "interrupted", INTERRUPTED)
     except MeshwrightError as error:
-        say(str(error))
+        refuse(str(error))
         return _fail(json, type(error).__name__, str(error), error.status, _place(error))
     except WRONG_USAGE as error:
         error.show()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
     from planner.search.answer import Progress as Report
 
 
+VERBS = (
+    *("add", "allow", "ask", "build", "call", "change", "choose", "compare", "compute", "convert"),
+    *("delete", "describe", "divide", "end", "export", "free", "give", "hand", "hold", "import"),
+    *("install", "keep", "launch", "leave", "let", "list", "load", "lower", "make", "mark", "name"),
+    *("order", "pad", "plan", "profile", "put", "remove", "rename", "rent", "restore", "resume"),
+    *("return", "save", "say", "see", "seed", "set", "shorten", "start", "submit", "train"),
+    *("uninstall", "use", "wait", "write", "it would fit"),
+)
+"""What a remedy begins with."""
+REMEDY = re.compile(rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b.+)", re.IGNORECASE)
 out = Terminal()
 talk = Terminal(stderr=True)
 
@@ -39,6 +51,41 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
             shown.update(task, completed=done, total=total)
 
         yield report
+
+
+def remedy_first(message: str) -> tuple[str, str]:
+    """Return what a refusal says to do, and why; the message and nothing where it says neither.
+
+    >>> remedy_first("layout: tp=3 leaves 2 of 8 devices idle; add idle=2, or name other degrees")
+    ('add idle=2, or name other degrees', 'layout: tp=3 leaves 2 of 8 devices idle')
+    >>> remedy_first("no plan of x fits. It would fit on 64 such devices.")
+    ('it would fit on 64 such devices', 'no plan of x fits')
+    >>> remedy_first("seq_len: is 0; a sample has 1 token or more")
+    ('seq_len: is 0; a sample has 1 token or more', '')
+    """
+    parted = REMEDY.fullmatch(message)
+    if parted is None or parted["do"].count("(") != parted["do"].count(")"):
+        return message, ""
+    remedy = parted["do"].removesuffix(".")
+    return remedy[:1].lower() + remedy[1:], parted["why"]
+
+
+def refuse(message: str) -> None:
+    """Print why a command ends; where that takes several lines the first says what to do."""
+    if not talk.is_terminal or len(f"meshwright: {message}") <= talk.width:
+        say(message)
+        return
+    remedy, reason = remedy_first(lines(message))
+    for indent, text in (("", f"meshwright: {remedy}"), ("  ", reason)):
+        wide = textwrap.fill(
+            text,
+            talk.width,
+            initial_indent=indent,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        talk.print(wide, soft_wrap=True, end="\n" if wide else "")
 
 
 def say(message: str) -> None:

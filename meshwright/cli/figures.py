@@ -101,13 +101,15 @@ class WhatIfTuning(StrEnum):
 
 def whatif(
     study: Annotated[str | None, typer.Argument(help="A STUDY.yaml")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Instead of a study")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model to train, in place of a study")
+    ] = None,
     clusters: Annotated[
         str | None, typer.Option("--clusters", help="Separated by commas: 8xa10g,4xp5.48xlarge")
     ] = None,
     owned: Annotated[
         str | None,
-        typer.Option("--owned", help="Clusters that you own: all but the hardware is paid"),
+        typer.Option("--owned", help="Clusters that you own, whose hardware costs nothing more"),
     ] = None,
     reserved: Annotated[
         str | None,
@@ -129,7 +131,7 @@ def whatif(
     power_cap: Annotated[float | None, typer.Option("--power-cap", help="Watts")] = None,
     confidence: Annotated[
         float | None,
-        typer.Option("--confidence", help="Minimum probability of keeping these goals: 0.8"),
+        typer.Option("--confidence", help="Least probability of meeting these goals: 0.8"),
     ] = None,
     electricity: Annotated[
         float | None, typer.Option("--electricity", help="US dollars per kWh")

@@ -73,7 +73,8 @@ def plan(
     ] = 1,
     backend: BackendOption = None,
     prefer: Annotated[
-        Preferred, typer.Option("--prefer", help="Which of the plans within 1.5 % of the fastest")
+        Preferred,
+        typer.Option("--prefer", help="Which plan to take of those within 1.5 % of the fastest"),
     ] = Preferred.SIMPLEST,
     prove: Annotated[
         ProofLevel,
@@ -85,7 +86,7 @@ def plan(
         float | None,
         typer.Option(
             "--fit-probability",
-            help="With which plans fit at least; 0.5: as memory is predicted; default: 0.95",
+            help="Least probability that a plan fits; 0.5: memory as predicted; default: 0.95",
         ),
     ] = None,
     output: Output = None,
@@ -198,7 +199,7 @@ def compare(
 ) -> None:
     """Compare plans: time, cost, memory and why.
 
-    With --best: one plan beside the best of its job, and what each change is worth.
+    With --best: one plan against the best one of its job, and what each change saves.
     """
     from meshwright import commands
     from meshwright.answer_texts import compared_parts, improved_parts
@@ -247,7 +248,7 @@ def import_(
 ) -> None:
     """Read another framework's configuration as a plan.
 
-    Nothing in it is executed; what was assumed and which keys were not read is said.
+    It executes nothing of it, and prints what was assumed and which keys were not read.
     """
     from meshwright import commands
     from meshwright.answer_texts import imported_facts
@@ -407,9 +408,9 @@ def export(
         for warning in written.warnings:
             say(f"warning: {warning}")
         for name, value in written.environment.items():
-            say(f"outside this file: environment {name}={value}")
+            say(f"not in this file: environment {name}={value}")
         for said in written.in_the_script:
-            say(f"outside this file: {said}")
+            say(f"not in this file: {said}")
         return
     for warning in written.warnings:
         say(f"warning: {warning}")

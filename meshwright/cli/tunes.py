@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def tune(
     model: Annotated[
         str,
-        typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are kept"),
+        typer.Argument(help="A model, as of plan; or a plan.yaml, whose model and job are used"),
     ],
     cluster: ClusterOption = None,
     on: Annotated[
@@ -71,7 +71,7 @@ def tune(
     trust_code: TrustCode = False,
     trials: Annotated[
         str | None,
-        typer.Option("--trials", help="Folder of trials; default: beside the plan. They go on"),
+        typer.Option("--trials", help="Folder of trials, used again; default: beside the plan"),
     ] = None,
     output: Annotated[
         str, typer.Option("-o", "--output", help="Write the plan here, after every trial")

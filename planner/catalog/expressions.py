@@ -81,9 +81,9 @@ def resolve_model(text: str) -> ModelGraph:
     try:
         name = model_name(text)
     except DocumentError as error:
-        raise DocumentError(
-            "", f"{error.message} Or give a config.json, a folder that has one, or file.py:factory."
-        ) from error
+        way = "a config.json, a folder that has one, or file.py:factory"
+        begin = " Or give" if error.message.endswith("?") else "; give a name,"
+        raise DocumentError("", f"{error.message}{begin} {way}") from error
     return graph_of(architecture_of(model_config(name), name=name), name=name, source=name)
 
 
@@ -232,7 +232,7 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
         if counts[0] % most:
             raise DocumentError(
                 "",
-                f"'{text}' asks for {counts[0]} devices, and a node holds {most} {name}; write "
+                f"'{text}' asks for {counts[0]} devices, and a node has {most} {name}; write "
                 f"nodes x devices, as {counts[0] // most}x{most}x{name}",
             )
     else:
@@ -240,7 +240,7 @@ def _of_accelerator(name: str, counts: Sequence[int], text: str) -> ClusterSpec:
     if per_node > most:
         raise DocumentError(
             "",
-            f"'{text}' puts {per_node} devices in a node; a node holds {most} {name}, others need "
+            f"'{text}' puts {per_node} devices in a node; a node has {most} {name}, others need "
             "a cluster.yaml",
         )
     usual = next(
@@ -426,7 +426,7 @@ def _model_at(path: Path, text: str) -> ModelGraph:
         if isinstance(data, dict) and "layers" in data and "model_type" not in data:
             return ModelGraph.of(data)
         if not isinstance(data, dict):
-            raise DocumentError("", "holds no mapping; a model's config.json is one")
+            raise DocumentError("", "is no mapping; a model's config.json is one")
         stem = path.parent.resolve().name if path.name == "config.json" else path.stem
         name = name_of(stem or "model")
         return graph_of(architecture_of(data, name=name), name=name, source=text)

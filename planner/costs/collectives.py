@@ -63,8 +63,8 @@ def curves_by_name(curves: Sequence[CollectiveCurve]) -> Curves:
 def group_levels(tiers: Sequence[LinkTier], layout: Layout, axes: Sequence[Axis]) -> Levels:
     """Return the levels of the groups along some axes of a layout's mesh.
 
-    Ranks are numbered with `layout.order` innermost first.  A tier that reaches D devices holds
-    whole groups if D is a multiple of the ranks they span; else it holds as many members as fit
+    Ranks are numbered with `layout.order` innermost first.  A tier that reaches D devices has
+    whole groups if D is a multiple of the ranks they span; else it has as many members as fit
     without straddling its border, and the next tier joins the parts.
     """
     return levels(tiers, group_steps(layout, axes), devices=layout.devices)

@@ -46,7 +46,7 @@ BACKWARD_KERNELS = 2
 
 DEVICES_SPREAD = 0.014
 """Standard deviation of the seconds of the same products over devices of one kind, whose clocks a
-power limit holds at unlike rates.  Medians of devices, interquartile range over 1.349 (hal-uw's
+power limit sets to unlike rates.  Medians of devices, interquartile range over 1.349 (hal-uw's
 blox-pal at da726ca, aggregated_data, measured for arXiv:2208.11035 and 2408.11919): ResNet-50 on
 219 A100 of Lonestar6 2.1 %; SGEMM, ResNet-50 and BERT on 392, 336 and 136 V100 of Longhorn 1.7, 2.3
 and 0.5 %; ResNet-50 and BERT on 296 and 276 RTX 5000 of Frontera 0.6 and 0.4 %: 1.4 % over the

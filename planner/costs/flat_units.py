@@ -39,7 +39,7 @@ from planner.costs.memory import States, StateSharding, roots_bytes
 
 
 def states(parameters: float, sharing: StateSharding, *, unit: float | None = None) -> States:
-    """Return what a layer with this many trained parameters on the rank holds; the table is above.
+    """Return the bytes of a layer with this many trained parameters on the rank (table above).
 
     `unit` are the parameters of its largest unit where it is several.
 
@@ -94,7 +94,7 @@ def in_root(
     before: float | None,
     tied: float = 0.0,
 ) -> States:
-    """Return what an end of the model holds as a part of the root unit, which trains `root`.
+    """Return the bytes of an end of the model as a part of the root unit, which trains `root`.
 
     `before` is None of the embedding; of the output projection bytes of the copy of the unit that
     ends before the loss, and is gathered for its own backward before that of the loss.  The copy

@@ -43,7 +43,7 @@ class GroupCosts:
         return layout.devices // layout.pipeline
 
     def stages_of(self, layout: Layout) -> dict[str, int]:
-        """How many stages each group holds if it is used up."""
+        """How many stages each group has if it is used up."""
         each = self.stage_devices(layout)
         return {group.name: group.devices // each for group in self.cluster.groups}
 

@@ -1,4 +1,4 @@
-"""What a rank holds of the states of one layer: parameters, gradients and optimizer, in bytes.
+"""Bytes of the states of one layer on a rank: parameters, gradients and optimizer.
 
 How states are shared follows from the layout alone; routed experts may have ranks of their own, and
 adapters leave all but their own parameters frozen.
@@ -101,7 +101,7 @@ class HeldStates:
         )
 
     def held(self, layer: Layer, layout: Layout, sharing: StateSharding) -> ResidentParameters:
-        """Return what a rank holds of a layer; routed experts divide over other ranks."""
+        """Return a rank's bytes of a layer; routed experts divide over other ranks."""
         key = (
             layer.kind,
             layout.tensor,
@@ -202,7 +202,7 @@ class HeldStates:
         return None
 
     def copy_bytes(self, kind: str, layout: Layout) -> float:
-        """Return bytes of a block's working copy, frozen weights as they are kept."""
+        """Return bytes of a block's working copy, frozen weights as they are stored."""
         types = self._types[layout.zero]
         each = types.working if self._job.lora is None else types.frozen
         return each * self._unit(kind, layout)
@@ -231,7 +231,7 @@ class HeldStates:
         layout: Layout,
         sharing: StateSharding,
     ) -> States:
-        """Return what an end holds in FSDP1's root unit, which has all that no block is."""
+        """Return the bytes of an end in FSDP1's root unit, which has all that no block is."""
         kinds, (_, last) = self._model.chain_kinds, self.end_kinds
         trained = self._job.lora is None
         before: float | None = None
@@ -250,7 +250,7 @@ class HeldStates:
     def _frozen(
         self, layer: Layer, layout: Layout, sharing: StateSharding, dense: float, routed: float
     ) -> ResidentParameters:
-        """Return what a rank holds of a layer of which adapters alone are trained."""
+        """Return a rank's bytes of a layer of which adapters alone are trained."""
         assert self._job.lora is not None
         end = layer.kind in self.end_kinds
         if end:  # 4 bits are of the blocks' products
@@ -281,7 +281,7 @@ class HeldStates:
         )
 
     def tied_copy(self, layer: Layer) -> float:
-        """Parameters of other stages of which a layer's own holds a copy in a pipeline.
+        """Parameters of other stages of which a layer's own has a copy in a pipeline.
 
         Of a language model it is the output projection's, on the last stage.
         """
@@ -335,5 +335,5 @@ def loss_gradients(layout: Layout) -> LossGradients | None:
 
 
 def weight_versions(layout: Layout) -> int:
-    """How often a rank holds its parameters."""
+    """How many copies of its parameters a rank has."""
     return layout.executed.weight_versions

@@ -121,7 +121,7 @@ class LayerParts:
         return self._put_together(layer, layout, figures, Moved(held, None, 0.0))
 
     def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
-        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        """Return a rank's bytes of a kind, what its sharing takes, and a tied weight's sums."""
         held, moving, tied_s = self._moved(self._layers[kind], layout)
         assert moving is not None
         return held, moving, tied_s

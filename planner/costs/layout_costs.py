@@ -290,11 +290,11 @@ class CostTables:
         return self._holding.sharing(layout)
 
     def moved(self, kind: str, layout: Layout) -> tuple[ResidentParameters, ShardingTraffic, float]:
-        """Return what a rank holds of a kind, what its sharing takes, and a tied weight's sums."""
+        """Return a rank's bytes of a kind, what its sharing takes, and a tied weight's sums."""
         return self._parts.moved(kind, layout)
 
     def states(self, layout: Layout) -> tuple[States, ...]:
-        """[kind] What a rank holds of one layer's parameters, gradients and optimizer."""
+        """[kind] A rank's bytes of one layer's parameters, gradients and optimizer."""
         key = (
             layout.tensor,
             layout.expert,
@@ -438,7 +438,7 @@ class CostTables:
         return self._rates.action_s * self._rates.action_share(layout.virtual_stages)
 
     def _recorded_bytes(self, layout: Layout, setting: Setting) -> float:
-        """Return what a pass of all blocks holds back; of scripts nothing is known."""
+        """Return what stays allocated until the pass of all blocks ends; unknown of scripts."""
         a, each = self.model.architecture, self._rates.stack.tensor.recorded
         divided = setting.divides_tensors and setting.sequence_parallel
         if a is None or not each or not divided or layout.pipeline > 1:

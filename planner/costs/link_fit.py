@@ -2,7 +2,7 @@
 
     seconds = α + S / W        S bytes, α = latency_s, W = bytes_per_s
 
-Libraries change their algorithm with the size, so one line rarely holds for all.  Fitted are as few
+Libraries change their algorithm with the size, so one line rarely fits all.  Fitted are as few
 lines, each over neighbouring sizes, as bring every point near to its own: within a tenth, or half
 of the point's own spread.  Distances are relative, so that small messages count as large ones.
 """

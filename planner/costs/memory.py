@@ -1,6 +1,6 @@
 """Bytes that a layer's parameters, gradients and optimizer state take on one rank, under any stack.
 
-Activations stand in `planner.layers.arithmetic`, what a rank holds beside layers in
+Activations stand in `planner.layers.arithmetic`, a rank's bytes beside layers in
 `planner.costs.layout_costs`, units of FSDP1 in `planner.costs.flat_units`.
 
 Symbols: N parameters of the layer on the rank after tensor parallelism, d shard degree; of each
@@ -16,7 +16,7 @@ Buffers.  Working parameters lie in whole buffers, the optimizer has its own sha
     ZeRO-2             e N                  (g/d + f) N     (m + o) N/d
     ZeRO-3             (m or e) N/d         (g/d + f) N     o N/d
 
-Layers.  FSDP2 holds every layer as a unit, whose shard is the master, s = m or e bytes each, and
+Layers.  FSDP2 wraps every layer as a unit, whose shard is the master, s = m or e bytes each, and
 which adds a working copy wherever it wraps a layer.  It wraps all but whole copies that are
 computed with as they are, whose gradients are summed without it (runtime/replicas.py):
 
@@ -46,7 +46,7 @@ from, the next unit's buffer), and in backward its fresh gradients e N, the redu
 buffer.  The optimizer is fused and needs no temporaries.
 
 Where whole gradients are summed over micro-batches, fresh ones are in the sum before its reduction
-begins.  A loss holds its logits several times over, and lets go of them before its weight's
+begins.  A loss has its logits several times over, and lets go of them before its weight's
 gradient is made: gathered copies, fresh gradients and the reduction's input come after it.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard (_fsdp_param_group.py, _fsdp_collectives.py);
@@ -232,7 +232,7 @@ class StateSharding:
 
     @property
     def wrapped(self) -> bool:
-        """Whether FSDP2 holds the layer.
+        """Whether FSDP2 wraps the layer.
 
         It does for divided states, mixed precision, parameters on the host, sums in 16 bits.
         """
@@ -400,7 +400,7 @@ def states(
     pieces: int = 0,
     end: LastLayer | FirstLayer | None = None,
 ) -> States:
-    """Return what a layer with this many parameters on the rank holds; the table is above.
+    """Return the bytes of a layer with this many parameters on the rank; the table is above.
 
     `largest` is its largest single parameter, whose fresh gradient waits to be added where FSDP2
     does not hold it; `factors` are the elements of its gradients' low-rank factors.  Its
@@ -551,9 +551,9 @@ def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
 
         forward     2 G + p G          it, the buffer that it came in, and those ahead
         backward    G + p G            it and those ahead
-        between     G / k              kept from forward to backward
+        between     G / k              from forward to backward
 
-    When a unit's gradients are reduced the next one runs, so that of both nothing is kept any more;
+    When a unit's gradients are reduced the next one runs, so that nothing of both is left;
     with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
     data (`benchmarks.rehearsal`).
     """
@@ -596,7 +596,7 @@ def _at_an_end(
 
 
 def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
-    """Return what a layer holds in buffers; with the optimizer on the host masters are there too.
+    """Return a layer's bytes in buffers; with the optimizer on the host masters are there too.
 
     From ZeRO-2 on so are gradients, as they are reduced (Ren et al., 2021, ZeRO-Offload).  Under
     ZeRO-3 its copy and the next one's are there while it works, and the reduction's input; where
@@ -649,12 +649,12 @@ def _buffers(n: float, sharing: StateSharding, largest: float) -> States:
 
 
 def in_root(held: States, shared: float, sharing: StateSharding) -> States:
-    """Return what a layer holds under ZeRO-3 whose matrix of `shared` parameters another one uses.
+    """Return a layer's bytes under ZeRO-3 whose matrix of `shared` parameters another one uses.
 
-    FSDP2 holds what layers share in its root, and the root is gathered from before the first layer
+    FSDP2 wraps what layers share in its root, and the root is gathered from before the first layer
     until the backward ends; autograd keeps the gradient of the later use until the earlier one's
     has come.  So a copy and a gradient, e N each, are there beside all other layers, and no more
-    come while the layer itself runs; what is there behind its backward has that gradient in it.
+    come while the layer itself runs; what is there after its backward has that gradient in it.
     """
     copy = sharing.types.working * shared
     return replace(
@@ -670,7 +670,7 @@ def in_root(held: States, shared: float, sharing: StateSharding) -> States:
 def frozen_states(parameters: float, sharing: StateSharding) -> States:
     """Return what a layer's frozen parameters hold: no gradients and no optimizer state.
 
-    They are kept in the type of the computation, or narrower, e bytes each (runtime/lora.py):
+    They are stored in the type of the computation, or narrower, e bytes each (runtime/lora.py):
 
         not wrapped            e N, under ZeRO-3 e N/d
         ZeRO-0 to 2            e N/d + e N

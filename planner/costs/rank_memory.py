@@ -3,8 +3,8 @@
 A rank of one stage with whole backwards peaks in a forward or a backward of one of its layers, with
 as many micro-batches in flight as its schedule ever has.  A rank of several stages, or of split
 backwards, peaks at one of the fullest moments of its order (planner.schedules.fullest): a
-micro-batch holds a stage's stored bytes from its forward to its B or I, and from I to W what
-`kept_bytes` of planner.costs.calibration says.  While an action runs, its stage holds what the
+micro-batch occupies a stage's stored bytes from its forward to its B or I, and from I to W what
+`kept_bytes` of planner.costs.calibration says.  While an action runs, its stage has what the
 layers so far have stored, what those behind have left for W, and the working memory of one of them.
 There gradients and gathered parameters count whole at any time, since torch's pipelining keeps both
 from a stage's first backward to the end of the step.
@@ -46,7 +46,7 @@ class Passing:
     sent_bytes: float
 
     def kept_bytes(self, *, sent: bool) -> float:
-        """What a micro-batch in flight holds, of what is sent too if `sent` is kept.
+        """Bytes of a micro-batch in flight, of what is sent too if `sent` stays.
 
         A tensor that is passed on counts once.
         """
@@ -123,7 +123,7 @@ def room_bytes(memory_bytes: float, costs: RankCosts) -> float:
 
 NOT_TENSORS = ("context", "reduce buckets", "allocator overhead", "recorded buffers", "workspaces")
 """Of the parts of a rank's memory, what the process and its allocator take.  An allocator that runs
-short waits for the collectives of what it holds back, so that `recorded buffers` cost no room;
+short waits for the collectives of blocks not freed yet, so that `recorded buffers` cost no room;
 `workspaces` are too small to (one in a thousand of a device)."""
 
 
@@ -133,7 +133,7 @@ def tensors_bytes(parts: Mapping[str, float]) -> float:
 
 
 def has_room(memory_bytes: float, parts: Mapping[str, float], costs: RankCosts) -> bool:
-    """Whether so much device memory holds a rank's peak, up to the rounding of its sum.
+    """Whether a rank's peak fits so much device memory, up to the rounding of its sum.
 
     The parts of the peak are those of `rank_memory_parts`.
     """
@@ -365,7 +365,7 @@ def _at_most(found: Moments, held: Sequence[StageBytes]) -> list[float]:
 def stage_bytes(
     layers: Layers, boundary_bytes: float, *, first: bool, last: bool, keeps_sent: bool
 ) -> StageBytes:
-    """Return what a stage holds; it may be the first or the last of the model."""
+    """Return the bytes of a stage; it may be the first or the last of the model."""
     kept = behind = sum(layer.kept for layer in layers)
     so_far = nothing = 0.0 * kept
     forward, backward, input_backward = ([(nothing, nothing)] for _ in range(3))

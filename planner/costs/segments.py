@@ -2,10 +2,10 @@
 
 Blocks come and go operator by operator as in their tables, and the loss as tensors of a logit each:
 one in 16 bits, upcast and let go of, then those in fp32 that the stack's bytes a logit are made of.
-Logits are larger than any tensor of a block, so that no segment that a forward left holds them:
+Logits are larger than any tensor of a block, so that they fit no segment that a forward left:
 those stay reserved in vain.  What FSDP gathers is of a stream, and so of segments, of its own.
 
-Of layouts without stages, whose activations are all kept.  Gradients and states are there before
+Of layouts without stages, whose activations are all saved.  Gradients and states are there before
 and behind; the second step reserves no more than the first.
 """
 
@@ -97,7 +97,7 @@ def reserved_beside_bytes(
 def _forward(
     device: _TwoStreams, table: OperatorTable, kept: Collection[str], there: dict[str, MemoryBlock]
 ) -> dict[str, MemoryBlock]:
-    """Run a block's operators; return what is kept of those results that were not `there`."""
+    """Run a block's operators; return what stays of those results that were not `there`."""
     last = {name: at for at, op in enumerate(table.operators) for name in (*op.inputs, *op.holds)}
     live: dict[str, MemoryBlock] = {}
     for at, operator in enumerate(table.operators):
@@ -132,7 +132,7 @@ def _loss(
 def _backward(
     device: _TwoStreams, table: OperatorTable, live: dict[str, MemoryBlock], gradient: MemoryBlock
 ) -> MemoryBlock:
-    """Run a block's backward, which lets go of what it kept; return the gradient of its input."""
+    """Run a block's backward, which frees what was saved; return the gradient of its input."""
     first: dict[str, int] = {}
     for at, operator in enumerate(table.operators):
         for name in operator.saved:

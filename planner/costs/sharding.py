@@ -45,7 +45,7 @@ POWERSGD_RANK = 4
 """Columns of PowerSGD's factors."""
 FACTORING_TRAFFIC_BYTES = 36
 """For each gradient: error added (12), two products with the factors (8), their product written
-(4), error kept (12)."""
+(4), error stored (12)."""
 NARROWING_TRAFFIC_BYTES = 33
 """For each element of a shard that operators of their own bring to 8 bits before it is gathered: to
 16 bits (4 + 2), to fp32 (2 + 4), scaled (4 + 4), clamped (4 + 4), to 8 bits (4 + 1)."""

@@ -20,7 +20,7 @@ from planner.solver.requirements import option_name
 
 
 class LayerBytes(NamedTuple):
-    """What one layer of a stage holds; a rank's bytes (planner.costs.rank_memory) grow in each."""
+    """Bytes of one layer of a stage; a rank's bytes (planner.costs.rank_memory) grow in each."""
 
     stored: float
     kept: float
@@ -55,7 +55,7 @@ class LayerBytes(NamedTuple):
         return whole + self.gradient_buffers + self.optimizer
 
     def no_more_than(self, other: LayerBytes) -> bool:
-        """Whether a rank holds no more with this layer than with the other."""
+        """Whether a rank needs no more memory with this layer than with the other."""
         return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
@@ -106,7 +106,7 @@ class StrategyParts:
 
     @property
     def stored_bytes(self) -> float:
-        """On the device from forward to backward: activations, and parameters kept gathered."""
+        """On the device from forward to backward: activations, and parameters still gathered."""
         return self.treated.stored_bytes + self.states.between_bytes
 
     @property
@@ -181,7 +181,7 @@ class StrategyParts:
 
     @property
     def layer_bytes(self) -> LayerBytes:
-        """What the layer holds."""
+        """Bytes of the layer."""
         states, offloaded = self.states, self.activations == "offload"
         return LayerBytes(
             stored=self.stored_bytes,

@@ -64,7 +64,7 @@ MEASURED_MEMORY_SPREAD = 0.03
 machine where layers were measured (benchmarks/results/local_truth.md)."""
 MEMORY_BELOW, MEMORY_ABOVE = 0.53, 1.67
 """Of a framework's spread: 80 of 100 peaks of published runs lie between these logarithms, means
-over six sources, each left out (docs/accuracy.md).  What nobody knows of holds memory rather than
+over six sources, each left out (docs/accuracy.md).  What nobody knows of takes memory rather than
 that it frees some."""
 BESIDE_BYTES = 0.25e9
 """Standard deviation of what lies beside tensors, however many they are: contexts of 0.4 to 1.4 GB,
@@ -185,7 +185,7 @@ def _widths(
 
 
 def fit_probability(needed_bytes: float, room_bytes: float, spread: float) -> float:
-    """Return the probability that a device holds tensors that are predicted to need so much.
+    """Return the probability that tensors fit a device which are predicted to need so much.
 
         P = Φ(ln(room / needed) / σ)
 

@@ -116,7 +116,7 @@ LAYOUT_AXES = (
         short="reshard",
         usual=None,
         space="reshard",
-        refused="parameters kept among {} ranks",
+        refused="parameters resharded over {} ranks after forward",
         exported="parameters stay divided over {} ranks from forward to backward",
     ),
     LayoutAxis(

@@ -115,7 +115,7 @@ class Document(Part):
         """Validate plain data (dicts, lists, scalars)."""
         if not isinstance(data, dict):
             raise DocumentError(
-                "", f"holds {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
+                "", f"is {_shown(data)}; a {cls.kind_of_document} is a mapping of keys to values"
             )
         newest, given = cls.model_fields["format"].default, data.get("format")
         if isinstance(given, int) and given > newest:
@@ -169,6 +169,8 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 def unreadable(error: Exception, path: str | os.PathLike[str]) -> DocumentError:
     """Return what to say of a file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return DocumentError("", "is not there; name a file that exists", file=str(path))
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return DocumentError("", f"cannot be read: {reason}", file=str(path))
 

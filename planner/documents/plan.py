@@ -275,7 +275,7 @@ class PlacedLayer(Part):
     layer: Name
     recompute: Recompute = "none"
     activations: Activations = "keep"
-    """Of what recomputation leaves to store; written only where they are not kept."""
+    """Of what recomputation leaves to store; written only where they are not stored."""
 
     @model_serializer(mode="wrap")
     def _brief(self, written: SerializerFunctionWrapHandler) -> dict[str, str]:
@@ -581,14 +581,14 @@ class Plan(Document):
         ]
 
     def rank_of_stage(self, stage: int) -> int:
-        """Return the pipeline rank that holds a stage."""
+        """Return the pipeline rank of a stage."""
         ranks = rank_of_stage(
             self.schedule, stages=len(self.stages), virtual_stages=self.virtual_stages
         )
         return ranks[stage]
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a pipeline rank holds, in order."""
+        """Return the stages of a pipeline rank, in order."""
         every = range(len(self.stages))
         return tuple(stage for stage in every if self.rank_of_stage(stage) == rank)
 

@@ -75,7 +75,7 @@ class Sharding(Part):
     unit: Unit = "buffer"
     """What is divided between ranks, gathered and reduced together."""
     ends: Literal["units", "kept"] = "units"
-    """Embedding and head are units of their own, and the head's copy may be kept until its backward
+    """Embedding and head are units of their own, and the head's copy may stay until its backward
     (torchtitan, apply_fsdp: the last layers are not resharded).  FSDP1 has both in its root."""
     backward_prefetch: BackwardPrefetch = "before"
     """In backward the next of FSDP1's units is gathered before a unit's gradients are made
@@ -201,8 +201,8 @@ class EightBit(Part):
     """Training with products in 8 bits and fewer."""
 
     narrow_states: Flag = True
-    """Gradients are summed in bf16 and activations kept as narrow as products (Transformer
-    Engine); else only products are narrow, their inputs kept in bf16 (torchao)."""
+    """Gradients are summed in bf16 and activations stored as narrow as products (Transformer
+    Engine); else only products are narrow, their inputs stored in bf16 (torchao)."""
     products: Literal["linears", "all"] = "all"
     """Which products of a block are narrow: those of Linears, or of experts' matrices too."""
     eligible: Literal["aligned", "large"] = "aligned"
@@ -266,7 +266,7 @@ class RecomputeRule(Part):
     reentrant: Flag = False
     """A block that recomputes all of itself does so on a copy of its input that is the leaf of a
     graph of its own.  FSDP1 hangs a hook of a unit whose parameters are frozen on that leaf, which
-    holds it and its gradient until the backward of the whole model ends."""
+    has it and its gradient until the backward of the whole model ends."""
 
 
 class TensorRule(Part):
@@ -561,7 +561,7 @@ class Stack(Document):
     """None where layouts are priced and not searched."""
     accuracy: Accuracy = Accuracy()
     releases: tuple[Release, ...] = ()
-    """The last of each product that is no later than a run's holds."""
+    """The last of each product that is no later than a run's own."""
     basis: tuple[Basis, ...] = ()
 
     @model_validator(mode="after")

@@ -334,7 +334,7 @@ EVERYTHING = Space()
 def obstacles(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterator[str]:
     """Yield why a space does not have a layout.
 
-    With `of_degrees` only what holds of all layouts with the same degrees.
+    With `of_degrees` only what is true of all layouts with the same degrees.
     """
     job = facts.job
     yield from _outside(space, facts, of_degrees=of_degrees)
@@ -363,7 +363,7 @@ def conflicts(space: Space, facts: Facts, *, of_degrees: bool = False) -> Iterat
 
 
 _POSSIBLE: dict[tuple[int, int, int], tuple[Space, ModelGraph, Job, tuple[Conflict, ...]]] = {}
-"""By the ids of a space, a model and a job, which are kept so that ids stay theirs."""
+"""By the ids of a space, a model and a job, which stay alive so that ids stay theirs."""
 _MOST_KNOWN = 64
 _OF_MODEL_AND_JOB = frozenset(
     {*_OF_JOBS, *_OF_MODELS, "adapters", "attention", "experts", "family", "layers_form"}

@@ -55,7 +55,7 @@ class Lora(Part):
     targets: tuple[Text, ...] = ("all-linear",)
     """Ends of the names of the modules that get an adapter, or every linear layer of the blocks."""
     quantised: Flag = False
-    """Frozen weights are kept in 4 bits; written only where they are."""
+    """Frozen weights are stored in 4 bits; written only where they are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -83,7 +83,7 @@ GIB = 2**30
 
 
 def file_name(name: str) -> str:
-    """Return a name as part of a file's, whatever it holds.
+    """Return a name as part of a file's, whatever characters it has.
 
     >>> file_name("llama-3.1-8b"), file_name("../../x\\n#y"), file_name("..")
     ('llama-3.1-8b', 'x-y', 'model')
@@ -107,14 +107,26 @@ def seconds_text(seconds: float) -> str:
 
     >>> seconds_text(0.00042), seconds_text(0.42), seconds_text(42.0), seconds_text(7300.0)
     ('420 µs', '420 ms', '42.0 s', '2.0 h')
+    >>> seconds_text(0.99951), seconds_text(0.00099951)
+    ('1 s', '1 ms')
     """
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
-    if seconds >= 1e-3:
+    if seconds >= 0.9995e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def percent_text(share: float) -> str:
+    """Return a share in percent, with two digits and without an exponent.
+
+    >>> percent_text(0.0032), percent_text(0.9999), percent_text(3.7), percent_text(1e-9)
+    ('0.32 %', '100 %', '370 %', '0 %')
+    """
+    percent = 100 * share
+    return f"{percent:.0f} %" if abs(percent) >= 99.5 else f"{round(percent, 4):.2g} %"
 
 
 def whole_number(text: str) -> int | None:

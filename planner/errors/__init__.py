@@ -51,7 +51,7 @@ class LaunchError(MeshwrightError):
 
 
 class HandedOver(LaunchError):  # noqa: N818 - reads as the sentence that it is
-    """A notice ended the run behind a step, and it is saved: start it again to go on."""
+    """A notice ended the run after a step, and it is saved: start it again to go on."""
 
     status = 75
     """EX_TEMPFAIL: who tries again, succeeds."""

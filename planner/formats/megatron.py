@@ -89,7 +89,7 @@ def other_scales(wanted: FrameworkPlan) -> Iterator[str]:
 
 
 def _eight_bits(wanted: FrameworkPlan) -> Iterator[str]:
-    """Yield the recipe of products in 8 bits, and whether weights are kept and gathered so."""
+    """Yield the recipe of products in 8 bits, and whether weights are stored and gathered so."""
     plan = wanted.plan
     blocks = plan.precision == "mxfp8"
     yield "--bf16"

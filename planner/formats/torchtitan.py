@@ -242,7 +242,7 @@ def outside(wanted: FrameworkPlan) -> Iterator[str]:
     if name is None:
         yield "planned(config) takes the configuration of your model, as those of torchtitan.models"
     else:
-        yield f"as plan.py it is started by torchtitan.train --module plan --config {name}"
+        yield f"save it as plan.py and start torchtitan.train --module plan --config {name}"
     if wanted.falls:
         yield f"training ends at step {plan.training.rate_steps}, where its learning rate does"
 

@@ -131,7 +131,7 @@ def for_all(wanted: FrameworkPlan, says: Collection[str]) -> Iterator[str]:
         if not known and value != field.get_default(call_default_factory=True):
             yield _UNSUPPORTED.get(name, f"{name.replace('_', ' ')} {{}}").format(value)
     if treated - {"keep"}:
-        yield f"activations are kept by {', '.join(sorted(treated - {'keep'}))}"
+        yield f"activations are saved by {', '.join(sorted(treated - {'keep'}))}"
     if schedule_of(plan.schedule).stale:
         yield "its gradients are one step old"
     if plan.mesh.order != INSIDE_OUT:

@@ -395,7 +395,7 @@ def _shared_parameters(a: Architecture) -> int:
 
 
 def _undivided_parameters(a: Architecture, kind: str) -> int:
-    """Parameters that every tensor-parallel rank holds whole."""
+    """Parameters that every tensor-parallel rank has whole."""
     norm = norm_parameters(a)
     if kind == "embedding":
         offset = OPT_POSITION_OFFSET if a.family == "opt" else 0

@@ -244,7 +244,7 @@ def _turned_eagerly(a: Architecture, query: float) -> Turning:
 def _rotary(
     setting: Setting, inputs: tuple[str, str], query: float, key: float, cost: Turning
 ) -> Operator:
-    """Queries and keys of these bytes, turned; nothing is kept for backward."""
+    """Queries and keys of these bytes, turned; nothing is saved for backward."""
     moved = cost.passes * (query + key)
     return Operator(
         name="rotary",

@@ -25,7 +25,7 @@ INDEX = 8
 def embedding(a: Architecture, setting: Setting) -> OperatorTable:
     """Token lookup, positions; patches for images.
 
-    Row-wise division of the table: every rank looks up what it holds, the sums are scattered.
+    Row-wise division of the table: every rank looks up its own rows, the sums are scattered.
     """
     e, t = setting.element_bytes, setting.tensor
     full = setting.tokens * a.hidden_size * e
@@ -352,7 +352,7 @@ def _one_loss(setting: Setting, size: float, whole: float) -> Operator:
 def _loss(tensor: str, size: float, *, held: str, rows: float, divided: bool) -> list[Operator]:
     """Cross entropy: log-softmax keeps its fp32 output, its input's gradient is as large.
 
-    Who asked for the loss holds the logits.
+    The logits belong to whatever asked for the loss.
     """
     operators = [
         Operator(

@@ -317,7 +317,7 @@ class OperatorTable:
     early_stop: bool = True
     """Recomputation stops when the last tensor that backward needs is there again."""
     keeps_needed: bool = False
-    """Of what selective recompute would keep, only what backward asks for is kept: a compiler
+    """Of what selective recompute would keep, only what backward asks for is saved: a compiler
     knows that before the first step."""
     backward_peak: float | None = None
     """Peak inside backward of a layer that was traced, its output's gradient included; None: it is
@@ -375,7 +375,7 @@ class OperatorTable:
                 assert_never(recompute)
 
     def stored(self, recompute: Recompute) -> dict[str, float]:
-        """Return name and bytes of the tensors kept from forward to backward."""
+        """Return name and bytes of the tensors saved for backward."""
         match recompute:
             case "none":
                 names = _saved(self.operators)
@@ -398,7 +398,7 @@ class OperatorTable:
         return {name: self.sizes[name] for name in sorted(names)}
 
     def stored_bytes(self, recompute: Recompute) -> float:
-        """Bytes kept from forward to backward by one micro-batch in flight."""
+        """Bytes saved for backward by one micro-batch in flight."""
         return sum(self.stored(recompute).values())
 
     def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
@@ -480,9 +480,9 @@ class OperatorTable:
         return peak
 
     def recomputed_bytes(self, recompute: Recompute) -> float:
-        """Bytes that recomputation brings back beyond what is kept.
+        """Bytes that recomputation brings back beyond what is saved.
 
-        What selective recompute kept and recomputation never reaches stays as well.
+        What selective recompute saved and recomputation never reaches stays as well.
         """
         if recompute == "none":
             return 0.0
@@ -519,7 +519,7 @@ class OperatorTable:
         return frozenset((*products[::2], *others))
 
     def _asked_for(self, kept: set[str]) -> set[str]:
-        """Return the tensors that backward reads, and those from which it makes what is not kept.
+        """Return the tensors that backward reads, and those from which it makes what is not saved.
 
         None is looked for behind one of `kept`.
         """
@@ -571,7 +571,7 @@ def smaller(one: float, other: float) -> float:
 
 
 def either(condition: bool, one: float, other: float) -> float:
-    """Return `one` where the condition holds, element by element where settings are many."""
+    """Return `one` where the condition is true, element by element where settings are many."""
     if isinstance(condition, np.ndarray):
         return cast(float, np.where(condition, one, other))
     return one if condition else other

@@ -123,7 +123,7 @@ def elementwise(
 ) -> Operator:
     """One kernel over tensors of equal size.
 
-    Its backward reads the gradient and what was kept, and writes a gradient for each input.
+    Its backward reads the gradient and what was saved, and writes a gradient for each input.
     """
     moved = (len(inputs) + 1) * size
     return Operator(

@@ -21,7 +21,7 @@ OPT_POSITION_OFFSET = 2
 def graph_of(architecture: Architecture, *, name: str, source: str | None = None) -> ModelGraph:
     """Return the model as a chain: embedding, one `block` per layer, head.
 
-    The head holds the norm before it; a tied output projection counts in the embedding.
+    The head has the norm before it; a tied output projection counts in the embedding.
 
     >>> figures = Architecture(family="llama", hidden_size=64, layers=3, heads=4, kv_heads=2,
     ...     head_dim=16, ffn_size=128, vocab_size=320, gated_mlp=True)

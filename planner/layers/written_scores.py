@@ -1,7 +1,7 @@
 """Operators of attention that writes its scores to memory: GPT-J, and Bloom's and MPT's with ALiBi.
 
 `transformers` has no fused kernel for these families' scores: every query meets every key, the
-softmax is in fp32, and both its output and its copy in the working type are kept.
+softmax is in fp32, and both its output and its copy in the working type are saved.
 """
 
 from __future__ import annotations

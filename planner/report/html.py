@@ -76,7 +76,7 @@ def page(
 
 
 def memory_of_ranks(plan: Plan, prediction: Prediction) -> list[tuple[str, StagePrediction]]:
-    """Return each pipeline rank, with the stages that it holds, and its memory.
+    """Return each pipeline rank, with its stages and its memory.
 
     Stages of one rank share its memory, which the prediction of each of them says in full.
     """
@@ -111,7 +111,7 @@ def time_chart(prediction: Prediction) -> str:
 def resident_gib(
     timeline: Timeline, ranks: Sequence[tuple[str, StagePrediction]]
 ) -> dict[int, list[tuple[float, float]]]:
-    """Return of each rank when its memory changes, in ms, and what it then holds, in GiB.
+    """Return of each rank when its memory changes, in ms, and its bytes then, in GiB.
 
     Activations are in flight from a forward to its backward (or the gradients of its weights);
     their predicted peak is divided evenly over the most that are in flight at once.
@@ -137,7 +137,7 @@ def resident_gib(
 
 
 def resident_chart(timeline: Timeline, ranks: Sequence[tuple[str, StagePrediction]]) -> str:
-    """Return lines: GiB that each pipeline rank holds while a step runs."""
+    """Return lines: GiB of each pipeline rank while a step runs."""
     most = MOST_MOMENTS // len(ranks)
     return svg.steps(
         "Memory over a step",

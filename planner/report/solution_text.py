@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from planner.documents.units import bytes_text, seconds_text
+from planner.documents.units import bytes_text, percent_text, seconds_text
 from planner.report.facts import plain_table
 from planner.solver.graph_instance import GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished, host_bytes
@@ -26,7 +26,7 @@ def solution_text(
     Of many stages the slowest are shown; with `explain` all are.
     """
     instance, solution = problem.instance(), found.split
-    proof = "optimal" if solution.optimal else f"within {100 * solution.gap:.2g} %"
+    proof = "optimal" if solution.optimal else f"within {percent_text(solution.gap)}"
     lines: list[RenderableType] = [
         f"a step takes {seconds_text(solution.objective_s)}, {proof}; no split takes less than "
         f"{seconds_text(solution.lower_bound_s)}"

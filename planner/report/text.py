@@ -12,7 +12,7 @@ from planner.costs.predict import FULL_TIME
 from planner.costs.uncertainty import own_miss
 from planner.documents.plan import Job, PlacedLayer, Plan
 from planner.documents.prediction import Certificate, Prediction
-from planner.documents.units import GIB, bytes_text, seconds_text
+from planner.documents.units import GIB, bytes_text, percent_text, seconds_text
 from planner.report.facts import Fact, Summary, plain_table
 from planner.report.ties import tie_text, ties
 from planner.search.answer import Alternative
@@ -111,7 +111,7 @@ def why_text(choices: Sequence[Alternative]) -> str:
 def why_shown(mine: Alternative) -> str:
     """Return how a plan that is shown compares with the fastest of a new search for its job."""
     if mine.more < -ROUNDED:
-        return "faster than the fastest that a search finds: it has something that is not searched"
+        return "faster than the fastest that a search finds: it uses a choice that is not searched"
     if mine.more < ROUNDED:
         return "as fast as the fastest that a search finds"
     return (
@@ -170,7 +170,7 @@ def prediction_facts(prediction: Prediction, *, whole: bool = False) -> Iterator
     text = f"{figures(peak)} of {bytes_text(capacity)}{on}{said}: "
     yield Fact(label="memory", text=text + _shares(fullest.memory_parts, figures), lines=1)
     if not prediction.fits:
-        counted = "counted with what its allocator adds where memory is short"
+        counted = "with the memory that its allocator adds where little is free"
         text = f"does not fit in memory ({counted})"
         yield Fact(label="warning", text=text, style="bold red")
     for note in prediction.notes:
@@ -292,7 +292,7 @@ def _compile_text(prediction: Prediction) -> str:
     share = prediction.compile_s / (AMORTISED_STEPS * prediction.step_time_s)
     return (
         f"for {seconds_text(prediction.compile_s)} before the first step "
-        f"({100 * share:.2g} % of {AMORTISED_STEPS:,} steps)"
+        f"({percent_text(share)} of {AMORTISED_STEPS:,} steps)"
     )
 
 

@@ -48,7 +48,7 @@ def _facts(validation: Validation) -> Iterator[Fact]:
     memory = mean("peak_memory", "median_abs_error")
     calls = mean("out_of_memory", "accuracy")
     told = [] if memory is None else [f"off by {memory:.1%} in the median"]
-    told += [] if calls is None else [f"{calls:.1%} of calls whether a run fits are right"]
+    told += [] if calls is None else [f"right whether a run fits in {calls:.1%} of runs"]
     if told:
         yield Fact(label="memory", text="; ".join(told))
     tau, regret = mean("ranking", "kendall_tau"), mean("ranking", "regret")
@@ -75,7 +75,7 @@ def _all_of_it(validation: Validation) -> list[RenderableType]:
         lines += [_table("rows whose inputs are all known", validation.sources), ""]
     if validation.incomplete:
         lines += [_table("rows with gaps in their inputs", validation.incomplete), ""]
-    lines.append("missed most, with predicted parts:")
+    lines.append("largest errors, with predicted parts:")
     for row in validation.worst:
         assert row.prediction is not None
         assert row.setup is not None

@@ -146,7 +146,7 @@ def _static(result: Result, environment: jinja2.Environment) -> Iterator[tuple[s
         measure = measured_first(result.study, result.best)
         yield "What to measure first", module.listed(measure)
     if result.marginal and result.base is not None:
-        title = f"One thing changed on {result.base.candidate}, planned again"
+        title = f"One change on {result.base.candidate}, planned again"
         yield title, module.changes(result.marginal, title)
     for curve in result.curves:
         title = f"{curve[0].words.split(' x ')[0].capitalize()}, step by step, planned again"
@@ -204,7 +204,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("copy to the host, bytes/s per device", failures.copy_bytes_per_s_per_device),
         ("stall at each checkpoint beside the copy, s", failures.checkpoint_stall_s),
         ("hours lost at any size", failures.other),
-        ("value kept from year to year", owning.retained_a_year),
+        ("value left from year to year", owning.retained_a_year),
         ("storage, USD per device", owning.storage_usd_per_device),
         ("spares, share of hardware", owning.spares),
         ("support a year, share of hardware", owning.support_a_year),
@@ -214,7 +214,7 @@ def assumption_rows(assumed: Assumptions) -> list[tuple[str, str, str]]:
         ("idle power, share of power in use", owning.idle_power),
         ("storage, USD per TB and month", assumed.data.usd_per_tb_month),
         ("transfers, USD per TB", assumed.data.usd_per_tb_moved),
-        ("days until bought devices are there", assumed.lead_days),
+        ("days until bought devices are delivered", assumed.lead_days),
         ("node power over design power", known.node_power_over_tdp),
         ("network, W per device", known.network_w_per_device),
         ("power usage effectiveness", known.power_usage_effectiveness),

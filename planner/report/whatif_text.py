@@ -101,7 +101,7 @@ def result_text(result: Result, *, whole: bool = True) -> RenderableType:
         for outcome in misfits
     ]
     if result.marginal and result.base is not None:
-        parts.append(changes_table(f"One thing changed: {result.base.candidate}", result.marginal))
+        parts.append(changes_table(f"One change: {result.base.candidate}", result.marginal))
     for curve in result.curves:
         parts.append(changes_table(f"{curve[0].words.split(' x ')[0]} step by step", curve))
     if result.doubts:
@@ -111,7 +111,7 @@ def result_text(result: Result, *, whole: bool = True) -> RenderableType:
         parts += [f"measure first: {text}" for text in measured_first(result.study, result.best)]
     if result.flips:
         parts.append(
-            "first if its figure were 15 % less and the first one's 15 % more: "
+            "first if its figure were 15 % less and the first candidate's 15 % more: "
             f"{listed(result.flips)}"
         )
     if result.break_even:
@@ -165,7 +165,7 @@ def candidate_text(result: Result, rank: Rank) -> Summary:
 
 
 def limits(outcome: CandidateOutcome) -> list[str]:
-    """Return what an outcome misses, or how surely it keeps each goal."""
+    """Return what an outcome misses, or how surely it meets each goal."""
     sold = ["not sold"] if outcome.hypothetical else []
     missed = {miss.partition(":")[0] for miss in outcome.misses}
     kept = [

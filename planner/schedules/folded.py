@@ -1,4 +1,4 @@
-"""Schedules whose stages are folded to a V: rank r holds stages r and 2 P - 1 - r.
+"""Schedules whose stages are folded to a V: rank r has stages r and 2 P - 1 - r.
 
 `down` is a rank's stage on the way down the V, `up` the one on the way back.  The last stage lies
 on rank 0, so a micro-batch's first backward begins where its forward began.

@@ -5,7 +5,7 @@ part of them that its W take, a step of m micro-batches on P ranks of V stages t
 
     T = steady · max_r t_r + Σ_r (fill · t_r - credit · w_r)
 
-and rank r holds the activations of in_flight_r micro-batches, all its stages together.
+and rank r has the activations of in_flight_r micro-batches, all its stages together.
 
 How exact that is, against the simulator and with no transfer time (transfers are charged to t_r);
 the last column is for stages whose times scatter by 10 % (`forward_apart`: see
@@ -48,7 +48,7 @@ class ClosedForm:
     """[rank], in micro-batches of the whole rank; with V stages a rank there are V-ths."""
     forward_apart: bool = False
     weight_versions: int = 1
-    """How often a rank holds its parameters."""
+    """How many copies of its parameters a rank has."""
 
     def step_s(self, rank_s: Sequence[float], weight_s: Sequence[float] | None = None) -> float:
         """Seconds of a step, from t_r and w_r [rank]; not for schedules with `forward_apart`."""
@@ -115,7 +115,7 @@ class InFlightCounts:
 
     `alive` counts from F to the end of I, `waiting` from the start of I to W.  Early stages hold
     the most: at any moment, of the last j of the V stages no more than j / V · `alive` are alive.
-    So if no stage holds less than the one before it, x_0 <= x_1 <= ..., which makes x a sum of
+    So if no stage needs less than the one before it, x_0 <= x_1 <= ..., which makes x a sum of
     suffixes,
 
         Σ_c alive_c x_c <= alive / V · Σ_c x_c
@@ -128,7 +128,7 @@ class InFlightCounts:
 def held(
     name: str, rank: int, *, ranks: int, micro_batches: int, virtual_stages: int = 1
 ) -> InFlightCounts:
-    """Return what a rank holds under a schedule; tests count the orders of schedules.
+    """Return a rank's micro-batches in flight under a schedule; tests count those of its order.
 
     >>> [held("zb-h1", rank, ranks=4, micro_batches=8).waiting for rank in range(4)]
     [1, 2, 3, 4]
@@ -138,7 +138,7 @@ def held(
 
 
 def most_on_first_stage(name: str, *, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """Return how many micro-batches the model's first stage holds at most."""
+    """Return how many micro-batches the model's first stage has in flight at most."""
     return schedule_of(name).on_first_stage(Shape(ranks, micro_batches, virtual_stages))
 
 

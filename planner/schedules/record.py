@@ -93,7 +93,7 @@ class Schedule:
     stages_per_rank: tuple[int, int | None] = (1, 1)
     """The fewest and the most, None being no limit: one alone, or from two on."""
     placement: Literal["loop", "v"] = "loop"
-    """Stages go round the ranks, or down and up again: rank r holds stages r and 2 P - 1 - r."""
+    """Stages go round the ranks, or down and up again: rank r has stages r and 2 P - 1 - r."""
     micro_batches_needed: Callable[[Shape], str] = lambda shape: ""
     """What it needs instead of this number of micro-batches; nothing if it can take them."""
     splits_backward: bool = False
@@ -104,7 +104,7 @@ class Schedule:
     last_waits: bool = True
     """The last stage may do something between a forward and its backward."""
     weight_versions: int = 1
-    """How often a rank holds its parameters; more than once if the pipeline never drains."""
+    """How many copies of its parameters a rank has; more than once if the pipeline never drains."""
     repeats: bool = False
     """From 2 P micro-batches on ranks hold the same, however many there are."""
     in_flight: Callable[[int, Shape], InFlight] | None = None
@@ -113,7 +113,7 @@ class Schedule:
     """Closed form of every rank's fullest backward, of what one counts that waits for W; without
     one orders are gone through."""
     no_slower: str | None = None
-    """A schedule that no split is slower under; it is preferred where it holds no more."""
+    """A schedule that no split is slower under; it is preferred where it needs no more memory."""
     phi_bound: bool = False
     """Its simulated step is bounded from below however stages are cut (`simulated_bounds`)."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Schedule:
         return least <= virtual_stages and (most is None or virtual_stages <= most)
 
     def homes(self, shape: Shape) -> tuple[int, ...]:
-        """[stage] Return the rank that holds each stage."""
+        """[stage] Return the rank of each stage."""
         stages = range(shape.stages)
         if self.placement == "v":
             return tuple(min(stage, shape.stages - 1 - stage) for stage in stages)

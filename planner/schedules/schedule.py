@@ -45,7 +45,7 @@ def splits_backward(name: str) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def rank_of_stage(name: str, *, stages: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """Return the pipeline rank that holds each stage.
+    """Return the pipeline rank of each stage.
 
     >>> rank_of_stage("interleaved", stages=6, virtual_stages=2)
     (0, 1, 2, 0, 1, 2)
@@ -67,7 +67,7 @@ def obstacle(
     if virtual_stages < 1 or stages < 1 or stages % virtual_stages:
         return (
             "virtual_stages",
-            f"is {virtual_stages}, which does not divide {stages} stages; every rank holds equally "
+            f"is {virtual_stages}, which does not divide {stages} stages; every rank has equally "
             "many",
         )
     if not schedule.takes(virtual_stages):
@@ -136,8 +136,8 @@ def _orders(schedule: Schedule, shape: Shape) -> tuple[Order, ...]:
 def in_flight(order: Sequence[Action]) -> int:
     """Return the most micro-batches that hold activations at once on a rank.
 
-    A rank with several stages counts a micro-batch once for each stage that holds it.  One whose
-    backward is split counts until its W.
+    A rank with several stages counts a micro-batch once for each stage where it is in flight.  One
+    whose backward is split counts until its W.
 
     >>> [in_flight(order) for order in orders("1f1b", stages=4, micro_batches=8)]
     [4, 3, 2, 1]
@@ -168,7 +168,7 @@ def most_in_flight(
 
 
 def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
-    """Return how many versions of its weights a rank holds at most, if it never drains.
+    """Return how many versions of its weights a rank has at most, if it never drains.
 
     Narayanan et al. (2021, PipeDream-2BW): all micro-batches of step k use the weights that k - 1
     steps have made, in their forward and in their backward.

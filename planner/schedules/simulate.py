@@ -213,12 +213,12 @@ def peak_stored_bytes(
     stored_bytes: Sequence[float],
     kept_bytes: Sequence[float] | None = None,
 ) -> float:
-    """Return the most bytes of activations that a rank holds at once, by its order.
+    """Return the most bytes of activations on a rank at once, by its order.
 
-    `stored_bytes` [stage] is what a micro-batch holds from its forward to its B or I, `kept_bytes`
-    [stage] what it holds from its I to its W: inputs of products and the gradients of their
-    outputs.  While an action runs, it holds both what it takes and what it leaves, the larger
-    counting here.
+    `stored_bytes` [stage] is what a micro-batch occupies from its forward to its B or I,
+    `kept_bytes` [stage] what it occupies from its I to its W: inputs of products and the gradients
+    of their outputs.  While an action runs, it has both what it takes and what it leaves, the
+    larger counting here.
 
     >>> from planner.schedules.schedule import orders
     >>> [peak_stored_bytes(order, [10.0] * 2, [4.0] * 2)

@@ -15,6 +15,7 @@ from planner.documents.prediction import Certificate, Finalist, Loser, PlanProof
 from planner.documents.profile import CHUNK_ROWS
 from planner.documents.stack import Stack
 from planner.documents.tolerances import EQUAL
+from planner.documents.units import percent_text
 from planner.search.space import LARGEST_CONTEXT, LARGEST_MICRO_BATCH
 
 RUNNERS_UP = 5
@@ -49,8 +50,8 @@ OUTCOMES = (REFUSED, *BOUNDS, DOMINATED, OUT_OF_MEMORY, UNKEPT, NO_FASTER, LEFT)
 EXACT = (
     "a rank's bytes are those that its prediction counts; of like layers on a stage those that are "
     "recomputed more come first; of the n like layers on a rank of V stages, those that store less "
-    "first, its c-th stage holds floor((n + c) / V), and on a rank with the last stage alone that "
-    "one holds what is left of stages as large as other ranks'"
+    "first, its c-th stage has floor((n + c) / V), and on a rank with the last stage alone that "
+    "one has what is left of stages as large as other ranks'"
 )
 
 
@@ -156,8 +157,8 @@ def _gap(step_s: float, bound_s: float) -> float:
 
 
 def _statement(step_s: float, bound_s: float, configurations: int) -> str:
-    gap = 100 * _gap(step_s, bound_s)
+    gap = percent_text(_gap(step_s, bound_s))
     return (
         f"The plan takes {step_s:.6g} s a step, none of {configurations:,} configurations less "
-        f"than {bound_s:.6g} s (gap {gap:.2g} %)."
+        f"than {bound_s:.6g} s (gap {gap})."
     )

@@ -126,12 +126,12 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     name, group = closest.prediction.layout, closest.plan.stages[index].group
     if group is None:
         needs = factor * groups[0].accelerator.memory_bytes
-        where = f"needs at least {bytes_text(needs)} on each; stage {index} holds {listed}"
+        where = f"needs at least {bytes_text(needs)} on each; stage {index} needs {listed}"
     else:
         where = (
-            f"needs {factor:.2f} times their memory: stage {index} on {group} holds "
+            f"needs {factor:.2f} times their memory: stage {index} on {group} needs "
             f"{bytes_text(stage.peak_memory_bytes)} where "
-            f"{bytes_text(stage.memory_capacity_bytes / factor)} are, most of it {listed}"
+            f"{bytes_text(stage.memory_capacity_bytes / factor)} are there, most of it {listed}"
         )
     return f"{start} {at}{alone} The closest, {name}, {where}. {would_fit}"
 

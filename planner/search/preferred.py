@@ -71,7 +71,7 @@ def features(plan: Plan) -> list[str]:
     if layout.gradient_wire != "full":
         found.append(f"{layout.gradient_wire} gradients")
     if layout.reshard is not None:
-        found.append("parameters kept within groups")
+        found.append("parameters resharded within groups")
     if layout.order != INSIDE_OUT:
         found.append("axes in another order")
     treated = {

@@ -62,7 +62,7 @@ Repeats = Annotated[int, Field(ge=1, le=MOST_LAYERS, strict=True)]
 class LayerOption(Part):
     """One way to run a layer, for one micro-batch on a device of speed 1.
 
-    `stored_bytes` is kept from forward to backward for each micro-batch in flight;
+    `stored_bytes` is saved for backward for each micro-batch in flight;
     `transient_bytes` only while the layer runs, and a stage pays the largest of its layers.
     """
 
@@ -227,7 +227,7 @@ class Problem(Document):
             if not before < after < layers:
                 raise ValueError(
                     f"edges[{at}]: is {[before, after]}; an edge leads to a later one of layers 0 "
-                    f"to {layers - 1}, so list a layer behind those that it reads"
+                    f"to {layers - 1}, so list a layer after those that it reads"
                 )
         if self.output_s and len(self.output_s) != layers:
             raise ValueError(f"output_s: has {len(self.output_s)} values for {layers} layers")

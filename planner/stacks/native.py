@@ -443,7 +443,7 @@ def _foreign_choices(job: Job) -> Iterator[Obstacle]:
         )
     if job.lora is not None and job.lora.quantised:
         yield Obstacle(
-            "training.lora.quantised", "is true, and frozen weights are kept in 16 bits here"
+            "training.lora.quantised", "is true, and frozen weights are stored in 16 bits here"
         )
 
 

@@ -5,7 +5,7 @@
 δ is how far needs of memory on this cluster lie above their predictions, as a logarithm, in units
 of the spread behind the predicted probabilities; COMMON² + OWN² = 1, so that those hold before any
 trial.  The peak of a run shows δ + e_i, and a run out of memory that it passed the margin.  δ is
-one number, so its distribution is kept on a grid and no approximation is made.
+one number, so its distribution is stored on a grid and no approximation is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a study's figures say together, in sentences: what fits, what a change is worth, what pays.
 
-Each function looks at one kind of comparison that a study may hold and says nothing where it holds
+Each function looks at one kind of comparison that a study may hold and says nothing where it has
 none.
 """
 
@@ -179,7 +179,7 @@ def _felt(result: Result) -> Iterator[str]:
         pairs = list(_outcomes_of_pair(result, before, after))
         felt = [one for _, one, other in pairs if _time_ratio(one, other) < 1 - HURTS]
         least = min(felt, key=lambda outcome: outcome.parameters, default=None)
-        text = f"For want of {_changes_text(after)}, {before.name} loses"
+        text = f"For lack of {_changes_text(after)}, {before.name} loses"
         if least is not None:
             yield f"{text} more than {100 * HURTS:.0f} % from {least.model} on."
         elif pairs:
@@ -299,8 +299,8 @@ def _worth(result: Result) -> Iterator[str]:
         yield f"Nothing is saved by {listed(useless)}."
     if any(change.change in ("network", "node_links", "domain") for change in known):
         yield (
-            f"Links are waited for {100 * base.link_share:.1f} % of the step now, and no faster "
-            "ones can save more than that."
+            f"The step waits for links {100 * base.link_share:.1f} % of its time; faster links "
+            "save at most that."
         )
     for change in known:
         if change.change == "devices" and base.usd is not None and base.hours is not None:
@@ -364,7 +364,7 @@ def _solved(result: Result) -> Iterator[str]:
             continue
         sizes = [f"{offer.cluster.replace('{n}', str(n))}" for n in offer.n]
         what = {
-            "need": "The fewest that keep the deadline",
+            "need": "The fewest that meet the deadline",
             "power": "The most that the power cap feeds and the plan uses",
             "afford": "The most that the budget pays for and the plan uses",
         }[offer.solve]
@@ -396,7 +396,7 @@ def _domain_and_chip(result: Result) -> Iterator[str]:
 
 
 def _fewest(result: Result) -> Iterator[str]:
-    """Name the smallest cluster that keeps the goal's deadline, where sizes differ."""
+    """Name the smallest cluster that meets the goal's deadline, where sizes differ."""
     study, sizes = result.study, {outcome.devices for outcome in result.outcomes}
     if study.goal.deadline_days is None or len(sizes) == 1 or len(study.rows) > 1:
         return
@@ -410,7 +410,7 @@ def _fewest(result: Result) -> Iterator[str]:
     if keeping:
         least = min(surely or keeping, key=lambda outcome: outcome.devices)
         how = f"with probability {asked:g} or more" if surely else "at their midpoint alone"
-        yield f"Fewest devices that keep the deadline, {how}: {least.devices}, {least.candidate}."
+        yield f"Fewest devices that meet the deadline, {how}: {least.devices}, {least.candidate}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -667,7 +667,7 @@ def _under_a_cap(result: Result) -> Iterator[str]:
 
 
 def _carbon(result: Result) -> Iterator[str]:
-    """Say what the first one's energy emits on other grids, where emissions count."""
+    """Say what the first candidate's energy emits on other grids, where emissions count."""
     goal, best = result.study.goal, result.best
     if best is None or best.energy_kwh is None:
         return

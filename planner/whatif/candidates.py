@@ -281,7 +281,7 @@ def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _fed(study: Study, watts: Span) -> bool:
-    """Whether a draw keeps the goal's power cap as surely as the goal wants."""
+    """Whether a draw meets the goal's power cap as surely as the goal wants."""
     cap = study.goal.power_cap_w
     return cap is None or within(watts, cap * (1 + ROUNDING)) >= study.goal.confidence
 

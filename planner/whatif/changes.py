@@ -1,4 +1,4 @@
-"""Clusters as they could be: one figure of a cluster changed, everything else kept."""
+"""Clusters as they could be: one figure of a cluster changed, everything else unchanged."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ export const HOURS_PER_YEAR = 8760;
 export const SECONDS_PER_HOUR = 3600;
 const NOTHING = 1e-9, ROUNDING = 1e-12;
 
-/** Hours on the wall clock to train so many tokens. @returns {Span} */
+/** Hours on the wall clock to train a number of tokens. @returns {Span} */
 export const hours = (tokens, tokensPerS, goodput) =>
   product([exact(tokens / SECONDS_PER_HOUR), inverse(tokensPerS), inverse(goodput)]);
 
@@ -33,10 +33,10 @@ export function deviceWatts(power, devices, tdpW) {
 /** Energy of a run in kWh. @returns {Span} */
 export const energyKwh = (watts, runHours) => times(product([watts, runHours]), 1e-3);
 
-/** Carbon dioxide of so many kWh, in kg. @returns {Span} */
+/** Carbon dioxide of a number of kWh, in kg. @returns {Span} */
 export const carbonKg = (energy, gramsPerKwh) => times(energy, gramsPerKwh * 1e-3);
 
-/** USD of an hour of so many watts. @returns {Span} */
+/** USD of an hour of a number of watts. @returns {Span} */
 export const powerUsdPerHour = (watts, usdPerKwh) => product([times(watts, 1e-3), usdPerKwh]);
 
 /** USD of a useful hour, where such a share of hours is used. @returns {Span} */
@@ -51,7 +51,7 @@ export function cheaperAbove(one, other) {
   return share < 1 ? Math.max(0, share) : null;
 }
 
-/** What a dollar after so many years is worth now. */
+/** What a dollar after a number of years is worth now. */
 export const discount = (horizon, years) => Math.exp(-years * Math.log1p(horizon.interest));
 
 /** [start, length] of each year; the last may be shorter. */
@@ -127,9 +127,9 @@ export const paidShare = ({ instalments }) => instalments.reduce((sum, { share }
 /** USD that leave a budget for a device over its years; no resale. @returns {Span} */
 export function outlayUsd(bought, utilisation, run = null) {
   const planned = HOURS_PER_YEAR * bought.horizon.years;
-  const kept = run ? atLeast(run, planned) : exact(planned), paid = times(bought.hardware, paidShare(bought));
-  return total([bought.leased ? product([paid, times(kept, 1 / planned)]) : paid,
-    product([owningUsdPerHour(bought, utilisation), kept])]);
+  const owned = run ? atLeast(run, planned) : exact(planned), paid = times(bought.hardware, paidShare(bought));
+  return total([bought.leased ? product([paid, times(owned, 1 / planned)]) : paid,
+    product([owningUsdPerHour(bought, utilisation), owned])]);
 }
 
 /** A figure of which a least amount is paid. @param {Span} span */

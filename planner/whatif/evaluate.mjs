@@ -17,7 +17,7 @@ import { boundUsd, outlayOf, pricedOf, quoteWeight, usefulHour, wattsOf } from "
 
 const ROUNDING = 1e-12;
 
-/** Tokens to train a model of so many parameters on; null if left open. */
+/** Tokens to train a model of a number of parameters on; null if left open. */
 export function tokensOf(goal, parameters) {
   if (goal.epochs && goal.dataset_tokens) return goal.epochs * goal.dataset_tokens;
   if (goal.tokens_per_parameter) return goal.tokens_per_parameter * parameters;
@@ -141,9 +141,9 @@ function limitsOf(goal, outcome) {
 
 /** Share of futures in which a figure is no greater than a limit. */
 function share(drawn, most) {
-  let kept = 0;
-  for (let k = 0; k < drawn.length; k++) if (drawn[k] <= most) kept++;
-  return kept / drawn.length;
+  let within = 0;
+  for (let k = 0; k < drawn.length; k++) if (drawn[k] <= most) within++;
+  return within / drawn.length;
 }
 
 function chanceOf(name, outcome, limit) {

@@ -251,7 +251,7 @@ def tokens_in_budget(goal: Goal, candidate: Candidate, outcome: CandidateOutcome
     """Return the tokens for which budget and deadline both suffice; None without a budget.
 
     What is bought or reserved is paid whole first.  The rest of the budget pays for the hours that
-    it is kept, of which a share is used; it is there after its delivery.
+    it is owned, of which a share is used; it is there after its delivery.
     """
     price, rate, share = outcome.usd_per_device_hour, outcome.tokens_per_s, outcome.goodput
     if goal.budget_usd is None or price is None or rate is None or share is None:

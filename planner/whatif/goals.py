@@ -54,7 +54,7 @@ def _number(value: float) -> str:
 
 
 def chances_of(goal: Goal, outcome: CandidateOutcome) -> dict[str, float]:
-    """Return the probability that each goal is kept; none of a figure that is not known."""
+    """Return the probability that each goal is met; none of a figure that is not known."""
     return {
         name: _chance(name, outcome, limit * (1 + ROUNDING))
         for name, figure, limit, _ in _limits(goal, outcome)

@@ -88,7 +88,7 @@ class CandidateOutcome:
     misses: tuple[str, ...] = ()
     """Goals that it does not meet."""
     chances: dict[str, float] = field(default_factory=dict)
-    """By goal, the probability that it is kept."""
+    """By goal, the probability that it is met."""
     hypothetical: bool = False
     """No such product is sold."""
     idle: int = 0
@@ -100,7 +100,7 @@ class CandidateOutcome:
 
     @property
     def chance(self) -> float:
-        """The least probability of keeping a goal; 1 where there is none."""
+        """The least probability of meeting a goal; 1 where there is none."""
         return min(self.chances.values(), default=1.0)
 
     @property

@@ -32,7 +32,7 @@ export function figureOf(outcome, by) {
 /** Whether it is sold and misses no goal at its midpoint. */
 export const eligible = (outcome) => !outcome.misses.length && !outcome.candidate.hypothetical;
 
-/** Whether it keeps each goal as likely as the study wants. */
+/** Whether it meets each goal as likely as the study wants. */
 export const sure = (goal, outcome) => outcome.chance >= goal.confidence;
 
 /** Outcomes in order, the first one first: as ranking.py says. */

@@ -26,7 +26,7 @@ class Rank:
 
     outcome: CandidateOutcome
     place: int
-    """From 1; tied outcomes keep their order by value and share the first one's place."""
+    """From 1; tied outcomes keep their order by value and share the first candidate's place."""
     tied: bool
     """Its figure differs from the best one's by no more than the study's margin."""
     pareto: bool
@@ -59,11 +59,11 @@ def ordered_by(study: Study, outcomes: Sequence[CandidateOutcome]) -> Order:
 def ranked(study: Study, outcomes: Sequence[CandidateOutcome]) -> list[Rank]:
     """Return the outcomes that fit, best first.
 
-    Behind those that keep the goal as surely as it wants come those that keep it at the midpoint of
+    Behind those that meet the goal as surely as it wants come those that keep it at the midpoint of
     their range, then those that miss it, and last products that nobody sells.  Within each come
     last those whose figure is not known, for want of a price or of a power.
 
-    Those that keep the goal as surely as the best are tied with it if their figures differ by no
+    Those that meet the goal as surely as the best are tied with it if their figures differ by no
     more than the margin of the larger.
     """
     by = ordered_by(study, outcomes)
@@ -114,7 +114,7 @@ def _first(outcomes: Sequence[CandidateOutcome]) -> dict[int, dict[Order, float]
 
 
 def sure(study: Study, outcome: CandidateOutcome) -> bool:
-    """Whether an outcome keeps each goal as likely as the study wants."""
+    """Whether an outcome meets each goal as likely as the study wants."""
     return outcome.chance >= study.goal.confidence
 
 
@@ -240,7 +240,7 @@ def flips(study: Study, ranks: Sequence[Rank], margin: float = 0.15) -> list[str
 
 
 def measured_first(study: Study, best: CandidateOutcome) -> list[str]:
-    """Say which measurements would narrow the first one's range most, and what they take."""
+    """Say which measurements would narrow the first candidate's range most, and what they take."""
     said = []
     node = min(best.devices, 8)
     for doubt in doubts(study, best):

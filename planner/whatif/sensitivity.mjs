@@ -13,7 +13,7 @@ const HALVINGS = 12; // of a factor of 25: to 0.1 %
  *   least: number, most: number, touches: function(object): boolean}} Input
  *   ids: what moves with it, it too; low, high: its range; least, most: how far a flip is looked for; touches: which candidates
  * @typedef {{input: Input, low: number, high: number, flips: {at: number, to: string}[]}} Bar
- *   low, high: the first one's figure at the ends of the range
+ *   low, high: the first candidate's figure at the ends of the range
  */
 
 /**

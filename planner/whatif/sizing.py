@@ -108,7 +108,7 @@ def needed(
         least *= 2
         if least > most:
             raise DocumentError(
-                "solve", f"no {offer.cluster} of up to {most} keeps the deadline with {model}"
+                "solve", f"no {offer.cluster} of up to {most} meets the deadline with {model}"
             )
     return border(keeps, least // 2, least)
 

@@ -512,9 +512,9 @@ class Offer(Part):
     """As on the command line; `{n}` stands for each of `n`."""
     n: tuple[Devices, ...] = ()
     largest: bool = False
-    """Of `n`, only the largest that keeps the goal's power cap as surely as the goal wants."""
+    """Of `n`, only the largest that meets the goal's power cap as surely as the goal wants."""
     solve: Sizing | None = None
-    """`n` is found: the fewest that keep the deadline, the most that the power cap feeds, or the
+    """`n` is found: the fewest that meet the deadline, the most that the power cap feeds, or the
     most that the budget pays for."""
     rent: Rental | None = None
     buy: Buying | None = None
@@ -538,11 +538,11 @@ class Offer(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if ("{n}" in self.cluster) != (bool(self.n) or self.solve is not None):
-            raise ValueError("cluster holds {n} where n lists numbers, and only there")
+            raise ValueError("cluster has {n} where n lists numbers, and only there")
         if self.solve is not None and self.n:
             raise ValueError("solve finds n; list no numbers")
         if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
-            raise ValueError("name holds {n}, and cluster does not; n numbers both")
+            raise ValueError("name has {n}, and cluster does not; n numbers both")
         part_owned = isinstance(self.owned, tuple)
         part_bought = self.buy is not None and len(self.buy.of) > 0
         if part_owned and self.buy is not None and not part_bought:

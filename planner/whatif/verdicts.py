@@ -86,7 +86,7 @@ def _by_our_runtime(result: Result) -> Iterator[str]:
         best = result.best_of(model)
         meeting = [rank.outcome for rank in ranks if not rank.outcome.misses]
         sold = [o for o in meeting if o.native_step_s is not None and not o.hypothetical]
-        # What keeps the goal as surely as the first, which comes before what does not.
+        # What meets the goal as surely as the first, which comes before what does not.
         known = [
             o for o in sold if best is None or sure(result.study, o) >= sure(result.study, best)
         ]
@@ -176,22 +176,22 @@ def _costs(outcome: CandidateOutcome) -> str:
 
 
 def _kept(outcome: CandidateOutcome) -> str:
-    """Say how surely the goals are kept."""
+    """Say how surely the goals are met."""
     return "".join(f"; {text}" for text in _kept_texts(outcome))
 
 
 def _kept_texts(outcome: CandidateOutcome, confidence: float = 0.0) -> list[str]:
-    """Return how surely each goal is kept; of one less sure than asked, that it is."""
+    """Return how surely each goal is met; of one less sure than asked, that it is."""
     return [
-        f"{goal} kept with probability {chance:.2f}"
+        f"{goal} met with probability {chance:.2f}"
         if chance >= confidence
-        else f"{goal} kept with probability {chance:.3g}, less than the {confidence:g} asked for"
+        else f"{goal} met with probability {chance:.3g}, less than the {confidence:g} asked for"
         for goal, chance in outcome.chances.items()
     ]
 
 
 def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -> str:
-    """Say how surely the first keeps the goals, and how surely it is the best of all."""
+    """Say how surely the first meets the goals, and how surely it is the best of all."""
     said = _kept_texts(best, result.study.goal.confidence)
     if not sure(result.study, best):
         said += _surest_texts(best, ranks)
@@ -211,7 +211,7 @@ def _confidence(result: Result, best: CandidateOutcome, ranks: Sequence[Rank]) -
 
 
 def _surest_texts(best: CandidateOutcome, ranks: Sequence[Rank]) -> Iterator[str]:
-    """Name the candidate that keeps the goal most surely, where it is another."""
+    """Name the candidate that meets the goal most surely, where it is another."""
     sold = [rank.outcome for rank in ranks if not rank.outcome.hypothetical]
     surest = max(sold, key=lambda outcome: (outcome.chance, outcome is best))
     if surest is not best:
@@ -249,7 +249,7 @@ def _kept_at_the_midpoint(result: Result) -> Iterator[str]:
             yield (
                 f"{best.candidate} ranks first for {best.model} at the midpoint of its range "
                 f"({_costs(best)}), "
-                f"and keeps the {goal} with probability {best.chances[goal]:.2f} alone."
+                f"and meets the {goal} with probability {best.chances[goal]:.2f} only."
             )
 
 
@@ -270,7 +270,7 @@ def _largest(result: Result) -> Iterator[str]:
         for o in meeting
         if o.model == best.model
     ]
-    surely = " (with the probability of keeping every goal)" if best.chances else ""
+    surely = " (with the probability of meeting every goal)" if best.chances else ""
     yield f"The largest model that meets the goal: {best.model}, on {listed(same)}{surely}."
 
 
@@ -316,7 +316,7 @@ def _mixed(result: Result) -> Iterator[str]:
         kept = {n: w for n, w in known.items() if limit is None or w[0] <= limit}
         within = {n: w for n, w in kept.items() if n not in unsure} or kept
         if not within:
-            yield f"No run keeps the deadline: {'; '.join(said)}.{apart}"
+            yield f"No run meets the deadline: {'; '.join(said)}.{apart}"
             continue
         cheapest = min(within, key=lambda name: within[name][1])
         fastest = min(within, key=lambda name: within[name][0])

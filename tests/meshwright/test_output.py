@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import typer
 
 from meshwright import cli, examples
 from meshwright.answer_texts import compiled_texts
+from meshwright.cli import console
 from planner.report.facts import INDENT, Fact, Summary
 from planner.report.terminal import Terminal
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
@@ -183,6 +185,44 @@ def shown(facts: Summary) -> str:
     with terminal.capture() as captured:
         terminal.print(facts)
     return captured.get()
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize(
+    ("message", "first"),
+    [
+        (
+            "mesh: tensor 3 x pipeline 1 x data 2 leaves 2 of 8 devices idle; add "
+            "idle=2, or other degrees",
+            "meshwright: add idle=2, or other degrees",
+        ),
+        (
+            f"no plan of {'x' * 30} fits 4 x rtx-4090 (24.0 GiB each). It would fit on 64 of them.",
+            "meshwright: it would fit on 64 of them",
+        ),
+        (
+            f"plan.yaml: has {'a' * 40} (known since 1.0; use the newer one), which nothing reads",
+            "meshwright: plan.yaml: has",
+        ),
+        (f"{'/long' * 30}: is no plan; name one", "meshwright: name one"),
+        ("seq_len: is 0; give 1 or more", "meshwright: seq_len: is 0; give 1 or more"),
+    ],
+)
+def test_a_refusal_of_several_lines_begins_with_what_to_do(
+    message: str, first: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "talk", terminal)
+
+    with terminal.capture() as captured:
+        console.refuse(message)
+
+    said = captured.get().splitlines()
+    assert said[0].startswith(first)
+    assert all(len(line) <= width or " " not in line.strip() for line in said)
+    assert all(line.startswith("  ") for line in said[1:])
+    words_of = partial(re.findall, r"\w+")
+    assert {*words_of(message.lower())} <= {*words_of(" ".join(said).lower())}
 
 
 def test_every_command_has_examples_which_it_takes() -> None:

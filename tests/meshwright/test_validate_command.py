@@ -36,7 +36,7 @@ def test_rows_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture
     status = main(["validate", str(table), "--rows", str(rows), "--html", str(page), "--explain"])
 
     assert status == 0
-    assert "missed most" in capsys.readouterr().out
+    assert "largest errors" in capsys.readouterr().out
     assert rows.read_text().count("\n") == 3
     assert "<circle" in page.read_text()
 

@@ -77,7 +77,7 @@ def test_a_number_of_nodes_is_asked_for_where_it_is_left_open() -> None:
         (["--clusters", "8xa10g", "--electricity", "-1"], "electricity"),
         (["--clusters", "8xa10g", "--utilisation", "1.5"], "utilisation"),
         (["--clusters", "8xa10g", "--precision", "fp7"], "precision"),
-        (["--clusters", "{n}x8xa10g"], "cluster holds {n}"),
+        (["--clusters", "{n}x8xa10g"], "cluster has {n}"),
         ([], "give a STUDY.yaml, or --model and --clusters"),
     ],
 )

@@ -95,8 +95,12 @@ StableLM (whose attention counts heads by a fixed number), the shared experts of
 plan that says so by hand divides positions (`context`) and experts (`expert`) too, and samples may
 hold several documents, where the class takes other attention and positions by name and its own
 attention does the same (Falcon and Mamba do not).  Not recorded are models that branch on the
-values of tensors between layers.  Experts that read how many tokens each of them has (JetMoE,
-LongCat-Flash) are recorded as if all had equally many.  First values are the library's own; dropout
+values of tensors between layers.  Where a class itself raises an error while it is recorded, on
+samples of `--seq-len` tokens without data, the refusal quotes it (`its own code raised ValueError
+while it was recorded: ...`): BigBird, for one, takes sequences of whole blocks alone, so give such
+a `--seq-len`, or `attention_type: original_full` in its config.json.  Experts that read how many
+tokens each of them has (JetMoE, LongCat-Flash) are recorded as if all had equally many.  First
+values are the library's own; dropout
 draws by sample.  `tests/runtime/test_library_model.py` trains GPT-NeoX, Falcon, GLM-4, DeepSeek-V2,
 Mamba, JetMoE and LongCat-Flash so, equal to the library's class in a plain loop.  A model that sees
 the tokens that it is to predict (BERT without `is_decoder`) is refused; [BERT](train-bert.md)

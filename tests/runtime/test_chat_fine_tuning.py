@@ -66,7 +66,7 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     assert tokenizer.apply_chat_template(talk) == original.apply_chat_template(talk)
 
     (tmp_path / "text.txt").write_text("All happy families are alike.")
-    with pytest.raises(LaunchError, match="holds text, and training is on conversations"):
+    with pytest.raises(LaunchError, match="has text, and training is on conversations"):
         launching.launch(
             tmp_path / "example" / "0" / "plan.yaml",
             run.LaunchRun(

@@ -98,7 +98,7 @@ def test_a_corpus_of_conversations_holds_tokens_and_marks(tmp_path: Path, tokeni
     ("row", "message"),
     [
         ({"question": "x"}, r"line 2: has the keys question; rows hold 'messages'"),
-        ({"messages": []}, "line 2: 'messages' holds nothing"),
+        ({"messages": []}, "line 2: 'messages' is empty"),
         ({"messages": [{"content": "x"}]}, "line 2: a message has no 'role'"),
         ({"messages": [{"role": "user", "content": [1]}]}, "line 2: .*'content' is no text"),
         ({"text": "roses"}, "line 2: is no conversation, as earlier rows are"),

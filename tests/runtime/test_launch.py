@@ -157,7 +157,7 @@ def fake_checkpoint(folder: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "already holds a checkpoint of step 30; resume it, or name another"),
+        ({}, "already has a checkpoint of step 30; resume it, or name another"),
         ({"resume": True, "steps": 30}, "step-000030: has done 30 steps and 30 are asked for"),
         ({"resume": True, "steps": 31}, "step-000030: corpus_digest: is sha256:other"),
     ],

@@ -117,13 +117,13 @@ UNDIVIDED = ("gpt2", "gpt_oss", "olmo2", "olmo3", "phi3")
             "llama",
             {},
             {"schedule": "pipedream-2bw", "pipeline": 2, "precision": "bf16"},
-            "precision: is bf16, and pipedream-2bw holds two versions of the weights in fp32",
+            "precision: is bf16, and pipedream-2bw has two versions of the weights in fp32",
         ),
         (
             "llama",
             {},
             {"schedule": "pipedream-2bw", "pipeline": 2, "data_shard": 2, "zero": 1},
-            "mesh.data_shard: is 2, and pipedream-2bw holds two versions of the weights undivided",
+            "mesh.data_shard: is 2, and pipedream-2bw has two versions of the weights undivided",
         ),
         (
             "llama",

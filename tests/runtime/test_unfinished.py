@@ -199,7 +199,7 @@ def test_a_save_of_a_living_run_is_left_to_it(pending: Path, tmp_path: Path) -> 
 def test_a_launch_finds_what_a_dead_one_left(pending: Path, room: Room) -> None:
     shutil.copytree(pending, room.folder / "saved")
 
-    with pytest.raises(LaunchError, match="already holds a checkpoint of step 2; resume it"):
+    with pytest.raises(LaunchError, match="already has a checkpoint of step 2; resume it"):
         room.run(plan_of(), steps=1, checkpoint=room.folder / "saved")
 
 

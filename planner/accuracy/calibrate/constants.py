@@ -189,7 +189,7 @@ def _tier(tier: LinkTier, calibration: Calibration) -> LinkTier:
 def calibration_of(
     values: Constants, *, accelerator: str, spread: float, runs: int, source: str
 ) -> Calibration:
-    """Return constants as the part of a profile that holds them.
+    """Return constants as the part of a profile that has them.
 
     In the middle of a fit they may be out of their bounds: they are not checked here.
     """

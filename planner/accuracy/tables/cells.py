@@ -73,7 +73,7 @@ def optional(row: Row, column: str) -> int | None:
 
 
 def seen(row: Row, column: str) -> float | None:
-    """Return a measurement; None where the cell holds none above 0."""
+    """Return a measurement; None where the cell has none above 0."""
     try:
         value = number(row, column)
     except ValueError:

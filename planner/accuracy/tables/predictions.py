@@ -16,7 +16,7 @@ from planner.requests.setup import Setup
 from planner.search.formulation import plan_with
 
 MOST_TABLES = 256
-"""Costs kept at a time."""
+"""Costs cached at a time."""
 
 
 class Tables:

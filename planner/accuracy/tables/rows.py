@@ -326,7 +326,7 @@ def _without(name: str, source: str, sources: frozenset[str]) -> Stack:
 
 
 _KNOWN: dict[tuple[int, tuple[str, ...]], tuple[Stack, Stack]] = {}
-"""By a stack's id, which is kept so that the id stays its own, and options."""
+"""By a stack's id, which stays alive so that the id stays its own, and options."""
 
 
 def _with_options(

@@ -5,7 +5,7 @@ export const COLOURS = ["#3b7dd8", "#d9730d", "#2e9e5b", "#b54708", "#8250df", "
 const WIDEST = 720, LEFT = 64, RIGHT = 18, TOP = 14, BOTTOM = 42;
 let width = WIDEST;
 
-/** Draw charts for a window of so many pixels: text keeps its size on a phone. */
+/** Draw charts for a window of a number of pixels: text keeps its size on a phone. */
 export const fit = (pixels) => { width = Math.min(WIDEST, Math.max(320, pixels - 40)); };
 
 /** Text that may stand in HTML. */

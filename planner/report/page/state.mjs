@@ -28,7 +28,7 @@ const CONTROLS = [
     now: (data) => data.assumed.electricity_usd_per_kwh.value },
   { id: "years", label: "Years until resale, or compared", unit: "years", least: 0.1, most: 20,
     path: ["assumptions", "years"], now: (data) => data.assumed.years },
-  { id: "residual", label: "Residual value kept each year", unit: "share", ranged: true,
+  { id: "residual", label: "Residual value left each year", unit: "share", ranged: true,
     path: ["assumptions", "owning", "retained_a_year"], least: 0.01, most: 1,
     now: (data) => data.assumed.owning.retained_a_year.value },
   { id: "interest", label: "Interest a year", unit: "share", least: 0, most: 1,
@@ -118,10 +118,10 @@ export function assumptionsOf(base, values, own = []) {
   if (electricity !== undefined) {
     moved.electricity_usd_per_kwh = scaled(base.electricity_usd_per_kwh, electricity);
   }
-  const lead = set("lead", "lead_days"), kept = set("residual", "owning.retained_a_year");
+  const lead = set("lead", "lead_days"), retained = set("residual", "owning.retained_a_year");
   if (lead !== undefined) moved.lead_days = scaled(base.lead_days, lead);
-  if (kept !== undefined) {
-    moved.owning.retained_a_year = scaled(base.owning.retained_a_year, kept, 1);
+  if (retained !== undefined) {
+    moved.owning.retained_a_year = scaled(base.owning.retained_a_year, retained, 1);
     if (!own.includes("owning.residual_by_age")) moved.owning.residual_by_age = [];
   }
   const stored = set("stored", "data.stored_tb"), transferred = set("moved", "data.moved_tb");

@@ -66,10 +66,10 @@ const COLUMNS = [
 
 function goalsText({ outcome }) {
   const missed = outcome.misses.map(({ name }) => `misses ${name}`);
-  const kept = Object.entries(outcome.chances).filter(([name]) =>
+  const surely = Object.entries(outcome.chances).filter(([name]) =>
     !outcome.misses.some((miss) => miss.name === name));
   const sold = outcome.candidate.hypothetical ? ["not sold"] : [];
-  return [...sold, ...missed, ...kept.map(([name, chance]) => `${name} ${percent(chance)}`)].join("; ");
+  return [...sold, ...missed, ...surely.map(([name, chance]) => `${name} ${percent(chance)}`)].join("; ");
 }
 
 /** Draw everything as the values stand. */

@@ -64,15 +64,15 @@ export function verdict(goal, ranks, tie) {
   }
   const ties = ranks.filter((rank) => rank.tied).map((rank) => rank.outcome.candidate.name);
   if (ties.length) sentence += `. Within ${percent(tie)}: ${listed(ties)}`;
-  const kept = Object.entries(outcome.chances).map(([goalName, chance]) => keptText(goal, goalName, chance));
+  const kept = Object.entries(outcome.chances).map(([goalName, chance]) => goalText(goal, goalName, chance));
   if (!sure(goal, outcome)) kept.push(...surestTexts(ranks));
   return `${sentence}. ${kept.length ? `${capital(kept.join("; "))}.` : ""}`.trim();
 }
 
-const keptText = ({ confidence }, name, chance) => `${name} kept with probability ${chance >= confidence
+const goalText = ({ confidence }, name, chance) => `${name} met with probability ${chance >= confidence
   ? chance.toFixed(2) : `${Number(chance.toPrecision(3))}, less than the ${confidence} asked for`}`;
 
-/** The candidate that keeps the goal most surely, where it is another. @returns {string[]} */
+/** The candidate that meets the goal most surely, where it is another. @returns {string[]} */
 function surestTexts([first, ...others]) {
   const surest = others.map((rank) => rank.outcome).filter((o) => !o.candidate.hypothetical)
     .reduce((a, b) => (a.chance >= b.chance ? a : b), first.outcome);
@@ -81,11 +81,11 @@ function surestTexts([first, ...others]) {
     : [`most surely by ${surest.candidate.name}, ${Number(surest.chance.toPrecision(3))}${usd}`];
 }
 
-/** Why a rival is not the first although it may be so oftener: it keeps a goal too seldom. */
+/** Why a rival is not the first although it may be so oftener: it meets a goal too seldom. */
 function unsureText(goal, first, { outcome }) {
   if (sure(goal, outcome) || !sure(goal, first.outcome)) return "";
   const [name, chance] = Object.entries(outcome.chances).reduce((a, b) => (a[1] <= b[1] ? a : b));
-  return `, which keeps the ${name} with probability ${chance.toFixed(2)} alone`;
+  return `, which meets the ${name} with probability ${chance.toFixed(2)} only`;
 }
 
 const MOST_NAMES = 5;
@@ -111,7 +111,7 @@ export function monthsSince(month, today) {
 }
 
 /**
- * What the first one's price rests on, and whether it is old.
+ * What the first candidate's price rests on, and whether it is old.
  * @param {Date|string} today
  * @returns {{text: string, warning: string}}
  */

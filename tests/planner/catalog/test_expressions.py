@@ -59,14 +59,14 @@ def test_an_expression_is_the_cluster_that_it_reads_as(
         ("99999999999999999999x8xh100", "devices; a cluster has 1 to 1,000,000"),
         ("2x2x2xh100", "names no cluster"),
         ("8 x h100", "names no cluster"),
-        ("12xh100", "a node holds 8"),
-        ("2x16xh100", "a node holds 8"),
+        ("12xh100", "a node has 8"),
+        ("2x16xh100", "a node has 8"),
         ("8xh10", "'h100-"),
         ("8xh100-sxm-80g", "'h100-sxm-80gb'"),
         ("p5.48xlarg", "'p5.48xlarge'"),
         ("local:0", "local:N"),
         ("local:many", "local:N"),
-        ("nowhere.yaml", "cannot be read"),
+        ("nowhere.yaml", "is not there; name a file"),
         ("~nobody-of-that-name/x.yaml", "cannot be read"),
         ("h" * 5000, "there is no accelerator"),
         ("a\0b", "names no cluster"),
@@ -194,7 +194,7 @@ def test_a_model_document_is_read_from_its_path(tmp_path: Path) -> None:
         ("", "there is no model"),
         ("llama-3.1-8", "'llama-3.1-8b'"),
         ("lama-2-7b", "'llama-2-7b'"),
-        ("nowhere/config.json", "cannot be read"),
+        ("nowhere/config.json", "is not there"),
         ("mine.py:build", "needs torch"),
         ("m" * 5000, "there is no model"),
     ],
@@ -207,7 +207,7 @@ def test_nonsense_for_model_gives_one_message(text: str, says: str) -> None:
 def test_a_file_that_is_no_configuration_is_told_apart(tmp_path: Path) -> None:
     listed = tmp_path / "config.json"
     listed.write_text("[1, 2]")
-    with pytest.raises(DocumentError, match="holds no mapping"):
+    with pytest.raises(DocumentError, match="is no mapping"):
         resolve_model(str(listed))
     listed.write_text("{")
     with pytest.raises(DocumentError, match="is not YAML"):

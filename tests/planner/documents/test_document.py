@@ -503,7 +503,7 @@ def test_equal_documents_have_equal_digests_and_others_not() -> None:
 def test_reading_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
 
-    with pytest.raises(DocumentError, match="cannot be read: No such file"):
+    with pytest.raises(DocumentError, match="is not there; name a file that exists"):
         read(Plan, tmp_path / "none.yaml")
     with pytest.raises(DocumentError, match="cannot be read: Is a directory"):
         read(Plan, tmp_path)

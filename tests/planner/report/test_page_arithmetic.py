@@ -493,5 +493,5 @@ def test_the_page_says_what_the_terminal_says_of_ties_dates_and_a_lone_candidate
     assert undated["warning"] == "One of these prices has no date: ask for a quote."
     assert dated["warning"] == ""
     assert alone.startswith("No other candidate can be the first")
-    kept = "Deadline kept with probability 0.5, less than the 0.8 asked for."
+    kept = "Deadline met with probability 0.5, less than the 0.8 asked for."
     assert verdict == f"Buy: x. {kept}"

@@ -80,7 +80,7 @@ def test_a_days_price_by_hand() -> None:
     text = said(result, "devices x 2 saves")
     assert f"{days:,.2g} days" in text
     assert ("at no more cost" in text) == (extra <= 0.001 * base.usd.value)
-    links = said(result, "Links are waited for")
+    links = said(result, "The step waits for links")
     assert f"{100 * base.link_share:.1f} %" in links
 
 

@@ -112,4 +112,4 @@ def test_a_study_that_finds_its_size() -> None:
     result = run(asked("power", goal), processes=1)
     # 8 A10G draw 8 x (1.23 x 300 + 60) x 1.3 = 4,461.6 W.
     assert [outcome.candidate for outcome in result.outcomes] == ["1x8xa10g"]
-    assert "power cap kept with probability" in verdicts(result)[0].lower()
+    assert "power cap met with probability" in verdicts(result)[0].lower()

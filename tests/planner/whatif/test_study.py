@@ -93,7 +93,7 @@ def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
             "assumptions.owning.retained_a_year",
             "less than or equal to 1",
         ),
-        ({"offers": [{"name": "n={n}", "cluster": "8xa10g"}]}, "offers[0]", "name holds {n}"),
+        ({"offers": [{"name": "n={n}", "cluster": "8xa10g"}]}, "offers[0]", "name has {n}"),
         (
             {"offers": [{"cluster": "8xh200-sxm", "rent": {**SPOT, "usd_per_device_hour": 99.0}}]},
             "offers[0].rent.usd_per_device_hour",
@@ -170,7 +170,7 @@ def test_the_fewest_devices_that_keep_a_deadline_are_named() -> None:
         goal = {"tokens": 1e9, "deadline_days": days}
         return " ".join(answers(run(study(goal=goal), processes=1)))
 
-    fewest = "Fewest devices that keep the deadline,"
+    fewest = "Fewest devices that meet the deadline,"
     surely = f"{fewest} with probability 0.8 or more:"
     assert f"{surely} 4, 4xa10g." in said(2 * by_size[4])
     assert f"{surely} 8, 8xa10g." in said(2 * by_size[8])

@@ -207,5 +207,5 @@ def test_a_table_without_the_columns_of_a_run_is_refused(tmp_path: Path) -> None
 
     with pytest.raises(DocumentError, match="lacks layers"):
         read_rows(path)
-    with pytest.raises(DocumentError, match="cannot be read"):
+    with pytest.raises(DocumentError, match="is not there"):
         read_rows(tmp_path / "none.csv")

@@ -456,7 +456,7 @@ def test_a_request_that_does_not_fit_is_explained() -> None:
         case.search()
 
     text = str(failure.value)
-    found = re.search(r"needs ([\d.]+) times their memory: stage (\d) on (\S+) holds", text)
+    found = re.search(r"needs ([\d.]+) times their memory: stage (\d) on (\S+) needs", text)
     assert found
     assert "of it activations" in text
     ways = re.findall(r"with (\S+=\S+?|--allow \w+)[,.]", text)

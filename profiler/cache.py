@@ -1,4 +1,4 @@
-"""What is kept of a profile on disk: finished ones by content, and the parts of one cut short.
+"""What is cached of a profile on disk: finished ones by content, and the parts of one cut short.
 
     CACHE/profiles/                     CACHE is $MESHWRIGHT_CACHE, or ~/.cache/meshwright
     └── 3f9c.../                        one for each model, job, budget, machine and software
@@ -29,7 +29,7 @@ PACKAGES = ("profiler", "runtime")
 
 
 def folder_of(content: dict[str, Any]) -> Path:
-    """Return where the profile with this content is kept."""
+    """Return where the profile with this content is cached."""
     parent = cache_folder() / "profiles"
     whole = {**content, "software": versions(SOFTWARE), "sources": _sources()}
     text = json.dumps(whole, sort_keys=True)
@@ -47,7 +47,7 @@ def _sources() -> str:
 
 
 def load(file: Path) -> Any:
-    """Return what a file holds, or None if it is not there or not whole."""
+    """Return what a file says, or None if it is not there or not whole."""
     try:
         return json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ class Parts:
     def once(self, name: str, measure: Callable[[], Any], *, keep: bool = True) -> Any:
         """Return a part, measured if any rank lacks it.  Plain data; all ranks call it together.
 
-        What may change from one day to the next is not to be kept.
+        What may change from one day to the next is not to be cached.
         """
         if not keep:
             return measure()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler import kept, layers
+from profiler import cache as stored
+from profiler import layers
+from profiler.cache import Parts
 from profiler.chain import Case, Chain
 from profiler.clock import Clock
-from profiler.kept import Parts
 from tests.runtime import cases
 
 CASES = [Case(tensor=1, micro_batch=size, recompute="none") for size in (1, 2)]
@@ -19,14 +20,14 @@ CASES = [Case(tensor=1, micro_batch=size, recompute="none") for size in (1, 2)]
 def test_another_model_software_or_machine_is_another_folder(
     monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    first = kept.folder_of({"model": "a", "nodes": [{"cores": 2}]})
+    first = stored.folder_of({"model": "a", "nodes": [{"cores": 2}]})
 
-    assert first == kept.folder_of({"nodes": [{"cores": 2}], "model": "a"})
+    assert first == stored.folder_of({"nodes": [{"cores": 2}], "model": "a"})
     assert first.parent == cache / "profiles"
-    assert first != kept.folder_of({"model": "b", "nodes": [{"cores": 2}]})
-    assert first != kept.folder_of({"model": "a", "nodes": [{"cores": 4}]})
-    monkeypatch.setattr(kept, "versions", lambda _: {"torch": "99"})
-    assert first != kept.folder_of({"model": "a", "nodes": [{"cores": 2}]})
+    assert first != stored.folder_of({"model": "b", "nodes": [{"cores": 2}]})
+    assert first != stored.folder_of({"model": "a", "nodes": [{"cores": 4}]})
+    monkeypatch.setattr(stored, "versions", lambda _: {"torch": "99"})
+    assert first != stored.folder_of({"model": "a", "nodes": [{"cores": 2}]})
 
 
 def alone(folder: Path) -> Parts:
