@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, launched
+from planner.documents.cluster import ClusterSpec
 from planner.documents.events import Incident, Reaction
 from planner.errors import HandedOver, LaunchError
 from planner.errors.shown import lines
@@ -18,6 +19,7 @@ from runtime.channel import without_secret
 from runtime.held import signals_kept
 from runtime.launch import MOST_EVIDENCE, RankFailed
 from runtime.nodes import NodeRank
+from runtime.partner import Copies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Proposal
@@ -43,11 +45,12 @@ def on_nodes(
         Zygote() as zygote,
         Slots() as slots,
         agent_of(node_rank, folder, members=members, output=str(output)) as agent,
+        agent.copies(slots) as copies,
     ):
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        return _Epochs(fit, run, agent, zygote, slots, signals, quiet=quiet).run()
+        return _Epochs(fit, run, agent, copies, zygote, slots, signals, quiet=quiet).run()
 
 
 class _Epochs:
@@ -58,6 +61,7 @@ class _Epochs:
         fit: LaunchablePlan,
         run: LaunchRun,
         agent: NodeAgent,
+        copies: Copies,
         zygote: Zygote,
         slots: Slots,
         signals: list[int],
@@ -66,7 +70,7 @@ class _Epochs:
     ) -> None:
         self._planned = self._fit = fit
         self._run, self._agent, self._zygote = run, agent, zygote
-        self._slots = slots
+        self._copies, self._slots = copies, slots
         self._signals, self._quiet = signals, quiet
 
     def run(self) -> Launched | None:
@@ -79,6 +83,7 @@ class _Epochs:
                 return None
             epoch = self._agent.epoch
             self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+            self._pair(epoch)
             self._agent.begin()
             try:
                 return launched(
@@ -96,6 +101,25 @@ class _Epochs:
                 self._regroup(failed)
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def _pair(self, epoch: Epoch) -> None:
+        """Find the partner that keeps this node's copies, and the ward whose copies it keeps."""
+        members, own = epoch.members, self._agent.roster.agent
+        nodes = domain_nodes(self._planned.machine)
+        partners = partner_places([one.node // nodes for one in members])
+        place = [one.start for one in members].index(own.start)
+        ward = partners.index(place)
+        alone = len(members) == 1
+        pairing = Pairing(
+            run=epoch.run,
+            epoch=epoch.number,
+            own=own,
+            partner=None if alone else members[partners[place]],
+            ward=None if alone else members[ward],
+        )
+        wards = 0 if alone else len(self._ranks(ward))
+        self._slots.begin(epoch=epoch.number, wards=wards, has_partner=not alone)
+        self._copies.begin(pairing)
 
     def _wait_as_spare(self) -> None:
         """Wait for an epoch that has this node."""
@@ -211,6 +235,18 @@ class _Epochs:
     def _say(self, text: str) -> None:
         if not self._quiet:
             print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+
+def domain_nodes(machine: ClusterSpec) -> int:
+    """Return how many neighbouring nodes may be lost together: those of a rack, where it has some.
+
+    >>> from meshwright.inputs import machine_of
+    >>> domain_nodes(machine_of("16xh100-sxm-80gb", None))
+    1
+    """
+    a_node = machine.groups[0].devices_per_node
+    racks = [one.devices for one in machine.tiers if a_node < one.devices < machine.devices]
+    return racks[-1] // a_node if racks else 1
 
 
 def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:

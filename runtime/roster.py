@@ -43,6 +43,8 @@ class Agent(Part):
     """Where it hears others."""
     meet_port: Positive
     """Where the ranks of an epoch that it leads are joined."""
+    copies_port: Positive
+    """Where it takes copies of what another's ranks have written."""
 
 
 class Held(Part):
@@ -175,8 +177,9 @@ def newest_whole(held: Iterable[Held]) -> State | None:
 class Holdings:
     """Which states an agent has parts of: the newest two.
 
-    A step that trains takes all members, so that whoever has parts of step n+1 knows that all have
-    those of step n: of three states the oldest is never needed.
+    Ranks copy a state only when all agents have had theirs of the one before, also the parts that
+    they keep for others.  So whoever has parts of a third state knows that the second is whole, and
+    the first is never needed.
     """
 
     def __init__(self) -> None:
@@ -187,12 +190,14 @@ class Holdings:
         """The oldest first."""
         return tuple(self._held)
 
-    def hold(self, held: Held) -> list[Held]:
-        """Take what was copied; return what is dropped for it."""
-        kept = [one for one in self._held if (one.epoch, one.step) != (held.epoch, held.step)]
-        kept.append(held)
-        dropped, self._held = kept[:-2], kept[-2:]
-        return dropped
+    def hold(self, held: Held) -> None:
+        """Take what was copied, in place of the oldest of two others."""
+        for at, one in enumerate(self._held):
+            if (one.epoch, one.step) == (held.epoch, held.step):
+                parts = tuple(sorted({*one.parts, *held.parts}))
+                self._held[at] = held.model_copy(update={"parts": parts})
+                return
+        self._held = [*self._held, held][-2:]
 
     def go_on_from(self, state: State) -> list[Held]:
         """Drop what is newer than the state that an epoch goes on from; return it.

@@ -47,6 +47,7 @@ from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.save_schedule import SaveSchedule
 from runtime.saving import Saver
+from runtime.snapshot import boxes
 from runtime.supported import supported
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
     )
-    kept = mirror.newest() if mirror is not None else None
+    kept = mirror.newest(boxes(engine.state())) if mirror is not None else None
     saved_step = checkpoint.progress(orders.resumed).step if orders.resumed else 0
     if kept is not None and kept.step > saved_step:
         loop.go_on_from(kept, after_saved=saved_step)
@@ -233,7 +234,7 @@ class Loop:
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
         """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
         self.engine.restore(kept.snapshots)
-        self.steps_done, self.next_sample = kept.step, kept.sample
+        self.steps_done = kept.step
         self.resumed = self.orders.resumed
         # Those steps are not done again, and metrics were cut behind the checkpoint.
         output = self.orders.output
@@ -322,7 +323,6 @@ class Loop:
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(),
-                sample=self.next_sample,
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
             )
