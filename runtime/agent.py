@@ -174,6 +174,7 @@ def agent_of(
                 members=tuple(Agent.model_validate(one["agent"]) for one in told[:members]),
                 output=str(told[0]["output"]),
                 state=State(step=0),
+                changed_unix_s=time.time(),
             )
             roster = Roster(first.run, own)
             roster.adopt(first, time.monotonic())
@@ -223,6 +224,11 @@ class NodeAgent:
         """The newest that is known."""
         assert self.roster.epoch is not None
         return self.roster.epoch
+
+    def spares(self) -> tuple[Agent, ...]:
+        """Return who waits to be a member."""
+        with self._lock:
+            return self.roster.spares(time.monotonic())
 
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""

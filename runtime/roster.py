@@ -21,7 +21,7 @@ from typing import Literal
 
 from planner.documents.document import Part
 from planner.documents.events import Reaction
-from planner.documents.units import Count, Positive, Text
+from planner.documents.units import Amount, Count, Positive, Text
 from runtime.verdict import RankEnd
 
 LOST_S = 4.0
@@ -83,6 +83,8 @@ class Epoch(Part):
     """Of all epochs of the run until here."""
     excluded: tuple[Text, ...] = ()
     """Starts of agents that are not wanted any more."""
+    changed_unix_s: Amount = 0.0
+    """When the run got these members."""
 
     def has(self, agent: Agent) -> bool:
         """Whether an agent is a member."""
@@ -334,7 +336,7 @@ class Roster:
             epoch=epoch,
             alive=tuple(alive),
             lost=tuple(lost),
-            spares=self._spares(now_s),
+            spares=self.spares(now_s),
             ends=self._ends(alive),
             held=self._all_held(alive, now_s),
         )
@@ -369,7 +371,7 @@ class Roster:
         told = self._told.get(agent.start)
         return told is not None and told.phase == "left"
 
-    def _spares(self, now_s: float) -> tuple[Agent, ...]:
+    def spares(self, now_s: float) -> tuple[Agent, ...]:
         """Return who waits without being a member, by node."""
         assert self.epoch is not None
         found = [
@@ -390,6 +392,6 @@ class Roster:
 
     def _all_held(self, alive: Sequence[Agent], now_s: float) -> tuple[Held, ...]:
         """Return what those hold who may go on: members, and spares that were members once."""
-        named = {one.start for one in (*alive, *self._spares(now_s))}
+        named = {one.start for one in (*alive, *self.spares(now_s))}
         told = [one for start, one in self._told.items() if start in named]
         return (*self.holdings.held, *(held for one in told for held in one.held))

@@ -30,7 +30,7 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
-from runtime import checkpoint, companions, near_cores, run
+from runtime import checkpoint, companions, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon
 from runtime.checkpoint import Progress
@@ -288,6 +288,8 @@ class Loop:
                     state = self.engine.state()
                     self.engine.refuse_drifted()
                     self._saver.begin(state, self._progress(loss))
+                    if ends is None and step < self.orders.steps and _ends_to_grow():
+                        ends = "grow"
                 schedule.stepped(step, step_s, metrics)
             if ends is not None:
                 stopped = ends
@@ -472,6 +474,15 @@ class Loop:
             loss=loss,
             frozen=self._frozen,
         )
+
+
+def _ends_to_grow() -> bool:
+    """Say whether the run goes on on more nodes; all ranks ask where they save."""
+    if not growth.may_be_asked():
+        return False
+    asked = torch.tensor([int(dist.get_rank() == 0 and growth.is_asked())])
+    dist.broadcast(asked, src=0)
+    return bool(asked)
 
 
 def _on_this_device(device: run.Device) -> Callable[[], object]:
