@@ -22,7 +22,7 @@ from runtime.channel import without_secret
 from runtime.held import signals_kept
 from runtime.launch import MOST_EVIDENCE, RankFailed
 from runtime.nodes import NodeRank
-from runtime.partner import Copies, Pairing, partner_places
+from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Proposal
@@ -63,7 +63,7 @@ class Means:
     """What a node has for as long as a run lives."""
 
     agent: NodeAgent
-    copies: Copies
+    copies: KeptCopies
     zygote: Zygote
     slots: Slots
     keeper: BookKeeper

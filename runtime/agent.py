@@ -27,7 +27,7 @@ from planner.process.guarded_files import folder_within, replaced
 from runtime.addresses import listening_socket
 from runtime.channel import job_secret
 from runtime.nodes import NodeRank
-from runtime.partner import Copies
+from runtime.partner import KeptCopies
 from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.roster import (
     Agent,
@@ -255,9 +255,9 @@ class NodeAgent:
             self._tell()
         self._sockets.close()
 
-    def copies(self, slots: Slots) -> Copies:
+    def copies(self, slots: Slots) -> KeptCopies:
         """Return this node's side of partners that keep each other's copies."""
-        return Copies(slots, self._sockets.copies, self._secret, self._hold)
+        return KeptCopies(slots, self._sockets.copies, self._secret, self._hold)
 
     def _hold(self, held: Held) -> None:
         with self._lock:

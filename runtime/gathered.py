@@ -30,7 +30,7 @@ def key_of(label: Mapping[str, Any]) -> Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class RankCopy:
     """One rank's part of a state, as it was found whole."""
 
     label: Mapping[str, Any]
@@ -66,7 +66,7 @@ def gathered(
     keys = {(step, run, plan, world) for told in every for step, run, plan, world in told}
     for key in sorted(keys, reverse=True):
         copies = [
-            Copy(label=read[0], content=read[1])
+            RankCopy(label=read[0], content=read[1])
             for slot, label in labels
             if key_of(label) == key and (read := slot.read()) is not None
         ]
@@ -76,7 +76,7 @@ def gathered(
     return None
 
 
-def _from_own(copies: Sequence[Copy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
+def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
     """Return what is needed where each rank has all of it itself."""
     rank = dist.get_rank()
     parts = _parts([one.label for one in copies])
@@ -87,7 +87,7 @@ def _from_own(copies: Sequence[Copy], needed: Mapping[str, Box]) -> list[Snapsho
     return _received(copies, parts, {rank: wanted})
 
 
-def _from_all(copies: Sequence[Copy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
+def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
     """Return what is needed where all ranks together have it."""
     rank = dist.get_rank()
     every = all_gather_json([one.label for one in copies])
@@ -105,7 +105,7 @@ def _from_all(copies: Sequence[Copy], needed: Mapping[str, Box]) -> list[Snapsho
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartBoxes:
     """What a rank's part of a state has, without the values."""
 
     place: tuple[int, int]
@@ -114,7 +114,7 @@ class Part:
     """By name: the type, and which box of the tensor."""
 
 
-Parts = Mapping[int, Part]
+Parts = Mapping[int, PartBoxes]
 """By the rank that had it."""
 Want = tuple[int, int, str, tuple[int, ...], tuple[int, ...]]
 """A holder, the rank that had the part, a name, where a box begins and its shape."""
@@ -122,7 +122,7 @@ Want = tuple[int, int, str, tuple[int, ...], tuple[int, ...]]
 
 def _parts(labels: Sequence[Mapping[str, Any]]) -> Parts:
     return {
-        label["rank"]: Part(
+        label["rank"]: PartBoxes(
             place=(label["step"], label["sample"]),
             boxes={
                 name: (kind, Box(tuple(shape), tuple(offset), tuple(local)))
@@ -163,7 +163,7 @@ def _wanted(
 
 
 def _received(
-    copies: Sequence[Copy], parts: Parts, asked: Mapping[int, Sequence[Sequence[Any]]]
+    copies: Sequence[RankCopy], parts: Parts, asked: Mapping[int, Sequence[Sequence[Any]]]
 ) -> list[Snapshot]:
     """Send what others ask for, and return what this rank has asked for."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -14,7 +14,7 @@ from planner.process.guarded_files import opened
 GROW = "MESHWRIGHT_GROW"
 """Names, to each rank of a run that may grow, the file that asks for it."""
 TIMES = 2.0
-"""What is gained has to be so many times what it costs."""
+"""What is gained, over what it costs, has to be more than this."""
 
 
 def environment(output: Path) -> dict[str, str]:

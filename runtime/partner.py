@@ -81,7 +81,7 @@ class Pairing:
     ward: Agent | None
 
 
-class Copies:
+class KeptCopies:
     """A node's side of both, while a `with` block lasts."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Copies:
         secret: bytes,
         holds: Callable[[Held], None],
     ) -> None:
-        """`holds` is told of parts that are whole here: of this node's ranks, and of its ward's."""
+        """`holds` gets parts that are whole here: of this node's ranks, and of its ward's."""
         self._slots, self._listening, self._secret, self._holds = slots, listening, secret, holds
         self._pairing: Pairing | None = None
         self._ended = threading.Event()
@@ -103,7 +103,7 @@ class Copies:
             for name, work in (("sends copies", self._send), ("keeps copies", self._serve))
         ]
 
-    def __enter__(self) -> Copies:
+    def __enter__(self) -> KeptCopies:
         for thread in self._threads:
             thread.start()
         return self

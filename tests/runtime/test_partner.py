@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime.addresses import listening_socket
 from runtime.channel import GREETING_BYTES, Channel, exactly
-from runtime.partner import Copies, Pairing, partner_places
+from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.roster import Agent, Held
 from runtime.slots import Slots
 from tests.limits import PATIENCE_S
@@ -52,7 +52,7 @@ class Node:
             meet_port=1,
             copies_port=self.listening.getsockname()[1],
         )
-        self.copies = Copies(slots, self.listening, SECRET, self.held.append)
+        self.copies = KeptCopies(slots, self.listening, SECRET, self.held.append)
 
     def begin(self, other: Node | None, *, epoch: int = 1, ranks: int = 1) -> None:
         self.slots.begin(epoch=epoch, wards=ranks, has_partner=other is not None)
