@@ -55,8 +55,10 @@ class RankCopy:
 
 def gathered(
     slots: Sequence[StateSlot], needed: Mapping[str, Box]
-) -> tuple[Key, list[Snapshot]] | None:
+) -> tuple[Key, list[Snapshot], Mapping[str, Any]] | None:
     """Return the newest state of which every rank finds what it needs; all of them call it.
+
+    Beside it stands the label of one of its parts.
 
     `slots` are those that this rank looks at, no other rank the same, and `needed` are the boxes
     that it holds.
@@ -72,11 +74,11 @@ def gathered(
         ]
         found = _from_own(copies, needed) or _from_all(copies, needed)
         if found is not None:
-            return key, found
+            return key, *found
     return None
 
 
-def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
+def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where each rank has all of it itself."""
     rank = dist.get_rank()
     parts = _parts([one.label for one in copies])
@@ -84,10 +86,10 @@ def _from_own(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Sna
     if not all(all_gather_json(wanted is not None)):
         return None
     assert wanted is not None
-    return _received(copies, parts, {rank: wanted})
+    return _received(copies, parts, {rank: wanted}), copies[0].label
 
 
-def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Snapshot] | None:
+def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> Found | None:
     """Return what is needed where all ranks together have it."""
     rank = dist.get_rank()
     every = all_gather_json([one.label for one in copies])
@@ -101,7 +103,10 @@ def _from_all(copies: Sequence[RankCopy], needed: Mapping[str, Box]) -> list[Sna
     }
     wanted = _wanted(parts, holders, needed)
     asked = all_gather_json(wanted)
-    return None if None in asked else _received(copies, parts, dict(enumerate(asked)))
+    if None in asked:
+        return None
+    first = next(label for told in every for label in told)
+    return _received(copies, parts, dict(enumerate(asked))), first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +119,8 @@ class PartBoxes:
     """By name: the type, and which box of the tensor."""
 
 
+Found = tuple[list[Snapshot], Mapping[str, Any]]
+"""Parts of a state, and the label of one of them."""
 Parts = Mapping[int, PartBoxes]
 """By the rank that had it."""
 Want = tuple[int, int, str, tuple[int, ...], tuple[int, ...]]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.gathered import gathered, key_of
+from runtime.sample_digest import SampleDigest
 from runtime.slots import NodeSlots, slots_of_node
 from runtime.snapshot import Box, Snapshot
 
@@ -34,6 +35,8 @@ class MirroredState:
 
     step: int
     snapshots: tuple[Snapshot, ...]
+    used: SampleDigest
+    """Of the samples that were used until then."""
 
 
 class Mirror:
@@ -77,13 +80,14 @@ class Mirror:
         found = gathered(mine, needed)
         if found is None:
             return None
-        key, snapshots = found
+        key, snapshots, label = found
         self._behind = key[0], key[1]
         for at, slot in enumerate(self._own):
-            label = slot.label()
-            if label is not None and key_of(label) == key:
+            own = slot.label()
+            if own is not None and key_of(own) == key:
                 self._next = 1 - at  # the older one is written first
-        return MirroredState(step=key[0], snapshots=tuple(snapshots))
+        used = SampleDigest.model_validate(label["used"])
+        return MirroredState(step=key[0], snapshots=tuple(snapshots), used=used)
 
     def is_due(self, step: int) -> bool:
         """Say whether the state behind a step is copied; all ranks ask behind each step."""
@@ -98,11 +102,13 @@ class Mirror:
         dist.all_reduce(kept, op=dist.ReduceOp.MIN)
         return bool(kept)
 
-    def copy(self, snapshot: Snapshot, *, began_s: float, step_s: float) -> None:
+    def copy(
+        self, snapshot: Snapshot, *, used: SampleDigest, began_s: float, step_s: float
+    ) -> None:
         """Copy a rank's state; all ranks do so behind the same step.
 
-        `began_s` is when the snapshot was begun, by time.perf_counter, and `step_s` what a step
-        takes.
+        `used` is of the samples until then, `began_s` when the snapshot was begun, by
+        time.perf_counter, and `step_s` what a step takes.
         """
         parts, pieces, at = [], [], 0
         for name, part in snapshot.parts.items():
@@ -115,6 +121,7 @@ class Mirror:
         label = {
             "step": snapshot.step,
             "sample": snapshot.next_sample,
+            "used": used.model_dump(),
             "run": self._run,
             "epoch": self._node.epoch,
             "plan": self._plan,

@@ -45,10 +45,12 @@ from runtime.metrics import Metrics
 from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
+from runtime.sample_digest import SampleDigest
 from runtime.save_schedule import SaveSchedule
 from runtime.saving import Saver
 from runtime.snapshot import boxes
 from runtime.supported import supported
+from runtime.used_samples import UsedSamples
 
 if TYPE_CHECKING:
     from runtime.token_model import TokenModel
@@ -215,6 +217,7 @@ class Loop:
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
+        self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -229,11 +232,17 @@ class Loop:
         checkpoint.load(saved, self.engine.state())
         self.steps_done = progress.step
         self.engine.next_sample = progress.sample
+        if self._used is not None:
+            self._used.before = progress.used or SampleDigest.of_first(progress.sample)
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
         """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
         self.engine.restore(kept.snapshots)
+        if wrong := kept.used.wrong(self.engine.next_sample):
+            raise LaunchError(f"the copy of step {kept.step} says that {wrong}")
+        assert self._used is not None
+        self._used.before = kept.used
         self.steps_done = kept.step
         self.resumed = self.orders.resumed
         # Those steps are not done again, and metrics were cut behind the checkpoint.
@@ -321,10 +330,11 @@ class Loop:
 
     def _copy(self, step: int, step_s: Sequence[float]) -> None:
         """Copy the state where it outlives this process."""
-        if self._mirror is not None and self._mirror.is_due(step):
+        if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(),
+                used=self._used.digest(),
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
             )
@@ -376,6 +386,9 @@ class Loop:
             batch = self._own_batch(self.samples, first)
         else:
             batch = self._coming[1].result()
+        if self._used is not None:
+            own = self.plan.samples_of(self.engine.slice_rank)
+            self._used.add(range(first + own.start, first + own.stop))
         after = first + self.plan.global_batch
         reading = self._ahead.submit(self._own_batch, self.samples, after)
         self._coming = after, reading
@@ -473,6 +486,7 @@ class Loop:
             corpus_digest=self.corpus.digest,
             loss=loss,
             frozen=self._frozen,
+            used=None if self._used is None else self._used.digest(),
         )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from runtime.mirror import MEASURED, Mirror
 from runtime.partner import to_write
+from runtime.sample_digest import SampleDigest
 from runtime.slots import Slots, StateSlot, slots_of_node
 from runtime.snapshot import Box, Snapshot, SnapshotPart
 from tests.runtime.ranks import on_ranks
@@ -53,7 +54,8 @@ def copied(mirror: Mirror, steps: list[int], *, step_s: float = 1e9) -> None:
     for step in steps:
         assert mirror.is_due(step)
         begin_s = time.perf_counter()
-        mirror.copy(state_of(dist.get_rank(), step), began_s=begin_s, step_s=step_s)
+        used = SampleDigest.of_first(8 * step)
+        mirror.copy(state_of(dist.get_rank(), step), used=used, began_s=begin_s, step_s=step_s)
 
 
 def found_by(mirror: Mirror, rank: int) -> int | None:
@@ -61,6 +63,7 @@ def found_by(mirror: Mirror, rank: int) -> int | None:
     kept = mirror.newest(needed_by(rank))
     if kept is None:
         return None
+    assert kept.used == SampleDigest.of_first(8 * kept.step)
     assert {one.next_sample for one in kept.snapshots} == {8 * kept.step}
     for name, box in needed_by(rank).items():
         values = torch.full(box.shape, -1.0, dtype=state_of(0, 0).parts[name].values.dtype)
@@ -121,7 +124,9 @@ def sent(memory: list[dict[str, str]], missing: int, lost: int | None) -> int | 
     mirror = Mirror(node, local_rank=0, ranks=1, run="f1", plan="a")
     for step in (6, 8):
         assert mirror.is_due(step)
-        mirror.copy(state_of(rank, step), began_s=time.perf_counter(), step_s=1e9)
+        used = SampleDigest.of_first(8 * step)
+        begin_s = time.perf_counter()
+        mirror.copy(state_of(rank, step), used=used, began_s=begin_s, step_s=1e9)
         assert not mirror.is_due(step + 1), "it is copied before the last one is kept"
         if step == 6 or missing != rank:
             move(node.own[0], partner.wards[0])
