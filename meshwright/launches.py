@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.book import Book, BookKeeper
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
-from meshwright.replan import for_fewer, leave_out
+from meshwright.replan import leave_out
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Decision
+from planner.documents.events import Decision, PlanSource
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -105,7 +106,13 @@ def launch(
         return on_nodes(fit, run, node_rank, quiet=quiet)
     table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
-    with signals_kept() as noticed, Zygote() as zygote, Slots() as slots:
+    planned = fit
+    with (
+        signals_kept() as noticed,
+        Zygote() as zygote,
+        Slots() as slots,
+        BookKeeper(planned, run) as keeper,
+    ):
         while True:
             try:
                 return launched(
@@ -116,6 +123,7 @@ def launch(
                     dry_run=dry_run,
                     zygote=zygote if survive else None,
                     slots=slots if survive else None,
+                    keeper=keeper if survive else None,
                     quiet=quiet,
                 )
             except RankFailed as failed:
@@ -123,8 +131,8 @@ def launch(
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
                 if found is None or found.reaction == "stop":
                     raise
-                fit, run = _reacted(failed, found, fit, run, quiet=quiet), goes_on
-                decided(failed.output, found, fit.plan, quiet=quiet)
+                fit, run = _reacted(failed, found, fit, planned, run, quiet=quiet), goes_on
+                decided(failed.output, found, fit, quiet=quiet)
                 hand_over(noticed, failed)
 
 
@@ -135,19 +143,25 @@ def hand_over(noticed: Sequence[int], failed: LaunchError) -> None:
 
 
 def _reacted(
-    failed: RankFailed, found: Verdict, fit: LaunchablePlan, run: LaunchRun, *, quiet: bool
+    failed: RankFailed,
+    found: Verdict,
+    fit: LaunchablePlan,
+    planned: LaunchablePlan,
+    run: LaunchRun,
+    *,
+    quiet: bool,
 ) -> LaunchablePlan:
-    """Return what is launched next."""
+    """Return what is launched next; the book is about what was `planned` first."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
     if found.reaction != "shrink":
         return fit
     devices = fit.plan.mesh.devices
     if fit.machine.groups[0].accelerator.kind != "cpu":
         leave_out(failed.local_rank, devices)
-    return fit.again(devices - 1, run, quiet=quiet)
+    return planned.again(devices - 1, run, quiet=quiet)
 
 
-def decided(output: Path, found: Verdict, plan: Plan, *, quiet: bool) -> None:
+def decided(output: Path, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
     """Write down what is done about an end, and say it."""
     known = account_of(output)
     decision = Decision(
@@ -155,8 +169,9 @@ def decided(output: Path, found: Verdict, plan: Plan, *, quiet: bool) -> None:
         reaction=found.reaction,
         why=found.why,
         predicted_s=known.start_s,
-        devices=plan.mesh.devices,
-        plan=plan.digest,
+        devices=fit.plan.mesh.devices,
+        plan=fit.plan.digest,
+        plan_source=fit.source,
     )
     append_record(decision, events_file(output))
     if not quiet:
@@ -173,6 +188,9 @@ class LaunchablePlan:
     graph: ModelGraph
     machine: ClusterSpec
     measured: Profiles
+    profile: str | None = None
+    """The file that has what was measured, where one was named."""
+    source: PlanSource = "given"
 
     @classmethod
     def of(cls, path: str, profile: str | None) -> LaunchablePlan:
@@ -182,7 +200,9 @@ class LaunchablePlan:
         _refuse_foreign(plan, path)
         measured = profile_for(graph, profile)
         machine = machine_of(plan.cluster, measured)
-        return cls(path=path, plan=plan, graph=graph, machine=machine, measured=measured)
+        return cls(
+            path=path, plan=plan, graph=graph, machine=machine, measured=measured, profile=profile
+        )
 
     def with_code(self, *, trusted: bool) -> LaunchablePlan:
         """Run the user's file if the model is one; it must still make what was planned."""
@@ -216,23 +236,20 @@ class LaunchablePlan:
     def at(self, path: str) -> LaunchablePlan:
         """Return the same training under another plan of its own."""
         plan = document.read(Plan, path)
-        return replace(self, path=path, plan=plan, machine=machine_of(plan.cluster, self.measured))
+        machine = machine_of(plan.cluster, self.measured)
+        return replace(self, path=path, plan=plan, machine=machine, source="given")
 
     def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
-        """Return the same training planned for what is left."""
-        from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
-
-        folder = run.checkpoint or Path()
-
-        # The new plan lies elsewhere than the old one, and the model's file beside that.
-        model = found_here(self.plan.model, self.graph, self.path)
-        wanted = self.plan.model_copy(update={"model": model})
-        path = for_fewer(wanted, self.graph, self.machine, self.measured, left=left, folder=folder)
-        fit = self.at(str(path))
+        """Return the same training planned for what is left: out of the book, or solved now."""
+        book = Book(run.checkpoint or Path())
+        known = book.entry(self.plan, left)
+        entry = known or book.solve(self, left)
+        fit = replace(self.at(entry.path), source="book" if known else "solved")
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
-                f"devices: {fit.plan.layout.text()}, written to {path}",
+                f"devices: {fit.plan.layout.text()}, {'found' if known else 'written'} in "
+                f"{entry.path}",
                 file=sys.stderr,
             )
         return fit
@@ -257,9 +274,14 @@ def launched(
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
     slots: Slots | None = None,
+    keeper: BookKeeper | None = None,
+    meanwhile: Callable[[], None] | None = None,
     quiet: bool,
 ) -> Launched | None:
-    """Launch a plan on the devices that are here."""
+    """Launch a plan on the devices that are here.
+
+    A `keeper` of the book begins behind the first step; `meanwhile` is called while ranks run.
+    """
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
@@ -304,6 +326,8 @@ def launched(
         agent=agent,
         zygote=zygote,
         slots=slots,
+        begun=None if keeper is None else keeper.begin,
+        meanwhile=meanwhile,
         quiet=quiet,
     )
     if report is None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.book import BookKeeper
+from meshwright.growing import Growth
 from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, launched
+from planner.documents.cluster import ClusterSpec
 from planner.documents.events import Incident, Reaction
 from planner.errors import HandedOver, LaunchError
 from planner.errors.shown import lines
@@ -18,6 +22,7 @@ from runtime.channel import without_secret
 from runtime.held import signals_kept
 from runtime.launch import MOST_EVIDENCE, RankFailed
 from runtime.nodes import NodeRank
+from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Proposal
@@ -43,30 +48,41 @@ def on_nodes(
         Zygote() as zygote,
         Slots() as slots,
         agent_of(node_rank, folder, members=members, output=str(output)) as agent,
+        agent.copies(slots) as copies,
     ):
         run = run.model_copy(
             update={"checkpoint": folder, "output": Path(agent.epoch.output)},
         )
-        return _Epochs(fit, run, agent, zygote, slots, signals, quiet=quiet).run()
+        with BookKeeper(fit, run) as keeper:
+            means = Means(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
+            return Epochs(fit, run, means, signals, quiet=quiet).run()
 
 
-class _Epochs:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a node has for as long as a run lives."""
+
+    agent: NodeAgent
+    copies: KeptCopies
+    zygote: Zygote
+    slots: Slots
+    keeper: BookKeeper
+
+
+class Epochs:
     """The epochs of a run, as one of its nodes lives through them."""
 
     def __init__(
         self,
         fit: LaunchablePlan,
         run: LaunchRun,
-        agent: NodeAgent,
-        zygote: Zygote,
-        slots: Slots,
+        means: Means,
         signals: list[int],
         *,
         quiet: bool,
     ) -> None:
         self._planned = self._fit = fit
-        self._run, self._agent, self._zygote = run, agent, zygote
-        self._slots = slots
+        self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
 
     def run(self) -> Launched | None:
@@ -79,6 +95,8 @@ class _Epochs:
                 return None
             epoch = self._agent.epoch
             self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+            self._pair(epoch)
+            self._growth = Growth(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
             try:
                 return launched(
@@ -87,8 +105,10 @@ class _Epochs:
                     self._agent.node_rank(),
                     survive=True,
                     agent=self._agent,
-                    zygote=self._zygote,
-                    slots=self._slots,
+                    zygote=self._means.zygote,
+                    slots=self._means.slots,
+                    keeper=self._means.keeper,
+                    meanwhile=self._growth.look,
                     quiet=self._quiet,
                 )
             except (RankFailed, NodeLeft) as failed:
@@ -96,6 +116,25 @@ class _Epochs:
                 self._regroup(failed)
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def _pair(self, epoch: Epoch) -> None:
+        """Find the partner that keeps this node's copies, and the ward whose copies it keeps."""
+        members, own = epoch.members, self._agent.roster.agent
+        nodes = domain_nodes(self._planned.machine)
+        partners = partner_places([one.node // nodes for one in members])
+        place = [one.start for one in members].index(own.start)
+        ward = partners.index(place)
+        alone = len(members) == 1
+        pairing = Pairing(
+            run=epoch.run,
+            epoch=epoch.number,
+            own=own,
+            partner=None if alone else members[partners[place]],
+            ward=None if alone else members[ward],
+        )
+        wards = 0 if alone else len(self._ranks(ward))
+        self._means.slots.begin(epoch=epoch.number, wards=wards, has_partner=not alone)
+        self._means.copies.begin(pairing)
 
     def _wait_as_spare(self) -> None:
         """Wait for an epoch that has this node."""
@@ -116,7 +155,7 @@ class _Epochs:
         ranks = {rank: place for place, rank in enumerate(self._ranks(0))}
         local = LocalRanks(self._fit.plan.mesh.devices, device, ranks)
         environment = {**without_secret(os.environ), **local.environment(min(ranks))}
-        self._zygote.warm(environment, log=logs / "rank-00000.log")
+        self._means.zygote.warm(environment, log=logs / "rank-00000.log")
 
     def _end_spare(self) -> None:
         if self._signals:
@@ -139,6 +178,8 @@ class _Epochs:
         assert self._run.checkpoint is not None and self._run.output is not None
         saved = checkpoint.newest(self._run.checkpoint)
         stored = checkpoint.progress(saved).step if saved is not None else 0
+        if self._growth.asked and not proposal.lost and not proposal.ends:
+            return self._grown(proposal, stored)
         end = self._end_of(proposal, stored)
         ends = (*last.ends, end)
         found = verdict(ends, devices=self._fit.plan.mesh.devices)
@@ -150,26 +191,40 @@ class _Epochs:
         members = proposal.members(self._planned.nodes, without=without)
         if not members:
             raise failed
-        plan = None
-        if len(members) < self._planned.nodes:
-            again = self._planned.again(len(members), self._run, quiet=self._quiet)
-            self._fit, plan = again, again.path
-        else:
-            self._fit = self._planned
-        done = _named(found, last.members, members)
         self._write_incident(end, proposal, failed, at_unix_s)
-        decided(self._run.output, done, self._fit.plan, quiet=self._quiet)
-        return Epoch(
-            number=last.number + 1,
-            run=last.run,
-            members=members,
-            plan=plan,
-            output=last.output,
-            state=proposal.state(stored),
-            reaction=done.reaction,
-            why=done.why,
-            ends=ends,
-            excluded=(*last.excluded, *([] if without is None else [without.start])),
+        excluded = (*last.excluded, *([] if without is None else [without.start]))
+        epoch = self._decided(proposal, members, found, stored)
+        return epoch.model_copy(update={"ends": ends, "excluded": excluded})
+
+    def _grown(self, proposal: Proposal, stored: int) -> Epoch:
+        """Return the next epoch where nothing went wrong: of the nodes that are there now."""
+        members = proposal.members(self._growth.nodes)
+        grows = Verdict(causes=frozenset(), reaction="grow", why=self._growth.why)
+        return self._decided(proposal, members, grows, stored)
+
+    def _decided(
+        self, proposal: Proposal, members: tuple[Agent, ...], found: Verdict, stored: int
+    ) -> Epoch:
+        """Return the next epoch with its plan, once what is done is written down."""
+        last, plan = proposal.epoch, None
+        self._fit = self._planned
+        if len(members) < self._planned.nodes:
+            self._fit = self._planned.again(len(members), self._run, quiet=self._quiet)
+            plan = self._fit.path
+        done = _named(found, last.members, members)
+        assert self._run.output is not None
+        decided(self._run.output, done, self._fit, quiet=self._quiet)
+        stays = [one.start for one in members] == [one.start for one in last.members]
+        return last.model_copy(
+            update={
+                "number": last.number + 1,
+                "members": members,
+                "plan": plan,
+                "state": proposal.state(stored),
+                "reaction": done.reaction,
+                "why": done.why,
+                "changed_unix_s": last.changed_unix_s if stays else time.time(),
+            }
         )
 
     def _write_incident(
@@ -211,6 +266,18 @@ class _Epochs:
     def _say(self, text: str) -> None:
         if not self._quiet:
             print(f"meshwright: {lines(text)}", file=sys.stderr)
+
+
+def domain_nodes(machine: ClusterSpec) -> int:
+    """Return how many neighbouring nodes may be lost together: those of a rack, where it has some.
+
+    >>> from meshwright.inputs import machine_of
+    >>> domain_nodes(machine_of("16xh100-sxm-80gb", None))
+    1
+    """
+    a_node = machine.groups[0].devices_per_node
+    racks = [one.devices for one in machine.tiers if a_node < one.devices < machine.devices]
+    return racks[-1] // a_node if racks else 1
 
 
 def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:

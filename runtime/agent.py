@@ -24,12 +24,15 @@ from pathlib import Path
 from planner.documents.document import json_line, read_text
 from planner.errors import LaunchError
 from planner.process.guarded_files import folder_within, replaced
+from runtime.addresses import listening_socket
 from runtime.channel import job_secret
 from runtime.nodes import NodeRank
+from runtime.partner import KeptCopies
 from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.roster import (
     Agent,
     Epoch,
+    Held,
     Look,
     Over,
     Proposal,
@@ -38,6 +41,7 @@ from runtime.roster import (
     Standing,
     State,
 )
+from runtime.slots import Slots
 from runtime.verdict import RankEnd
 
 TELL_S = 0.5
@@ -104,12 +108,13 @@ class Register:
 
 
 class Sockets:
-    """Where an agent hears others, and a port reserved for ranks that it will lead."""
+    """Where an agent hears others and takes copies; a port kept for ranks that it will lead."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.heard = socket.socket(family, socket.SOCK_DGRAM)
         self._kept = socket.socket(family, socket.SOCK_STREAM)
+        self.copies = listening_socket(family, (address, 0))
         # Whoever listens here later says the same, and nobody else gets the port.
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.heard.bind((address, 0))
@@ -119,13 +124,19 @@ class Sockets:
     def agent(self, node: int) -> Agent:
         """Return what others know of the agent."""
         host, port, *_ = self.heard.getsockname()
-        meet_port = self._kept.getsockname()[1]
-        start = secrets.token_hex(8)
-        return Agent(node=node, start=start, host=host, port=port, meet_port=meet_port)
+        return Agent(
+            node=node,
+            start=secrets.token_hex(8),
+            host=host,
+            port=port,
+            meet_port=self._kept.getsockname()[1],
+            copies_port=self.copies.getsockname()[1],
+        )
 
     def close(self) -> None:
-        """Give both ports back."""
+        """Give all ports back."""
         self.heard.close()
+        self.copies.close()
         self._kept.close()
 
 
@@ -163,6 +174,7 @@ def agent_of(
                 members=tuple(Agent.model_validate(one["agent"]) for one in told[:members]),
                 output=str(told[0]["output"]),
                 state=State(step=0),
+                changed_unix_s=time.time(),
             )
             roster = Roster(first.run, own)
             roster.adopt(first, time.monotonic())
@@ -200,7 +212,7 @@ class NodeAgent:
         return_s: float = RETURN_S,
     ) -> None:
         self.roster, self.register = roster, register
-        self._sockets, self._return_s = sockets, return_s
+        self._sockets, self._return_s, self._secret = sockets, return_s, secret
         self._key = hmac.digest(secret, b"meshwright-agents-1", hashlib.sha256)
         self._lock = threading.RLock()
         self._news = threading.Event()
@@ -212,6 +224,11 @@ class NodeAgent:
         """The newest that is known."""
         assert self.roster.epoch is not None
         return self.roster.epoch
+
+    def spares(self) -> tuple[Agent, ...]:
+        """Return who waits to be a member."""
+        with self._lock:
+            return self.roster.spares(time.monotonic())
 
     def node_rank(self) -> NodeRank:
         """Return this node's place among the members of its epoch, and where they meet."""
@@ -237,6 +254,15 @@ class NodeAgent:
         for _number in range(FAREWELLS):
             self._tell()
         self._sockets.close()
+
+    def copies(self, slots: Slots) -> KeptCopies:
+        """Return this node's side of partners that keep each other's copies."""
+        return KeptCopies(slots, self._sockets.copies, self._secret, self._hold)
+
+    def _hold(self, held: Held) -> None:
+        with self._lock:
+            if held.epoch == self.roster.number:
+                self.roster.holdings.hold(held)
 
     def begin(self) -> None:
         """Take notice that ranks of the epoch are about to start."""

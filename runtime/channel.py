@@ -7,6 +7,9 @@ bytes:
 
     greeting    MAGIC  nonce (32 bytes)
     message     length (8 bytes)  JSON  HMAC-SHA256 (32 bytes)
+    content     pieces of 1 MiB, the last one shorter, each with its code behind it
+
+How long content is, a message before it has said.
 
 Messages are authenticated, not encrypted: who can listen on the network reads them.  The secret
 itself never travels.  Nothing here imports torch.
@@ -23,7 +26,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ MAX_MESSAGE_BYTES = 2**30
 """Of a message from a node that knows the secret."""
 SECRET = "MESHWRIGHT_SECRET"
 SECRET_FILE = "MESHWRIGHT_SECRET_FILE"
+PIECE_BYTES = 2**20
 MIN_SECRET = 16
 MAX_SECRET = 4096
 
@@ -96,9 +100,29 @@ class Channel:
         except (ValueError, RecursionError) as error:
             raise Unauthentic(f"what it says is not JSON ({error})") from None
 
-    def _code(self, serves: bool, number: int, text: bytes) -> bytes:
-        head = LENGTH.pack(number) + LENGTH.pack(len(text))
-        return hmac.digest(self._keys[serves], head + text, hashlib.sha256)
+    def send_content(self, content: memoryview) -> None:
+        """Send bytes, whose number the other side knows."""
+        for at in range(0, len(content), PIECE_BYTES):
+            piece = content[at : at + PIECE_BYTES]
+            self.connection.sendall(piece)
+            self.connection.sendall(self._code(self._serves, self._sent, piece))
+            self._sent += 1
+
+    def content(self, size: int, *, until: float | None = None) -> Iterator[bytes]:
+        """Receive this number of bytes, piece by piece, each authentic."""
+        for at in range(0, size, PIECE_BYTES):
+            piece = exactly(self.connection, min(PIECE_BYTES, size - at), until=until)
+            code = exactly(self.connection, CODE_BYTES, until=until)
+            if not hmac.compare_digest(code, self._code(not self._serves, self._received, piece)):
+                raise Unauthentic("what it sends is not what it says")
+            self._received += 1
+            yield piece
+
+    def _code(self, serves: bool, number: int, text: bytes | memoryview) -> bytes:
+        made = hmac.new(self._keys[serves], LENGTH.pack(number), hashlib.sha256)
+        made.update(LENGTH.pack(len(text)))
+        made.update(text)
+        return made.digest()
 
     def close(self) -> None:
         """Close the connection."""

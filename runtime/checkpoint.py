@@ -45,6 +45,7 @@ from planner.errors import DocumentError, LaunchError
 from runtime import checksums, parts, tensor_index
 from runtime.data import Corpus
 from runtime.parts import Checksum, FileName, WrittenPart, to_disk
+from runtime.sample_digest import SampleDigest
 from runtime.tensor_index import INDEX, PICKLED_INDEX, TensorIndex
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class Progress(Document):
     loss: float
     frozen: Text | None = None
     """Of which weights those are that were not trained, and so are not here."""
+    used: SampleDigest | None = None
+    """Of the samples before that one, as batches were read; scripts and earlier checkpoints have
+    none."""
     files: Mapping[FileName, Count] = Field(default_factory=dict)
     """The checkpoint's other files and their bytes."""
     checksums: Mapping[FileName, Checksum] = Field(default_factory=dict)
@@ -114,6 +118,9 @@ class Progress(Document):
                 "adapters go on with the weights that they were trained on (--weights)",
                 file=str(folder),
             )
+        wrong = self.used.wrong(self.sample) if self.used is not None else None
+        if wrong is not None:
+            raise DocumentError("used", f"says that {wrong}", file=str(folder))
         for name, have, want, source in (
             ("corpus_digest", self.corpus_digest, corpus.digest, f"the data ({corpus.source})"),
             ("seq_len", self.seq_len, plan.seq_len, "the plan"),

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within, opened
 from planner.report.terminal import Terminal
 from planner.whatif.survival import SaveFigures
-from runtime import checkpoint, data, faults, notice, run, unfinished
+from runtime import checkpoint, data, faults, growth, notice, run, unfinished
 from runtime.agent import NodeAgent
 from runtime.beacon import BEACONS, beacons
 from runtime.checkpoint import Progress
@@ -86,6 +86,10 @@ class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
         self.output = output
 
 
+class EndsToGrow(RankFailed):
+    """The ranks have ended behind a save, so that the run goes on on more nodes."""
+
+
 class RanksHang(RankFailed):
     """Ranks waited for others in vain."""
 
@@ -110,6 +114,8 @@ def launch(
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
     slots: Slots | None = None,
+    begun: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -124,6 +130,7 @@ def launch(
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
     A `zygote` forks the ranks, so that the next attempt need not import torch again.
     Ranks copy their state into `slots`, and go on from what is there.
+    On the node with rank 0 `begun` is called behind the first step, and `meanwhile` while they run.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -171,11 +178,12 @@ def launch(
             orders = _write_orders(ready, rendezvous, say, told)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
+            if agent is not None:
+                shared |= growth.environment(ready.output)
             if slots is not None:
                 shared |= slots.environment(len(ready.ranks.devices))
-            _supervise(
-                ready, rendezvous, shared, shown, survive=survive, agent=agent, zygote=zygote
-            )
+            refresh = _Refresh(ready, shown, agent, begun, meanwhile)
+            _supervise(ready, rendezvous, shared, refresh, survive=survive, zygote=zygote)
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -378,28 +386,26 @@ def _supervise(
     ready: Preflight,
     rendezvous: Rendezvous,
     shared: dict[str, str],
-    shown: _ProgressLine,
+    refresh: _Refresh,
     *,
     survive: bool,
-    agent: NodeAgent | None,
     zygote: Zygote | None,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
+    shown = refresh.shown
     with contextlib.ExitStack() as held:
-        watch = None
         if survive:
             seen = held.enter_context(beacons(len(ready.ranks.devices)))
             shared[BEACONS] = str(seen.file)
             devices, start_s = ready.ranks.devices, ready.plan.timeout_s
-            watch = HangWatch(
+            refresh.watch = HangWatch(
                 seen,
                 devices,
                 ready.output,
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-        refresh = _Refresh(ready, shown, watch, agent)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -419,7 +425,7 @@ def _supervise(
             _write_incident(ready, error, after_step=shown.step)
             raise
         except NodeLeft as error:
-            if agent is None:  # with agents whoever decides knows the cause
+            if refresh.agent is None:  # with agents whoever decides knows the cause
                 _write_incident(ready, error, after_step=shown.step)
             lead = str(error)
             raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
@@ -439,17 +445,20 @@ class _Refresh:
         self,
         ready: Preflight,
         shown: _ProgressLine,
-        watch: HangWatch | None,
         agent: NodeAgent | None,
+        begun: Callable[[], None] | None,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
-        self._ready, self._shown, self._watch, self._agent = ready, shown, watch, agent
+        self.shown, self.agent = shown, agent
+        self.watch: HangWatch | None = None
+        self._ready, self._begun, self._meanwhile = ready, begun, meanwhile
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
 
     def __call__(self) -> None:
-        self._shown.refresh()
-        if self._begin_s and self._shown.step > self._before:
+        self.shown.refresh()
+        if self._begin_s and self.shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
                 at_unix_s=time.time(),
@@ -458,11 +467,15 @@ class _Refresh:
                 predicted_s=self._predicted_s,
             )
             happened(self._ready, started)
-        if self._agent is not None:
-            self._agent.check()
-        waiting = self._watch.look() if self._watch is not None else []
+            if self._begun is not None and self._ready.ranks.leads:
+                self._begun()
+        if self.agent is not None:
+            self.agent.check()
+        if self._meanwhile is not None and self._ready.ranks.leads:
+            self._meanwhile()
+        waiting = self.watch.look() if self.watch is not None else []
         if waiting:
-            raise _hung(self._ready, waiting, after_step=self._shown.step)
+            raise _hung(self._ready, waiting, after_step=self.shown.step)
 
 
 def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:
@@ -557,6 +570,9 @@ def _way_on(ready: Preflight) -> str:
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
 
 
+_GROWS = "to go on on more nodes, ranks have ended behind a save"
+
+
 def _report(
     ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_unix_s: float
 ) -> RunReport | None:
@@ -569,13 +585,18 @@ def _report(
         int(rank): record for told in rendezvous.all_gather(own) for rank, record in told.items()
     }
     if not ready.ranks.leads:
-        if any(record["stopped"] == "notice" for record in own.values()):
+        stopped = {record["stopped"] for record in own.values()}
+        if "notice" in stopped:
             raise HandedOver(f"a notice ended the run{_way_on(ready)}")
+        if "grow" in stopped:
+            raise EndsToGrow(_GROWS, lead=_GROWS, output=ready.output)
         return None
     ranks = [RankRecord.model_validate(known[rank]) for rank in range(ready.ranks.world)]
     done = ranks[0].first_step + len(ranks[0].step_s) - 1
-    stopped = ranks[0].stopped
-    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=stopped, after_step=done))
+    ended = ranks[0].stopped
+    happened(ready, AttemptEnded(at_unix_s=time.time(), stopped=ended, after_step=done))
+    if ended == "grow":
+        raise EndsToGrow(f"{_GROWS}, that of step {done}", lead=_GROWS, output=ready.output)
     report = summarise(
         ready.plan,
         orders,

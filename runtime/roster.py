@@ -21,7 +21,7 @@ from typing import Literal
 
 from planner.documents.document import Part
 from planner.documents.events import Reaction
-from planner.documents.units import Count, Positive, Text
+from planner.documents.units import Amount, Count, Positive, Text
 from runtime.verdict import RankEnd
 
 LOST_S = 4.0
@@ -43,6 +43,8 @@ class Agent(Part):
     """Where it hears others."""
     meet_port: Positive
     """Where the ranks of an epoch that it leads are joined."""
+    copies_port: Positive
+    """Where it takes copies of what another's ranks have written."""
 
 
 class Held(Part):
@@ -81,6 +83,8 @@ class Epoch(Part):
     """Of all epochs of the run until here."""
     excluded: tuple[Text, ...] = ()
     """Starts of agents that are not wanted any more."""
+    changed_unix_s: Amount = 0.0
+    """When the run got these members."""
 
     def has(self, agent: Agent) -> bool:
         """Whether an agent is a member."""
@@ -175,8 +179,9 @@ def newest_whole(held: Iterable[Held]) -> State | None:
 class Holdings:
     """Which states an agent has parts of: the newest two.
 
-    A step that trains takes all members, so that whoever has parts of step n+1 knows that all have
-    those of step n: of three states the oldest is never needed.
+    Ranks copy a state only when all agents have had theirs of the one before, also the parts that
+    they keep for others.  So whoever has parts of a third state knows that the second is whole, and
+    the first is never needed.
     """
 
     def __init__(self) -> None:
@@ -187,12 +192,14 @@ class Holdings:
         """The oldest first."""
         return tuple(self._held)
 
-    def hold(self, held: Held) -> list[Held]:
-        """Take what was copied; return what is dropped for it."""
-        kept = [one for one in self._held if (one.epoch, one.step) != (held.epoch, held.step)]
-        kept.append(held)
-        dropped, self._held = kept[:-2], kept[-2:]
-        return dropped
+    def hold(self, held: Held) -> None:
+        """Take what was copied, in place of the oldest of two others."""
+        for at, one in enumerate(self._held):
+            if (one.epoch, one.step) == (held.epoch, held.step):
+                parts = tuple(sorted({*one.parts, *held.parts}))
+                self._held[at] = held.model_copy(update={"parts": parts})
+                return
+        self._held = [*self._held, held][-2:]
 
     def go_on_from(self, state: State) -> list[Held]:
         """Drop what is newer than the state that an epoch goes on from; return it.
@@ -329,7 +336,7 @@ class Roster:
             epoch=epoch,
             alive=tuple(alive),
             lost=tuple(lost),
-            spares=self._spares(now_s),
+            spares=self.spares(now_s),
             ends=self._ends(alive),
             held=self._all_held(alive, now_s),
         )
@@ -364,7 +371,7 @@ class Roster:
         told = self._told.get(agent.start)
         return told is not None and told.phase == "left"
 
-    def _spares(self, now_s: float) -> tuple[Agent, ...]:
+    def spares(self, now_s: float) -> tuple[Agent, ...]:
         """Return who waits without being a member, by node."""
         assert self.epoch is not None
         found = [
@@ -385,6 +392,6 @@ class Roster:
 
     def _all_held(self, alive: Sequence[Agent], now_s: float) -> tuple[Held, ...]:
         """Return what those hold who may go on: members, and spares that were members once."""
-        named = {one.start for one in (*alive, *self._spares(now_s))}
+        named = {one.start for one in (*alive, *self.spares(now_s))}
         told = [one for start, one in self._told.items() if start in named]
         return (*self.holdings.held, *(held for one in told for held in one.held))

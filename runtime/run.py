@@ -45,8 +45,9 @@ from runtime import checksums
 from runtime.nodes import NodeRank, node_rank_of
 
 Device = Literal["cuda", "cpu"]
-Stopped = Literal["steps", "max_seconds", "notice"]
-"""What ended a run: all its steps, its seconds, or a notice that the machine is taken away."""
+Stopped = Literal["steps", "max_seconds", "notice", "grow"]
+"""What ended a run: all its steps, its seconds, a notice that the machine is taken away, or that it
+goes on on more nodes."""
 
 
 class LaunchRun(Part):
@@ -92,6 +93,10 @@ class LaunchRun(Part):
         default=(), description="Log by an installed package's logger too: catalog --plugins"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
+    grow_after: Amount = Field(
+        default=1800.0,
+        description="With --survive: seconds until a run that lost nodes grows again",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

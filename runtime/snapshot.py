@@ -21,6 +21,38 @@ from runtime.torch_internals import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """Which part of a tensor something is."""
+
+    whole: tuple[int, ...]
+    """The shape of the tensor."""
+    offset: tuple[int, ...]
+    """Where it begins, by dim."""
+    shape: tuple[int, ...]
+
+
+def within(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where the part that two boxes share begins, and its shape, of which some dim may be 0.
+
+    >>> within(Box((8,), (2,), (4,)), Box((8,), (4,), (4,)))
+    ((4,), (2,))
+    """
+    pairs = list(zip(box.offset, other.offset, box.shape, other.shape, strict=True))
+    begin = tuple(max(a, b) for a, b, _, _ in pairs)
+    end = tuple(min(a + n, b + m) for a, b, n, m in pairs)
+    return begin, tuple(max(0, b - a) for a, b in zip(begin, end, strict=True))
+
+
+def boxes(state: Mapping[str, Tensor]) -> dict[str, Box]:
+    """Return which part of each tensor of its state a rank holds."""
+    found = {}
+    for name, tensor in state.items():
+        local, shape, offset = _box(tensor)
+        found[name] = Box(shape, offset, tuple(local.shape))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotPart:
     """A box of one tensor."""
 

@@ -30,7 +30,7 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
-from runtime import checkpoint, companions, near_cores, run
+from runtime import checkpoint, companions, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon
 from runtime.checkpoint import Progress
@@ -45,9 +45,12 @@ from runtime.metrics import Metrics
 from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
 from runtime.run import Device, RankOrders, RankRecord, Stopped
+from runtime.sample_digest import SampleDigest
 from runtime.save_schedule import SaveSchedule
 from runtime.saving import Saver
+from runtime.snapshot import boxes
 from runtime.supported import supported
+from runtime.used_samples import UsedSamples
 
 if TYPE_CHECKING:
     from runtime.token_model import TokenModel
@@ -124,7 +127,7 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
     )
-    kept = mirror.newest() if mirror is not None else None
+    kept = mirror.newest(boxes(engine.state())) if mirror is not None else None
     saved_step = checkpoint.progress(orders.resumed).step if orders.resumed else 0
     if kept is not None and kept.step > saved_step:
         loop.go_on_from(kept, after_saved=saved_step)
@@ -214,6 +217,7 @@ class Loop:
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
+        self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -228,12 +232,18 @@ class Loop:
         checkpoint.load(saved, self.engine.state())
         self.steps_done = progress.step
         self.engine.next_sample = progress.sample
+        if self._used is not None:
+            self._used.before = progress.used or SampleDigest.of_first(progress.sample)
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
         """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
         self.engine.restore(kept.snapshots)
-        self.steps_done, self.next_sample = kept.step, kept.sample
+        if wrong := kept.used.wrong(self.engine.next_sample):
+            raise LaunchError(f"the copy of step {kept.step} says that {wrong}")
+        assert self._used is not None
+        self._used.before = kept.used
+        self.steps_done = kept.step
         self.resumed = self.orders.resumed
         # Those steps are not done again, and metrics were cut behind the checkpoint.
         output = self.orders.output
@@ -287,6 +297,8 @@ class Loop:
                     state = self.engine.state()
                     self.engine.refuse_drifted()
                     self._saver.begin(state, self._progress(loss))
+                    if ends is None and step < self.orders.steps and _ends_to_grow():
+                        ends = "grow"
                 schedule.stepped(step, step_s, metrics)
             if ends is not None:
                 stopped = ends
@@ -318,11 +330,11 @@ class Loop:
 
     def _copy(self, step: int, step_s: Sequence[float]) -> None:
         """Copy the state where it outlives this process."""
-        if self._mirror is not None and self._mirror.is_due(step):
+        if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(),
-                sample=self.next_sample,
+                used=self._used.digest(),
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
             )
@@ -374,6 +386,9 @@ class Loop:
             batch = self._own_batch(self.samples, first)
         else:
             batch = self._coming[1].result()
+        if self._used is not None:
+            own = self.plan.samples_of(self.engine.slice_rank)
+            self._used.add(range(first + own.start, first + own.stop))
         after = first + self.plan.global_batch
         reading = self._ahead.submit(self._own_batch, self.samples, after)
         self._coming = after, reading
@@ -471,7 +486,17 @@ class Loop:
             corpus_digest=self.corpus.digest,
             loss=loss,
             frozen=self._frozen,
+            used=None if self._used is None else self._used.digest(),
         )
+
+
+def _ends_to_grow() -> bool:
+    """Say whether the run goes on on more nodes; all ranks ask where they save."""
+    if not growth.may_be_asked():
+        return False
+    asked = torch.tensor([int(dist.get_rank() == 0 and growth.is_asked())])
+    dist.broadcast(asked, src=0)
+    return bool(asked)
 
 
 def _on_this_device(device: run.Device) -> Callable[[], object]:

@@ -54,6 +54,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/addresses.py", "read_text"): SYSTEM,
     ("runtime/near_cores.py", "read_text"): SYSTEM,
     ("runtime/channel.py", "json.loads"): PEER,
+    ("runtime/partner.py", "json.loads"): PEER,
     ("runtime/channel.py", "open"): CACHE,
     ("runtime/rendezvous.py", "json.loads"): OURS,
     ("runtime/exchange.py", "json.loads"): PEER,

@@ -74,6 +74,7 @@ ALLOWED = {
     ("runtime/launch.py", "mkdir"): NAMED,
     ("runtime/launch.py", "unlink"): OURS,
     ("runtime/notice.py", "unlink"): OURS,
+    ("runtime/growth.py", "unlink"): OURS,
     ("runtime/published.py", "save_file"): NEW,
     ("runtime/published.py", "write_text"): NEW,
     ("runtime/script_run.py", "unlink"): OURS,

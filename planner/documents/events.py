@@ -23,6 +23,9 @@ Cause = Literal[
     "crash", "device", "node", "hang", "out_of_memory", "not_a_number", "program", "notice", "user"
 ]
 """What ended an attempt, as far as it is known."""
+PlanSource = Literal["given", "book", "solved"]
+"""Where a plan comes from: the run was started with it, it was solved while the run trained, or
+when it was wanted."""
 Reaction = Literal["interval", "restart", "spare", "shrink", "grow", "hand_over", "stop"]
 
 
@@ -117,6 +120,7 @@ class Decision(_Event):
     """Between checkpoints from here on."""
     devices: Positive | None = None
     plan: Text | None = None
+    plan_source: PlanSource | None = None
 
 
 class AttemptEnded(_Event):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.mirror import MEASURED, Mirror
-from runtime.slots import Slots, slots_of_node
-from runtime.snapshot import Snapshot, SnapshotPart
+from runtime.partner import to_write
+from runtime.sample_digest import SampleDigest
+from runtime.slots import Slots, StateSlot, slots_of_node
+from runtime.snapshot import Box, Snapshot, SnapshotPart
 from tests.runtime.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -27,83 +31,149 @@ def state_of(rank: int, step: int) -> Snapshot:
         "step": SnapshotPart((), (), torch.tensor(step)),
         "none": SnapshotPart((4, 0), (2 * rank, 0), torch.empty(2, 0)),
     }
-    return Snapshot(step, parts)
+    return Snapshot(step, parts, next_sample=8 * step)
 
 
-def mirror_of(memory: dict[str, str], *, run: str, plan: str = "a plan", node: int = 0) -> Mirror:
-    """Return this rank's; `node` says how many local ranks a node has, 0 that there is one node."""
-    slots = slots_of_node(memory)
-    rank = dist.get_rank()
-    own = slots[rank : rank + 1] if node else slots
-    return Mirror(own, local_rank=0 if node else rank, run=run, plan=plan)
+def needed_by(rank: int) -> dict[str, Box]:
+    """What two ranks hold; a third number stands for one rank that holds all."""
+    if rank == ALL:
+        whole = {"weight": (4, 3), "small": (4,), "step": (), "none": (4, 0)}
+        return {name: Box(shape, (0,) * len(shape), shape) for name, shape in whole.items()}
+    parts = state_of(rank, 0).parts.items()
+    return {name: Box(part.shape, part.offset, tuple(part.values.shape)) for name, part in parts}
+
+
+def mirror_of(memory: dict[str, str], *, run: str) -> Mirror:
+    """Return this rank's, where all ranks are on one node."""
+    node = slots_of_node(memory)
+    assert node is not None
+    return Mirror(node, local_rank=dist.get_rank(), ranks=dist.get_world_size(), run=run, plan="a")
 
 
 def copied(mirror: Mirror, steps: list[int], *, step_s: float = 1e9) -> None:
     for step in steps:
         assert mirror.is_due(step)
         begin_s = time.perf_counter()
-        mirror.copy(
-            state_of(dist.get_rank(), step), sample=8 * step, began_s=begin_s, step_s=step_s
-        )
+        used = SampleDigest.of_first(8 * step)
+        mirror.copy(state_of(dist.get_rank(), step), used=used, began_s=begin_s, step_s=step_s)
+
+
+def found_by(mirror: Mirror, rank: int) -> int | None:
+    """Return the step that ranks go on from, once all that a rank needs of it is there."""
+    kept = mirror.newest(needed_by(rank))
+    if kept is None:
+        return None
+    assert kept.used == SampleDigest.of_first(8 * kept.step)
+    assert {one.next_sample for one in kept.snapshots} == {8 * kept.step}
+    for name, box in needed_by(rank).items():
+        values = torch.full(box.shape, -1.0, dtype=state_of(0, 0).parts[name].values.dtype)
+        for one in kept.snapshots:
+            if name in one.parts:
+                part = one.parts[name]
+                spans = zip(part.offset, box.offset, part.values.shape, strict=True)
+                values[tuple(slice(a - o, a - o + n) for a, o, n in spans)] = part.values
+        halves = [state_of(half, kept.step).parts[name] for half in (0, 1)]
+        whole = torch.cat([half.values for half in halves]) if box.shape else halves[0].values
+        at = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+        assert torch.equal(values, whole[at]), name
+    return kept.step
 
 
 def gone_on(memory: dict[str, str]) -> list[Any]:
     """Return what ranks find, one attempt after another."""
     rank = dist.get_rank()
-    assert mirror_of(memory, run="first").newest() is None
-    first = mirror_of(memory, run="first")
+    assert found_by(mirror_of(memory, run="f1"), rank) is None
+    first = mirror_of(memory, run="f1")
     # Rank 1 ends before it has a copy of step 7.
     copied(first, [6, 7] if rank == 0 else [6])
 
-    found = []
     dist.barrier()
-    second = mirror_of(memory, run="second")
-    kept = second.newest()
-    assert kept is not None
-    found.append((kept.step, kept.sample, len(kept.snapshots)))
-    for name, part in kept.snapshots[0].parts.items():
-        expected = state_of(rank, 6).parts[name]
-        assert torch.equal(part.values, expected.values), name
-        assert (part.shape, part.offset) == (expected.shape, expected.offset)
-        assert part.values.dtype == expected.values.dtype
+    second = mirror_of(memory, run="f2")
+    found = [found_by(second, rank)]
 
     # What was not whole goes first: the sixth stays until the new seventh is there on both.
     copied(second, [7] if rank == 0 else [])
     dist.barrier()
-    third = mirror_of(memory, run="third")
-    kept = third.newest()
-    assert kept is not None
-    found.append((kept.step, kept.sample, len(kept.snapshots)))
+    found.append(found_by(mirror_of(memory, run="f3"), rank))
 
-    # Another plan needs the parts of all ranks, which one node has and one of two has not.
-    other = mirror_of(memory, run="fourth", plan="another").newest()
-    assert other is not None
-    found.append((other.step, other.sample, len(other.snapshots)))
-    found.append(mirror_of(memory, run="fourth", plan="another", node=1).newest())
-    apart = mirror_of(memory, run="fourth", node=1).newest()
-    found.append(None if apart is None else apart.step)
+    # Another plan: each needs all, or they have changed places.
+    found.append(found_by(mirror_of(memory, run="f4"), ALL))
+    found.append(found_by(mirror_of(memory, run="f4"), 1 - rank))
     return found
+
+
+ALL = 2
 
 
 def test_ranks_go_on_from_the_newest_step_that_all_have() -> None:
     with Slots() as slots:
-        found = on_ranks(2, gone_on, slots.environment(2))
-
-    assert found == 2 * [[(6, 48, 1), (6, 48, 1), (6, 48, 2), None, 6]]
+        assert on_ranks(2, gone_on, slots.environment(2)) == 2 * [[6, 6, 6, 6]]
 
 
-def damaged(memory: dict[str, str]) -> int:
-    mirror = mirror_of(memory, run="first")
+def sent(memory: list[dict[str, str]], missing: int, lost: int | None) -> int | None:
+    """Two nodes of a rank each keep each other's copies; one is lost, or its newest copy is.
+
+    A node that takes its place has nothing.
+    """
+    rank = dist.get_rank()
+    nodes = [slots_of_node(one) for one in memory]
+    node, partner = nodes[rank], nodes[1 - rank]
+    assert node is not None
+    assert partner is not None
+    assert node.kept is not None
+    mirror = Mirror(node, local_rank=0, ranks=1, run="f1", plan="a")
+    for step in (6, 8):
+        assert mirror.is_due(step)
+        used = SampleDigest.of_first(8 * step)
+        begin_s = time.perf_counter()
+        mirror.copy(state_of(rank, step), used=used, began_s=begin_s, step_s=1e9)
+        assert not mirror.is_due(step + 1), "it is copied before the last one is kept"
+        if step == 6 or missing != rank:
+            move(node.own[0], partner.wards[0])
+        node.kept.tell("f1", step, processor_s=0.0)
+        dist.barrier()
+    if lost == rank:
+        node = slots_of_node(memory[2])
+        assert node is not None
+    return found_by(Mirror(node, local_rank=0, ranks=1, run="f2", plan="a"), rank)
+
+
+def move(pair: Sequence[StateSlot], ward: Sequence[StateSlot]) -> None:
+    """Do what two launchers do."""
+    newest = max(pair, key=lambda slot: (slot.label() or {"step": 0})["step"])
+    found = newest.sealed()
+    assert found is not None
+    text, content, code = found
+    with to_write(ward, json.loads(text)).filled(text, len(content)) as filling:
+        filling[0 : len(content)] = content
+        filling.done(code)
+
+
+@pytest.mark.parametrize(
+    ("missing", "lost", "step"), [(ALL, None, 8), (ALL, 0, 8), (1, 1, 6), (0, 1, 8)]
+)
+def test_a_node_that_is_lost_costs_no_copy_that_its_partner_has(
+    missing: int, lost: int | None, step: int
+) -> None:
+    with Slots() as first, Slots() as second, Slots() as new:
+        for slots in (first, second, new):
+            slots.begin(epoch=1, wards=1, has_partner=True)
+        memory = [slots.environment(1) for slots in (first, second, new)]
+        assert on_ranks(2, sent, memory, missing, lost) == [step, step]
+
+
+def damaged(memory: dict[str, str]) -> int | None:
+    mirror = mirror_of(memory, run="f1")
     copied(mirror, [5, 6])
     dist.barrier()
     if dist.get_rank() == 1:
-        found = max(slots_of_node(memory)[1], key=lambda slot: (slot.read() or ({},))[0]["step"])
+        pair = mirror._node.own[1]
+        found = max(pair, key=lambda slot: (slot.read() or ({},))[0]["step"])
         with found._file.open("r+b") as opened:
             opened.seek(-1, os.SEEK_END)
             opened.write(b"\xff")
     dist.barrier()
-    kept = mirror_of(memory, run="second").newest()
-    return -1 if kept is None else kept.step
+    return found_by(mirror_of(memory, run="f2"), dist.get_rank())
 
 
 def test_a_copy_that_is_damaged_is_passed_over() -> None:
@@ -112,7 +182,7 @@ def test_a_copy_that_is_damaged_is_passed_over() -> None:
 
 
 def interval(memory: dict[str, str], step_s: float) -> int:
-    mirror = mirror_of(memory, run="first")
+    mirror = mirror_of(memory, run="f1")
     # One rank copies for longer than the other.
     copied(mirror, list(range(1, MEASURED + 1)), step_s=step_s * (1 + dist.get_rank()))
     last = MEASURED

@@ -34,7 +34,12 @@ CRASH = RankEnd(cause="crash", rank=1, after_step=7)
 
 def agent_of(node: int, start: str = "first") -> Agent:
     return Agent(
-        node=node, start=f"{node} {start}", host="127.0.0.1", port=1 + node, meet_port=11 + node
+        node=node,
+        start=f"{node} {start}",
+        host="127.0.0.1",
+        port=1 + node,
+        meet_port=11 + node,
+        copies_port=21 + node,
     )
 
 
@@ -73,7 +78,7 @@ class Run:
     stored: int = 0
     trained: int = 0
     acknowledged: tuple[int, int] = (1, 0)
-    """Epoch and step of the newest state that all members have had in memory."""
+    """Epoch and step of the newest state of which all members and all partners have had parts."""
     gone: set[str] = field(default_factory=set)
 
 
@@ -102,7 +107,10 @@ class Rosters(RuleBasedStateMachine):
         else:
             getattr(self, fault)(node)
 
-    @rule(node=some, what=st.sampled_from(["tell", "act", "write", "ranks_start", "copy", "train"]))
+    @rule(
+        node=some,
+        what=st.sampled_from(["tell", "act", "write", "ranks_start", "copy", "send", "train"]),
+    )
     def one_thing(self, node: int, what: str) -> None:
         """In any order with all else."""
         if what == "train":
@@ -139,16 +147,29 @@ class Rosters(RuleBasedStateMachine):
                 self.write(node)
                 self.ranks_start(node)
 
-    @rule(steps=st.integers(1, 3), saves=st.booleans(), late=st.sets(some, max_size=2))
-    def train_on(self, steps: int, saves: bool, late: set[int]) -> None:
-        """Train some steps, of the last of which some have no copy yet."""
+    @rule(
+        steps=st.integers(1, 3),
+        saves=st.booleans(),
+        late=st.sets(some, max_size=2),
+        unsent=st.sets(some, max_size=2),
+        crashes=st.none() | some,
+    )
+    def train_on(
+        self, steps: int, saves: bool, late: set[int], unsent: set[int], crashes: int | None
+    ) -> None:
+        """Train some steps, of the last of which some have no copy yet, or their partners none."""
         for left in range(steps, 0, -1):
             self.train()
             for node in range(NODES):
                 if left > 1 or node not in late:
                     self.copy(node)
+            for node in range(NODES):
+                if left > 1 or node not in unsent:
+                    self.send(node)
         if saves:
             self.save()
+        if crashes is not None:
+            self.crash(crashes)
 
     @rule(seconds=st.sampled_from([0.1, SUSPECT_S + 0.1, LOST_S + 0.1]))
     def wait(self, seconds: float) -> None:
@@ -236,35 +257,65 @@ class Rosters(RuleBasedStateMachine):
             assert epoch.state.step >= step
 
     def train(self) -> None:
+        """Train a step; its state is copied, so that the one before must be acknowledged."""
         number = self._training()
         if number is None:
             return
-        members = [self._node(one) for one in self.run.register[number].members]
-        if all(one.copied == self.run.trained for one in members):
+        epoch, trained = self.run.register[number], self.run.trained
+        if self.run.acknowledged == (number, trained) or trained == epoch.state.step:
             self.run.trained += 1
 
     def copy(self, node: int) -> None:
-        """A member copies its part of the newest step, and that of the one before it."""
+        """A member copies its part of the newest step."""
         found = self.nodes[node]
         number = self._training()
         if number is None or found.ranks_of != number or found.copied == self.run.trained:
             return
-        members = self.run.register[number].members
-        place = [one.start for one in members].index(found.roster.agent.start)
-        parts = tuple(sorted({place, (place - 1) % len(members)}))
         found.copied = self.run.trained
-        found.roster.holdings.hold(
-            Held(epoch=number, step=found.copied, of=len(members), parts=parts)
-        )
-        if all(self._node(one).copied == found.copied for one in members):
-            self.run.acknowledged = (number, found.copied)
+        self._hold(found, found.roster.agent, number)
+
+    def send(self, node: int) -> None:
+        """The part that a member has copied comes to its partner, while both are in one epoch."""
+        found = self.nodes[node]
+        number = found.roster.number
+        members = self.run.register[number].members
+        copied = number == max(self.run.register) and found.copied == self.run.trained
+        if not found.lives or not found.roster.is_member or not copied:
+            return
+        if found.copied == self.run.register[number].state.step:
+            return
+        place = [one.start for one in members].index(found.roster.agent.start)
+        start = members[(place + 1) % len(members)].start
+        partner = next((one for one in self.nodes if one.roster.agent.start == start), None)
+        if partner is not None and partner.lives and partner.roster.number == number:
+            self._hold(partner, found.roster.agent, number)
+
+    def _hold(self, holder: Node, of: Agent, number: int) -> None:
+        """Keep an agent's part of the newest step; where all are kept twice, it is acknowledged."""
+        members, step = self.run.register[number].members, self.run.trained
+        place = [one.start for one in members].index(of.start)
+        part = Held(epoch=number, step=step, of=len(members), parts=(place,))
+        holder.roster.holdings.hold(part)
+        for at, one in enumerate(members):
+            both = self._nodes(one, members[(at + 1) % len(members)])
+            if len(both) < 2 or not all(self._holds(found, number, step, at) for found in both):
+                return
+        self.run.acknowledged = (number, step)
+
+    @staticmethod
+    def _holds(node: Node, number: int, step: int, part: int) -> bool:
+        held = node.roster.holdings.held
+        return any((one.epoch, one.step) == (number, step) and part in one.parts for one in held)
 
     def save(self) -> None:
         if self._training() is not None:
             self.run.stored = self.run.trained
 
-    def _node(self, agent: Agent) -> Node:
-        return next(one for one in self.nodes if one.roster.agent.start == agent.start)
+    def _nodes(self, *agents: Agent) -> list[Node]:
+        """Return those that are these agents still."""
+        starts = [agent.start for agent in agents]
+        found = {one.roster.agent.start: one for one in self.nodes}
+        return [found[start] for start in starts if start in found]
 
     def _training(self) -> int | None:
         """Return the epoch of which all members have ranks."""

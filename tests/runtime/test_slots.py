@@ -7,40 +7,65 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from runtime.slots import Slots, StateSlot, slots_of_node
+from runtime.slots import NodeSlots, Slots, StateSlot, slots_of_node
 from tests.runtime.rooms import ROOT
 
 LABEL = {"step": 7, "parts": [["a", "float32"]]}
 PIECES = [memoryview(b"some"), memoryview(b"bytes")]
 
 
+def seen(environment: dict[str, str]) -> NodeSlots:
+    found = slots_of_node(environment)
+    assert found is not None
+    return found
+
+
 @pytest.fixture
-def slots() -> Iterator[list[list[StateSlot]]]:
+def slots() -> Iterator[tuple[tuple[StateSlot, ...], ...]]:
     with Slots() as made:
-        yield slots_of_node(made.environment(2))
+        yield seen(made.environment(2)).own
 
 
 def test_each_rank_has_two_and_keeps_them() -> None:
     with Slots() as made:
         first = made.environment(1)
-        more = made.environment(3)
+        made.begin(epoch=3, wards=2, has_partner=True)
+        more = seen(made.environment(3))
 
-        assert [len(own) for own in slots_of_node(more)] == [2, 2, 2]
-        slots_of_node(first)[0][1].write(LABEL, PIECES)
-        read = slots_of_node(more)[0][1].read()
+        assert [len(pair) for pair in (*more.own, *more.wards)] == [2] * 5
+        assert (more.epoch, made.ranks) == (3, 3)
+        seen(first).own[0][1].write(LABEL, PIECES)
+        read = more.own[0][1].read()
         assert read is not None
-        assert read[0] == LABEL
+        assert read[0] == LABEL == made.node.own[0][1].label()
         assert bytes(read[1]) == b"somebytes"
-        assert slots_of_node(more)[0][0].read() is None
-    assert not Path(next(iter(more.values())).split(":")[0]).exists()
-    assert slots_of_node({}) == []
+        assert more.own[0][0].read() is more.own[0][0].label() is None
+    assert not more.own[0][0]._file.exists()
+    assert slots_of_node({}) is None
 
 
-def test_what_a_rank_wrote_outlives_it(slots: list[list[StateSlot]]) -> None:
+def test_ranks_are_told_which_copies_the_partner_has() -> None:
+    with Slots() as made:
+        made.begin(epoch=1, wards=1, has_partner=False)
+        assert seen(made.environment(1)).kept is None
+        made.begin(epoch=2, wards=1, has_partner=True)
+        rank, launcher = seen(made.environment(1)).kept, made.node.kept
+        assert rank is not None
+        assert launcher is not None
+
+        assert not rank.has("ab12", 7)
+        launcher.tell("ab12", 7, processor_s=0.25)
+
+        assert rank.has("ab12", 7)
+        assert not rank.has("ab12", 6)
+        assert not rank.has("ab13", 7)
+        assert rank.processor_s == 0.25
+
+
+def test_what_a_rank_wrote_outlives_it(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
     file = str(slots[1][0]._file)
     program = (
         "import os, sys; from pathlib import Path; from runtime.slots import StateSlot\n"
@@ -57,7 +82,9 @@ def test_what_a_rank_wrote_outlives_it(slots: list[list[StateSlot]]) -> None:
 
 
 @pytest.mark.parametrize("place", ["header", "label", "bytes", "end"])
-def test_a_slot_that_is_not_whole_has_nothing(slots: list[list[StateSlot]], place: str) -> None:
+def test_a_slot_that_is_not_whole_has_nothing(
+    slots: tuple[tuple[StateSlot, ...], ...], place: str
+) -> None:
     slot = slots[0][0]
     slot.write(LABEL, PIECES)
     header = 32
@@ -75,7 +102,7 @@ def test_a_slot_that_is_not_whole_has_nothing(slots: list[list[StateSlot]], plac
     assert slot.read() is None
 
 
-def test_less_may_follow_more(slots: list[list[StateSlot]]) -> None:
+def test_less_may_follow_more(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
     slot = slots[0][0]
     slot.write(LABEL, [memoryview(b"x" * 10_000)])
     slot.write({"step": 8}, [])

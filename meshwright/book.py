@@ -1,0 +1,181 @@
+"""A book of plans: what a run goes on with when nodes or devices are lost, solved while it trains.
+
+One process of low priority solves for one, two, four and eight nodes fewer, or devices of a node
+that is alone, and writes each plan with its predicted seconds and bytes beside the checkpoints,
+where all nodes find it.  When something is lost its plan is looked up; only what the book lacks is
+solved then.
+
+    SAVED/book/with-6.json         what is known of the plan for six that are left
+    SAVED/book/plan-for-6.yaml     the plan itself, beside the cluster that it is for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from meshwright.replan import for_fewer
+from planner.costs.predict import predict
+from planner.documents import document
+from planner.documents.document import Part, read_text
+from planner.documents.plan import Plan
+from planner.documents.units import Amount, Positive, Text
+from planner.errors import MeshwrightError
+from planner.process.guarded_files import folder_within, opened, replaced
+from runtime.run import LaunchRun
+
+if TYPE_CHECKING:
+    from meshwright.launches import LaunchablePlan
+
+FEWER = (1, 2, 4, 8)
+"""How many are lost, for which plans are solved ahead."""
+NICE = 19
+"""The lowest priority there is: training does not wait for the book."""
+
+
+class BookEntry(Part):
+    """A plan of the book."""
+
+    wanted: Text
+    """Digest of the plan that it stands in for."""
+    left: Positive
+    """Nodes, or devices of one node."""
+    path: Text
+    plan: Text
+    """Its digest."""
+    devices: Positive
+    step_s: Amount
+    memory_bytes: Amount
+    """Of the fullest rank."""
+
+
+class Book:
+    """The plans in a folder of checkpoints."""
+
+    def __init__(self, saved: Path) -> None:
+        self._saved = saved
+
+    def entry(self, wanted: Plan, left: int) -> BookEntry | None:
+        """Return what stands there for a plan of which so much is left; None if nothing does."""
+        try:
+            entry = BookEntry.model_validate_json(read_text(self._file(left)))
+            found = document.read(Plan, entry.path)
+        except (MeshwrightError, ValueError):
+            return None
+        is_it = (entry.wanted, entry.left, entry.plan) == (wanted.digest, left, found.digest)
+        return entry if is_it else None
+
+    def solve(self, fit: LaunchablePlan, left: int) -> BookEntry:
+        """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
+        from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
+
+        # The new plan lies elsewhere than the old one, and the model's file beside that.
+        model = found_here(fit.plan.model, fit.graph, fit.path)
+        wanted = fit.plan.model_copy(update={"model": model})
+        folder = self._folder()
+        path = for_fewer(wanted, fit.graph, fit.machine, fit.measured, left=left, folder=folder)
+        again = fit.at(str(path))
+        predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
+        entry = BookEntry(
+            wanted=fit.plan.digest,
+            left=left,
+            path=str(path),
+            plan=again.plan.digest,
+            devices=again.plan.mesh.devices,
+            step_s=predicted.step_time_s,
+            memory_bytes=max(stage.peak_memory_bytes for stage in predicted.stages),
+        )
+        replaced(document.json_line(entry), self._file(left))
+        return entry
+
+    def _folder(self) -> Path:
+        return folder_within(self._saved, "book")
+
+    def _file(self, left: int) -> Path:
+        return self._folder() / f"with-{left}.json"
+
+
+def sizes(fit: LaunchablePlan) -> list[int]:
+    """Return of what is left when some nodes are lost, or devices of a node that is alone."""
+    whole = fit.nodes if fit.nodes > 1 else fit.plan.mesh.devices
+    return [whole - fewer for fewer in FEWER if fewer < whole]
+
+
+class BookKeeper:
+    """The process that fills a run's book, while a `with` block lasts."""
+
+    def __init__(self, fit: LaunchablePlan, run: LaunchRun) -> None:
+        self._fit, self._run = fit, run
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> BookKeeper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def begin(self) -> None:
+        """Let plans be solved that the book lacks."""
+        from runtime.preflight import default_output  # noqa: PLC0415 - the runtime
+
+        assert self._run.checkpoint is not None
+        saved = self._run.checkpoint.absolute()
+        book = Book(saved)
+        lacking = [left for left in sizes(self._fit) if book.entry(self._fit.plan, left) is None]
+        if self._process is not None or not lacking:
+            return
+        output = self._run.output or default_output(self._fit.plan)
+        log = folder_within(output, "logs") / "book.log"
+        profile = [] if self._fit.profile is None else [self._fit.profile]
+        with opened(log, within=output) as out:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "meshwright.book"),
+                    *(self._fit.path, str(saved), ",".join(map(str, lacking)), *profile),
+                ],
+                env={**os.environ, "MESHWRIGHT_LAUNCHER": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def filled(fit: LaunchablePlan, saved: Path, lefts: Iterable[int]) -> list[BookEntry]:
+    """Solve for each of what may be left; what has no plan is said and passed over."""
+    found = []
+    for left in lefts:
+        with contextlib.suppress(MeshwrightError):
+            found.append(Book(saved).solve(fit, left))
+    return found
+
+
+def main() -> int:
+    """Fill a book: PLAN, the folder of checkpoints, what may be left, and a profile."""
+    from meshwright.launches import LaunchablePlan  # noqa: PLC0415 - it imports us
+    from runtime.rank import die_with_launcher  # noqa: PLC0415 - the runtime
+
+    die_with_launcher()
+    os.nice(NICE)
+    plan, saved, lefts, *profile = sys.argv[1:]
+    fit = LaunchablePlan.of(plan, profile[0] if profile else None)
+    for entry in filled(fit, Path(saved), map(int, lefts.split(","))):
+        print(f"{entry.left} left: {entry.step_s:.3g} s a step in {entry.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
