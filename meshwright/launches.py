@@ -15,7 +15,7 @@ from meshwright.replan import for_fewer, leave_out
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Decision
+from planner.documents.events import Decision, Expected
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -25,7 +25,7 @@ from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.stacks.native import caveat
 from planner.whatif.economics import SECONDS_PER_HOUR
-from planner.whatif.goodput import save_figures
+from planner.whatif.goodput import expected_of, save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
 from runtime.held import signals_kept
@@ -261,6 +261,7 @@ def launched(
 ) -> Launched | None:
     """Launch a plan on the devices that are here."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.mirror import SHARE  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
@@ -281,15 +282,27 @@ def launched(
             "launch it where the devices are, or plan again for --cluster local"
         )
     prediction = predict_plan(wanted, graph, machine, fit.measured)
+    known = account_of(run.output) if run.output is not None else RunSeconds()
+    figures = save_figures(
+        Failures(), known, parameters=graph.parameters, devices=wanted.mesh.devices
+    )
     saves = None
     if run.checkpoint is not None and run.checkpoint_every is None:
-        saves = save_figures(
-            Failures(),
-            account_of(run.output) if run.output is not None else RunSeconds(),
-            parameters=graph.parameters,
-            devices=wanted.mesh.devices,
-        )
+        saves = figures
         run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=quiet)
+
+    def expect(steps: int) -> Expected:
+        return expected_of(
+            Failures(),
+            known,
+            figures,
+            steps=steps,
+            step_s=prediction.step_time_s,
+            every_steps=run.checkpoint_every or steps,
+            survives=survive,
+            copies=SHARE if survive else 0.0,
+        )
+
     report = start(
         fit.path,
         run,
@@ -298,6 +311,7 @@ def launched(
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
         predicted_step_s=prediction.step_time_s,
         saves=saves,
+        expect=expect if run.checkpoint is not None else None,
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
         survive=survive,

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from planner.documents.events import (
     AttemptEnded,
     Cause,
     Event,
+    Expected,
     Incident,
     PhaseDone,
     StepRecord,
@@ -48,7 +49,7 @@ from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
-from runtime.report import RunReport, summarise
+from runtime.report import RunReport, expected_text, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
@@ -58,6 +59,8 @@ from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
+TOLD_S = 3600.0
+"""A longer run says before it what share of the time it should train."""
 MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
@@ -104,6 +107,7 @@ def launch(
     peak_step_s: float | None = None,
     predicted_step_s: float | None = None,
     saves: SaveFigures | None = None,
+    expect: Callable[[int], Expected] | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     survive: bool = False,
@@ -119,6 +123,7 @@ def launch(
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
     `peak_step_s` is what a step would take with every device at its peak; with it the report has
     the MFU.  With `saves` the steps between checkpoints are computed again from what is measured.
+    `expect` says where the seconds of so many steps should go; the report compares.
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
@@ -169,6 +174,8 @@ def launch(
                 "saves": saves,
             }
             orders = _write_orders(ready, rendezvous, say, told)
+            if expect is not None and ready.ranks.leads:
+                _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             if slots is not None:
@@ -311,6 +318,21 @@ def happened(ready: Preflight, event: Event) -> None:
     """Write down what happened, on the node that leads."""
     if ready.ranks.leads:
         run.append_record(event, run.events_file(ready.output))
+
+
+def _expect(
+    ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
+) -> None:
+    """Write down what a run should take, before its first attempt; a long one is told too."""
+    if run.expected_of(ready.output) is not None:
+        return
+    done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
+    if ready.run.steps <= done:
+        return
+    found = expect(ready.run.steps - done)
+    happened(ready, found)
+    if told or found.seconds["steps"] > TOLD_S:
+        say.print(f"goodput predicted {expected_text(found)}")
 
 
 def _attempt(ready: Preflight, orders: RankOrders) -> Event:
@@ -584,6 +606,7 @@ def _report(
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
         cost=run.account_of(ready.output),
+        before=run.expected_of(ready.output),
     )
     file = ready.output / "report.json"
     run.write_json(report, file)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from planner.documents.document import Part
-from planner.documents.units import Amount, Count, Positive, Text
+from planner.documents.units import Amount, Count, Positive, Proportion, Text
 
 LONGEST_EVENT_BYTES = 1 << 16
 Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
@@ -62,6 +62,18 @@ class Attempt(_Event):
     after_step: Count = 0
     """The step that it goes on from."""
     predicted_step_s: Amount | None = None
+
+
+class Expected(_Event):
+    """Where the seconds of a run should go, as predicted before its first attempt."""
+
+    event: Literal["expected"] = "expected"
+    seconds: dict[Text, Amount]
+    """By part; they add up to its wall clock."""
+    failures: Amount
+    goodput: Proportion
+    goodput_low: Proportion
+    goodput_high: Proportion
 
 
 class StepDone(_Event):
@@ -128,7 +140,7 @@ class AttemptEnded(_Event):
 
 
 Event = Annotated[
-    Attempt | StepDone | PhaseDone | Saved | Incident | Decision | AttemptEnded,
+    Expected | Attempt | StepDone | PhaseDone | Saved | Incident | Decision | AttemptEnded,
     Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
