@@ -310,6 +310,7 @@ def launched(
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
         predicted_step_s=prediction.step_time_s,
+        prediction=prediction if survive else None,
         saves=saves,
         expect=expect if run.checkpoint is not None else None,
         node_rank=node_rank,

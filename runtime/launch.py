@@ -34,6 +34,7 @@ from planner.documents.events import (
     StepRecord,
 )
 from planner.documents.model import ModelGraph
+from planner.documents.prediction import Prediction
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
@@ -42,8 +43,9 @@ from planner.report.terminal import Terminal
 from planner.whatif.survival import SaveFigures
 from runtime import checkpoint, data, faults, notice, run, unfinished
 from runtime.agent import NodeAgent
-from runtime.beacon import BEACONS, beacons
+from runtime.beacon import BEACONS, Beacons, beacons
 from runtime.checkpoint import Progress
+from runtime.drift import DriftWatch
 from runtime.hang import HangWatch, HungRank
 from runtime.held import alone_in, signals_interrupt
 from runtime.nodes import ALONE, NodeRank
@@ -59,6 +61,8 @@ from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
+PACE_S = 1.0
+"""Between looks at the pace of ranks where no step is told."""
 TOLD_S = 3600.0
 """A longer run says before it what share of the time it should train."""
 MOST_WAITING = 3
@@ -106,6 +110,7 @@ def launch(
     dry_run: bool = False,
     peak_step_s: float | None = None,
     predicted_step_s: float | None = None,
+    prediction: Prediction | None = None,
     saves: SaveFigures | None = None,
     expect: Callable[[int], Expected] | None = None,
     node_rank: NodeRank = ALONE,
@@ -127,6 +132,7 @@ def launch(
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
+    Steps that leave the range of `prediction`, and ranks that are slower than others, are named.
     A `zygote` forks the ranks, so that the next attempt need not import torch again.
     Ranks copy their state into `slots`, and go on from what is there.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
@@ -181,7 +187,14 @@ def launch(
             if slots is not None:
                 shared |= slots.environment(len(ready.ranks.devices))
             _supervise(
-                ready, rendezvous, shared, shown, survive=survive, agent=agent, zygote=zygote
+                ready,
+                rendezvous,
+                shared,
+                shown,
+                survive=survive,
+                prediction=prediction,
+                agent=agent,
+                zygote=zygote,
             )
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
@@ -403,6 +416,7 @@ def _supervise(
     shown: _ProgressLine,
     *,
     survive: bool,
+    prediction: Prediction | None,
     agent: NodeAgent | None,
     zygote: Zygote | None,
 ) -> None:
@@ -410,6 +424,10 @@ def _supervise(
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     with contextlib.ExitStack() as held:
         watch = None
+
+        def pace(news: Sequence[StepRecord]) -> None:
+            """Look at nothing."""
+
         if survive:
             seen = held.enter_context(beacons(len(ready.ranks.devices)))
             shared[BEACONS] = str(seen.file)
@@ -421,7 +439,8 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-        refresh = _Refresh(ready, shown, watch, agent)
+            pace = _Pace(ready, shown, seen, prediction)
+        refresh = _Refresh(ready, shown, watch, pace, agent)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -454,6 +473,28 @@ def _supervise(
         raise ended
 
 
+class _Pace:
+    """Looks whether steps are as predicted and ranks alike, and says what is not."""
+
+    def __init__(
+        self, ready: Preflight, shown: _ProgressLine, seen: Beacons, prediction: Prediction | None
+    ) -> None:
+        self._ready, self._shown, self._seen = ready, shown, seen
+        self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
+        self._next_s = 0.0
+
+    def __call__(self, news: Sequence[StepRecord]) -> None:
+        now_s = time.monotonic()
+        if not news and now_s < self._next_s:
+            return
+        self._next_s = now_s + PACE_S
+        local = self._seen.paces()
+        paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
+        for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
+            happened(self._ready, found)
+            self._shown.say.print(f"warning: {found.text}")
+
+
 class _Refresh:
     """What a launcher does while its ranks run: it shows steps, and looks for ranks that hang."""
 
@@ -462,15 +503,17 @@ class _Refresh:
         ready: Preflight,
         shown: _ProgressLine,
         watch: HangWatch | None,
+        pace: Callable[[Sequence[StepRecord]], None],
         agent: NodeAgent | None,
     ) -> None:
         self._ready, self._shown, self._watch, self._agent = ready, shown, watch, agent
+        self._pace = pace
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
 
     def __call__(self) -> None:
-        self._shown.refresh()
+        self._pace(self._shown.refresh())
         if self._begin_s and self._shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
@@ -650,10 +693,11 @@ class _ProgressLine:
         if self._bar:
             self._bar.start()
 
-    def refresh(self) -> None:
-        """Show the newest step."""
+    def refresh(self) -> list[StepRecord]:
+        """Show the newest step; return those that were done since the last time."""
         assert self._metrics is not None
-        for record in self._news(self._metrics):
+        news = self._news(self._metrics)
+        for record in news:
             self.step = record.step
             line = self._line(record)
             if self._bar:
@@ -665,6 +709,7 @@ class _ProgressLine:
             ):
                 self.say.print(line)
                 self._next_line = record.step + max(1, self._steps // 10)
+        return news
 
     def close(self) -> None:
         """Leave the terminal as it was."""

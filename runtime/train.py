@@ -32,7 +32,7 @@ from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, near_cores, run
 from runtime.agreement import COMPARED_EVERY
-from runtime.beacon import Beacon
+from runtime.beacon import Beacon, own_seconds
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
@@ -380,9 +380,26 @@ class Loop:
         return batch
 
     def _step(self) -> StepResult:
+        if not self._beacon.is_seen:
+            return self._stepped(self._next_batch())
         self._beacon.tell(self.steps_done + 1, "batch")
+        begin_s = time.perf_counter()
         batch = self._next_batch()
         self._beacon.tell(self.steps_done + 1, "step")
+        data_s, before_s = time.perf_counter() - begin_s, self._own_s()
+        result = self._stepped(batch)
+        self._beacon.stepped(
+            data_s=data_s,
+            work_s=self._own_s() - before_s,
+            whole_s=time.perf_counter() - begin_s,
+        )
+        return result
+
+    def _own_s(self) -> float:
+        """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
+        return own_seconds() if self.orders.device == "cpu" else 0.0
+
+    def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(

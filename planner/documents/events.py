@@ -117,6 +117,21 @@ class Incident(_Event):
     evidence: Text
 
 
+class Drift(_Event):
+    """The pace of a run left its prediction or came back, or one rank fell behind."""
+
+    event: Literal["drift"] = "drift"
+    cause: Text
+    """The part of a step with the largest miss."""
+    rank: Count | None = None
+    stage: Count | None = None
+    after_step: Count = 0
+    measured_s: Amount
+    predicted_s: Amount
+    """Of a straggler what its peers take."""
+    text: Text
+
+
 class Decision(_Event):
     """What is done next."""
 
@@ -140,7 +155,7 @@ class AttemptEnded(_Event):
 
 
 Event = Annotated[
-    Expected | Attempt | StepDone | PhaseDone | Saved | Incident | Decision | AttemptEnded,
+    Expected | Attempt | StepDone | PhaseDone | Saved | Incident | Drift | Decision | AttemptEnded,
     Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
