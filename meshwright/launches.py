@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
-from meshwright.replan import for_fewer, leave_out
+from meshwright.replan import for_fewer, leave_out, planned_again
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
@@ -24,6 +24,7 @@ from planner.documents.units import file_name, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.stacks.native import caveat
+from planner.whatif.changes import changed
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import expected_of, save_figures
 from planner.whatif.study import Failures
@@ -34,6 +35,8 @@ from runtime.slots import Slots
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 from runtime.zygote import Zygote
 
+MEMORY_MARGIN = 0.03
+"""Share by which a plan has less memory than one that ran out, where nobody knows how much."""
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
 
@@ -116,6 +119,7 @@ def launch(
                     dry_run=dry_run,
                     zygote=zygote if survive else None,
                     slots=slots if survive else None,
+                    ends=ends,
                     quiet=quiet,
                 )
             except RankFailed as failed:
@@ -139,6 +143,8 @@ def _reacted(
 ) -> LaunchablePlan:
     """Return what is launched next."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
+    if found.reaction == "replan" and failed.end is not None:
+        return fit.with_less_memory(failed.end, run, quiet=quiet)
     if found.reaction != "shrink":
         return fit
     devices = fit.plan.mesh.devices
@@ -220,14 +226,43 @@ class LaunchablePlan:
 
     def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
         """Return the same training planned for what is left."""
+        folder = run.checkpoint or Path()
+        wanted = self._found()
+        path = for_fewer(wanted, self.graph, self.machine, self.measured, left=left, folder=folder)
+        return self._told(path, quiet=quiet)
+
+    def with_less_memory(self, end: RankEnd, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
+        """Return the same training planned for devices that count as smaller, since it ran out.
+
+        They have less by what the rank needed over what was predicted, and so little at least that
+        the plan that ran out does not fit.  LaunchError where no plan does.
+        """
+        prediction = predict_plan(self.plan, self.graph, self.machine, self.measured)
+        if end.on_host:
+            smaller = changed(self.machine, "host_memory", 1 - MEMORY_MARGIN)
+        else:
+            has = min(group.accelerator.memory_bytes for group in self.machine.groups)
+            peak = max(stage.peak_memory_bytes for stage in prediction.stages)
+            room = min(has / (end.needed or 1.0), peak) * (1 - MEMORY_MARGIN)
+            smaller = changed(self.machine, "memory", room / has)
+        if smaller is None:
+            raise LaunchError(
+                f"{self.machine.name}: nothing says how much memory its hosts have; plan again "
+                "for less"
+            )
+        path = planned_again(
+            self._found(), self.graph, [smaller], self.measured, folder=run.checkpoint or Path()
+        )
+        return self._told(path, quiet=quiet)
+
+    def _found(self) -> Plan:
+        """Return the plan with its model's file named from anywhere: a new plan lies elsewhere."""
         from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
 
-        folder = run.checkpoint or Path()
-
-        # The new plan lies elsewhere than the old one, and the model's file beside that.
         model = found_here(self.plan.model, self.graph, self.path)
-        wanted = self.plan.model_copy(update={"model": model})
-        path = for_fewer(wanted, self.graph, self.machine, self.measured, left=left, folder=folder)
+        return self.plan.model_copy(update={"model": model})
+
+    def _told(self, path: Path, *, quiet: bool) -> LaunchablePlan:
         fit = self.at(str(path))
         if not quiet:
             print(
@@ -257,9 +292,10 @@ def launched(
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
     slots: Slots | None = None,
+    ends: Sequence[RankEnd] = (),
     quiet: bool,
 ) -> Launched | None:
-    """Launch a plan on the devices that are here."""
+    """Launch a plan on the devices that are here; `ends` are those of former attempts."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.mirror import SHARE  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
@@ -310,7 +346,7 @@ def launched(
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
         predicted_step_s=prediction.step_time_s,
-        prediction=prediction if survive else None,
+        prediction=prediction,
         saves=saves,
         expect=expect if run.checkpoint is not None else None,
         node_rank=node_rank,
@@ -319,6 +355,8 @@ def launched(
         agent=agent,
         zygote=zygote,
         slots=slots,
+        # Copies are newer than the last comparison of replicas; checkpoints are compared first.
+        copies=all(end.cause != "corruption" for end in ends),
         quiet=quiet,
     )
     if report is None:

@@ -79,6 +79,8 @@ class _Epochs:
                 return None
             epoch = self._agent.epoch
             self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+            if self._fit.nodes == self._planned.nodes:
+                self._planned = self._fit  # with less memory, from here on
             self._agent.begin()
             try:
                 return launched(
@@ -89,6 +91,7 @@ class _Epochs:
                     agent=self._agent,
                     zygote=self._zygote,
                     slots=self._slots,
+                    ends=epoch.ends,
                     quiet=self._quiet,
                 )
             except (RankFailed, NodeLeft) as failed:
@@ -151,11 +154,15 @@ class _Epochs:
         if not members:
             raise failed
         plan = None
-        if len(members) < self._planned.nodes:
+        if found.reaction == "replan":
+            again = self._fit.with_less_memory(end, self._run, quiet=self._quiet)
+            self._fit, plan = again, again.path
+        elif len(members) < self._planned.nodes:
             again = self._planned.again(len(members), self._run, quiet=self._quiet)
             self._fit, plan = again, again.path
         else:
             self._fit = self._planned
+            plan = last.plan if last.plan == self._planned.path else None
         done = _named(found, last.members, members)
         self._write_incident(end, proposal, failed, at_unix_s)
         decided(self._run.output, done, self._fit.plan, quiet=self._quiet)
@@ -216,6 +223,8 @@ class _Epochs:
 def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:
     """Return a verdict by what becomes of the members."""
     reaction: Reaction = "restart" if members == before else "spare"
+    if members == before and found.reaction == "replan":
+        reaction = "replan"
     if len(members) != len(before):
         reaction = "shrink" if len(members) < len(before) else "grow"
     return Verdict(causes=found.causes, reaction=reaction, why=found.why)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from runtime.checkpoint import Progress
 from runtime.drift import DriftWatch
 from runtime.hang import HangWatch, HungRank
 from runtime.held import alone_in, signals_interrupt
+from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
@@ -119,6 +122,7 @@ def launch(
     agent: NodeAgent | None = None,
     zygote: Zygote | None = None,
     slots: Slots | None = None,
+    copies: bool = True,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -134,7 +138,7 @@ def launch(
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
     Steps that leave the range of `prediction`, and ranks that are slower than others, are named.
     A `zygote` forks the ranks, so that the next attempt need not import torch again.
-    Ranks copy their state into `slots`, and go on from what is there.
+    Ranks copy their state into `slots`, and go on from what is there if `copies` are trusted.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -164,7 +168,7 @@ def launch(
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
-        _warn(ready, say)
+        _warn(ready, say, survive=survive)
         if agent is None:
             held.enter_context(alone_in(ready.output))
         if ready.run.checkpoint is not None and ready.ranks.leads and agent is None:
@@ -178,6 +182,7 @@ def launch(
                 "peak_step_s": peak_step_s,
                 "predicted_step_s": predicted_step_s,
                 "saves": saves,
+                "copies": copies,
             }
             orders = _write_orders(ready, rendezvous, say, told)
             if expect is not None and ready.ranks.leads:
@@ -210,9 +215,14 @@ def launch(
             shown.close()
 
 
-def _warn(ready: Preflight, say: Terminal) -> None:
+def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
+    if survive and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+        say.print(
+            "warning: no two ranks hold the same parameters, so flipped bits in them are not "
+            "found; data_replicate of 2 and more compares them"
+        )
 
 
 def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
@@ -421,6 +431,8 @@ def _supervise(
     zygote: Zygote | None,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
+    killed = killed_for_memory()
+    most: dict[int, int] = {}
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     with contextlib.ExitStack() as held:
         watch = None
@@ -439,7 +451,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
-            pace = _Pace(ready, shown, seen, prediction)
+            pace = _Pace(ready, shown, seen, prediction, most)
         refresh = _Refresh(ready, shown, watch, pace, agent)
         shown.follow(run.metrics_file(ready.output))
         try:
@@ -468,7 +480,12 @@ def _supervise(
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
     if bad is not None:
-        ended = _bad_end(ready, bad, after_step=shown.step)
+        memory = MemoryUse(
+            prediction=prediction,
+            killed=killed_for_memory() > killed,
+            most_bytes=most.get(bad.cause.rank),
+        )
+        ended = _bad_end(ready, bad, after_step=shown.step, memory=memory)
         _write_incident(ready, ended, after_step=shown.step)
         raise ended
 
@@ -477,9 +494,15 @@ class _Pace:
     """Looks whether steps are as predicted and ranks alike, and says what is not."""
 
     def __init__(
-        self, ready: Preflight, shown: _ProgressLine, seen: Beacons, prediction: Prediction | None
+        self,
+        ready: Preflight,
+        shown: _ProgressLine,
+        seen: Beacons,
+        prediction: Prediction | None,
+        most: dict[int, int],
     ) -> None:
-        self._ready, self._shown, self._seen = ready, shown, seen
+        """`most` gets the most host memory that each rank has had."""
+        self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
         self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
         self._next_s = 0.0
 
@@ -487,7 +510,11 @@ class _Pace:
         now_s = time.monotonic()
         if not news and now_s < self._next_s:
             return
-        self._next_s = now_s + PACE_S
+        if now_s >= self._next_s:
+            self._next_s = now_s + PACE_S
+            places = self._seen.places()
+            for rank, place in self._ready.ranks.devices.items():
+                self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
         local = self._seen.paces()
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
         for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
@@ -566,17 +593,98 @@ def _incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None 
     )
 
 
-def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """What is known of memory when a rank has ended."""
+
+    prediction: Prediction | None = None
+    killed: bool = False
+    """Whether the system has killed a process of this launch for memory."""
+    most_bytes: int | None = None
+    """The most host memory that the rank had, where that was looked at."""
+
+
+def _out_of_memory(
+    ready: Preflight, bad: BadEnd, memory: MemoryUse, *, after_step: int
+) -> tuple[str, RankEnd] | None:
+    """Return what the rank held beside what was predicted, and its end; None for another end."""
+    ended, failure = bad.cause, bad.failure
+    raised = failure is not None and failure.kind == "OutOfMemoryError"
+    if not raised and not (memory.killed and failure is None and ended.code == -signal.SIGKILL):
+        return None
+    on_host = ready.ranks.device == "cuda" and not raised
+    held = dict(failure.held) if failure is not None else {}
+    total = failure.needed_bytes if failure is not None else memory.most_bytes
+    needed = None
+    said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
+    text = f"; held: {said}" if said else ""
+    text += f"; needed {bytes_text(total)} at least" if total else ""
+    if memory.prediction is not None and not on_host:
+        stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
+        parts = stage.memory_parts.items()
+        listed = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in parts if size)
+        text += f"; predicted: {listed}, {bytes_text(stage.peak_memory_bytes)} in all"
+        if total:
+            needed = min(1e3, max(1.0, total / stage.peak_memory_bytes))
+    return text, RankEnd(
+        cause="out_of_memory",
+        rank=ended.rank,
+        after_step=after_step,
+        needed=needed,
+        on_host=on_host,
+    )
+
+
+def _wrong_numbers(
+    ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
+) -> RankFailed:
+    """Return the error of replicas that drifted apart, or of a loss that is no number."""
+    suspect = rank if failure.suspect is None else failure.suspect
+    drifted = failure.kind == "ReplicaDrifted"
+    return RankFailed(
+        failure.message,
+        lead=failure.message,
+        local_rank=ready.ranks.devices.get(suspect, 0),
+        end=RankEnd(
+            cause="corruption" if drifted else "not_a_number",
+            rank=suspect,
+            after_step=after_step,
+            named=failure.suspect is not None,
+        ),
+        output=ready.output,
+    )
+
+
+def _stage_of(ready: Preflight, rank: int) -> int:
+    return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
+
+
+def _bad_end(
+    ready: Preflight, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
+) -> Exception:
     """Return the error that says which rank ended the run, how, and what can be done."""
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)
+    if failure is not None and failure.kind in ("ReplicaDrifted", "NotANumber"):
+        return _wrong_numbers(ready, ended.rank, failure, after_step=after_step)
     if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
     how, hung = _how(ready, bad, said, after_step=after_step)
     message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    full = _out_of_memory(ready, bad, memory or MemoryUse(), after_step=after_step)
+    if full is not None:
+        text, end = full
+        how = f"{how}{text}"
+        return RankFailed(
+            f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}",
+            lead=how,
+            local_rank=ready.ranks.devices[ended.rank],
+            end=end,
+            output=ready.output,
+        )
     if faults.device_lost(ended.code, failure, said):
         # SIGKILL alone is no evidence of the device: its rank may start on it again.
         killed = failure is None and not faults.names_hardware(said)

@@ -156,6 +156,8 @@ class RankOrders(LaunchRun, Document):
     saves: SaveFigures | None = None
     """From these the steps between checkpoints are computed, and again as saves are measured; None
     where they were asked for."""
+    copies: bool = True
+    """Whether copies in memory are gone on from; not where they may have been damaged."""
 
 
 class RankRecord(Document):
@@ -192,6 +194,12 @@ class Failure(Part):
     kind: Text
     message: str
     at_unix_s: Amount
+    held: dict[Text, Count] = Field(default_factory=dict)
+    """Bytes by kind that a rank held which ran out of memory."""
+    needed_bytes: Count | None = None
+    """That it took or asked for in all, where that is counted."""
+    suspect: Count | None = None
+    """The rank whose memory differs from that of most others."""
 
 
 def orders_file(output: Path) -> Path:

@@ -11,6 +11,7 @@ import functools
 import gc
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from planner.documents.document import read
 from planner.documents.events import StepRecord
@@ -126,7 +128,7 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     )
     kept = mirror.newest() if mirror is not None else None
     saved_step = checkpoint.progress(orders.resumed).step if orders.resumed else 0
-    if kept is not None and kept.step > saved_step:
+    if kept is not None and kept.step > saved_step and orders.copies:
         loop.go_on_from(kept, after_saved=saved_step)
     elif orders.resumed:
         loop.resume(orders.resumed)
@@ -159,6 +161,47 @@ def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> Non
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
     )
+
+
+class NotANumber(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A loss or gradient is none."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """A rank ran out of memory; `held` says of what, and `needed_bytes` how much it needed."""
+
+    def __init__(self, message: str, held: dict[str, int]) -> None:
+        super().__init__(message)
+        self.held = held
+        self.needed_bytes: int | None = None
+        if torch.cuda.is_initialized():
+            self.needed_bytes = torch.cuda.max_memory_reserved() + asked_bytes(message)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, on a device or on the host.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape"))
+    (True, False)
+    """
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def asked_bytes(message: str) -> int:
+    """Return what an allocation asked for, as torch says it; 0 if it does not.
+
+    >>> asked_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity")
+    2684354560
+    """
+    seen = re.search(r"Tried to allocate ([0-9.]+) ([KMGT]?)i?B", message)
+    if seen is None:
+        return 0
+    return round(float(seen[1]) * 1024 ** " KMGT".index(seen[2] or " "))
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 class Loop:
@@ -233,7 +276,7 @@ class Loop:
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
         """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
         self.engine.restore(kept.snapshots)
-        self.steps_done, self.next_sample = kept.step, kept.sample
+        self.steps_done = kept.step
         self.resumed = self.orders.resumed
         # Those steps are not done again, and metrics were cut behind the checkpoint.
         output = self.orders.output
@@ -248,8 +291,26 @@ class Loop:
         with uncollected():
             try:
                 return self._run()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(str(error), self._held_bytes()) from error
             finally:
                 self._ahead.shutdown(cancel_futures=True)
+
+    def _held_bytes(self) -> dict[str, int]:
+        """Return what this rank holds, by kind; on a GPU with what else its allocator has."""
+        sizes = {name: _local_bytes(one) for name, one in self.engine.state().items()}
+        model = sum(size for name, size in sizes.items() if name.startswith("model."))
+        held = {
+            "parameters": model,
+            "gradients": self.engine.gradient_bytes,
+            "optimizer": sum(sizes.values()) - model,
+        }
+        if self.orders.device == "cuda":
+            other = torch.cuda.memory_allocated() - sum(held.values())
+            held["activations and all else"] = max(0, other)
+        return held
 
     def _run(self) -> RankRecord:
         first = self.steps_done + 1
@@ -322,7 +383,7 @@ class Loop:
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(),
-                sample=self.next_sample,
+                sample=self.engine.next_sample,
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
             )
@@ -438,9 +499,10 @@ class Loop:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         if result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
+        self.engine.refuse_drifted()  # damaged memory says more than what became of it
         saved = self._last_saved()
         last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"
-        raise LaunchError(
+        raise NotANumber(
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
             f"{result.grad_norm:g}; {last}. Lower the learning rate "
             f"({self.plan.training.learning_rate:g}) or look at the data from sample "

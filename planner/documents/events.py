@@ -20,10 +20,19 @@ LONGEST_EVENT_BYTES = 1 << 16
 Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
 """What a run does beside its steps."""
 Cause = Literal[
-    "crash", "device", "node", "hang", "out_of_memory", "not_a_number", "program", "notice", "user"
+    "crash",
+    "device",
+    "node",
+    "hang",
+    "out_of_memory",
+    "not_a_number",
+    "corruption",
+    "program",
+    "notice",
+    "user",
 ]
 """What ended an attempt, as far as it is known."""
-Reaction = Literal["interval", "restart", "spare", "shrink", "grow", "hand_over", "stop"]
+Reaction = Literal["interval", "restart", "replan", "spare", "shrink", "grow", "hand_over", "stop"]
 
 
 class StepRecord(Part):
