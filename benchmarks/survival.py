@@ -18,11 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.beacon import BEACONS, Beacon, Beacons, beacons
+from planner.documents.events import Drift
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.prediction import Prediction
+from runtime.beacon import BEACONS, Beacon, Beacons, RankPace, beacons
+from runtime.drift import DriftWatch
 from runtime.hang import LOOK_S, HangWatch
 
 STARTED_S = 600.0
@@ -112,6 +116,86 @@ def false_alarms(*, steps: int, ranks: int, step_s: float, jitter: float, seed: 
     return alarms
 
 
+def evenly(ranks: int) -> Plan:
+    """Return a plan of ranks with equal work."""
+    return Plan(
+        model=PlannedModel(name="any", source="any", digest="any"),
+        cluster="local",
+        seq_len=8,
+        global_batch=ranks,
+        precision="fp32",
+        mesh=Mesh(data_replicate=ranks),
+        zero=0,
+        schedule="1f1b",
+        micro_batch=1,
+        micro_batches=1,
+        stages=(Stage(layers=(PlacedLayer(layer="a"),)),),
+    )
+
+
+class Paces:
+    """Ranks that work, read and meet in each step, by a clock that is set by hand.
+
+    A step is predicted to take 1 s, 0.9 to 1.1: 0.3 forward, 0.5 backward, 0.2 on the wire.
+    """
+
+    def __init__(
+        self, plan: Plan, *, wire_s: float = 0.2, jitter: float = 0.0, seed: int = 0
+    ) -> None:
+        """Each rank's work is uneven by `jitter`; `wire_s` is what every rank waits."""
+        self._ranks = range(plan.mesh.devices)
+        self._wire_s, self._jitter = wire_s, jitter
+        self._rng = random.Random(seed)
+        prediction = Prediction(
+            layout="a",
+            step_time_s=1.0,
+            step_time_low_s=0.9,
+            step_time_high_s=1.1,
+            step_parts={"forward": 0.3, "backward": 0.5, "data communication": 0.2},
+            tokens_per_s=1.0,
+            mfu=0.5,
+            fits=True,
+            stages=(),
+        )
+        self._watch = DriftWatch(plan, self._ranks, prediction)
+
+    @property
+    def usual_s(self) -> float:
+        """Seconds of work of a rank so that the slowest of all works 0.8 s on average."""
+        ranks = len(self._ranks)
+        return 0.8 / (1 + self._jitter * (ranks - 1) / (ranks + 1))
+
+    def live(
+        self, steps: int, seconds: Callable[[int, int], tuple[float, float]], *, every: int = 1
+    ) -> list[Drift]:
+        """Return what is said in so many steps, of which one reads and works `seconds`.
+
+        These are of a rank in a step; the watch looks behind `every` so many.
+        """
+        found: list[Drift] = []
+        spent = {rank: [0.0, 0.0, 0.0] for rank in self._ranks}
+        news: list[float] = []
+        low, high = 1 - self._jitter, 1 + self._jitter
+        for step in range(1, steps + 1):
+            each = [seconds(rank, step) for rank in self._ranks]
+            works = [work_s * self._rng.uniform(low, high) for _, work_s in each]
+            whole_s = max(map(sum, zip((data for data, _ in each), works, strict=True)))
+            news.append(whole_s + self._wire_s)
+            for rank, (data_s, _) in enumerate(each):
+                own = spent[rank]
+                own[0] += data_s
+                own[1] += works[rank]
+                own[2] += whole_s + self._wire_s
+            if step % every == 0:
+                paces = {
+                    rank: RankPace(steps=step, data_s=own[0], work_s=own[1], whole_s=own[2])
+                    for rank, own in spent.items()
+                }
+                found += self._watch.look(news, paces, step)
+                news = []
+        return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=6)
@@ -122,6 +206,11 @@ def main() -> int:
         for step_s in (0.5, 6.0, 60.0):
             alarms = false_alarms(steps=args.steps, ranks=2, step_s=step_s, jitter=0.2, seed=0)
             print(f"{alarms} false alarms in {args.steps} steps of {step_s:g} s, each 20 % uneven")
+        for ranks in (2, 8):
+            uneven = Paces(evenly(ranks), jitter=0.2)
+            each = 0.0, uneven.usual_s
+            said = uneven.live(args.steps, lambda *_, each=each: each, every=25)
+            print(f"{len(said)} drifts in {args.steps} steps of {ranks} ranks, each 20 % uneven")
         return 0
     seconds = []
     for number in range(args.stops):

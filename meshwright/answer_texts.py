@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.commands import Improved
     from meshwright.launches import Launched
     from meshwright.scripts import Ran
+    from planner.documents.events import Expected
     from planner.documents.prediction import Prediction
     from planner.documents.profile import (
         CollectiveCurve,
@@ -257,7 +258,26 @@ def run_parts(run: Launched) -> Iterator[RenderableType]:
         yield f"held-out loss {evaluation.loss:.4f} after step {evaluation.step}"
     yield from compiled_texts(report)
     yield comparison_table(run.rows)
+    if report.goodput is not None and report.expected is not None:
+        yield from goodput_parts(report.goodput, report.seconds, report.expected)
     yield _paths(metrics=report.metrics, logs=report.logs, saved=report.checkpoint)
+
+
+def goodput_parts(
+    goodput: float, seconds: Mapping[str, float], expected: Expected
+) -> Iterator[RenderableType]:
+    """Yield where the seconds of a run went, beside where they should have gone."""
+    low, high = 100 * expected.goodput_low, 100 * expected.goodput_high
+    yield (
+        f"goodput {100 * goodput:.1f} %, predicted {100 * expected.goodput:.1f} % "
+        f"({low:.1f} to {high:.1f})"
+    )
+    table = plain_table("seconds", "predicted", "measured", right=(1, 2))
+    for name, measured in seconds.items():
+        before = expected.seconds.get(name, 0.0)
+        if before or measured:
+            table.add_row(name, seconds_text(before), seconds_text(measured))
+    yield table
 
 
 def _paths(**paths: str | None) -> Summary:

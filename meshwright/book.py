@@ -73,13 +73,8 @@ class Book:
 
     def solve(self, fit: LaunchablePlan, left: int) -> BookEntry:
         """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
-        from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
-
-        # The new plan lies elsewhere than the old one, and the model's file beside that.
-        model = found_here(fit.plan.model, fit.graph, fit.path)
-        wanted = fit.plan.model_copy(update={"model": model})
         folder = self._folder()
-        path = for_fewer(wanted, fit.graph, fit.machine, fit.measured, left=left, folder=folder)
+        path = for_fewer(fit.movable(), fit.graph, fit.machine, fit.measured, left=left, folder=folder)
         again = fit.at(str(path))
         predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
         entry = BookEntry(

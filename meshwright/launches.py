@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from meshwright.book import Book, BookKeeper
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
-from meshwright.replan import leave_out
+from meshwright.replan import leave_out, planned_again
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Decision, PlanSource
+from planner.documents.events import Decision, Expected, PlanSource
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -25,8 +25,9 @@ from planner.documents.units import file_name, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.stacks.native import caveat
+from planner.whatif.changes import changed
 from planner.whatif.economics import SECONDS_PER_HOUR
-from planner.whatif.goodput import save_figures
+from planner.whatif.goodput import expected_of, save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
 from runtime.held import signals_kept
@@ -35,6 +36,8 @@ from runtime.slots import Slots
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 from runtime.zygote import Zygote
 
+MEMORY_MARGIN = 0.03
+"""Share by which a plan has less memory than one that ran out, where nobody knows how much."""
 LONG_RUN_HOURS = 1.0
 """A longer run says when it is saved, if it is saved at all."""
 
@@ -124,6 +127,7 @@ def launch(
                     zygote=zygote if survive else None,
                     slots=slots if survive else None,
                     keeper=keeper if survive else None,
+                    ends=ends,
                     quiet=quiet,
                 )
             except RankFailed as failed:
@@ -153,6 +157,8 @@ def _reacted(
 ) -> LaunchablePlan:
     """Return what is launched next; the book is about what was `planned` first."""
     print(f"meshwright: {lines(failed.lead)}", file=sys.stderr)
+    if found.reaction == "replan" and failed.end is not None:
+        return fit.with_less_memory(failed.end, run, quiet=quiet)
     if found.reaction != "shrink":
         return fit
     devices = fit.plan.mesh.devices
@@ -244,12 +250,46 @@ class LaunchablePlan:
         book = Book(run.checkpoint or Path())
         known = book.entry(self.plan, left)
         entry = known or book.solve(self, left)
-        fit = replace(self.at(entry.path), source="book" if known else "solved")
+        return self._told(Path(entry.path), source="book" if known else "solved", quiet=quiet)
+
+    def with_less_memory(self, end: RankEnd, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
+        """Return the same training planned for devices that count as smaller, since it ran out.
+
+        They have less by what the rank needed over what was predicted, and so little at least that
+        the plan that ran out does not fit.  LaunchError where no plan does.
+        """
+        prediction = predict_plan(self.plan, self.graph, self.machine, self.measured)
+        if end.on_host:
+            smaller = changed(self.machine, "host_memory", 1 - MEMORY_MARGIN)
+        else:
+            has = min(group.accelerator.memory_bytes for group in self.machine.groups)
+            peak = max(stage.peak_memory_bytes for stage in prediction.stages)
+            room = min(has / (end.needed or 1.0), peak) * (1 - MEMORY_MARGIN)
+            smaller = changed(self.machine, "memory", room / has)
+        if smaller is None:
+            raise LaunchError(
+                f"{self.machine.name}: nothing says how much memory its hosts have; plan again "
+                "for less"
+            )
+        path = planned_again(
+            self.movable(), self.graph, [smaller], self.measured, folder=run.checkpoint or Path()
+        )
+        return self._told(path, source="solved", quiet=quiet)
+
+    def movable(self) -> Plan:
+        """Return the plan with its model's file named from anywhere: a new plan lies elsewhere."""
+        from runtime.preflight import found_here  # noqa: PLC0415 - the runtime
+
+        model = found_here(self.plan.model, self.graph, self.path)
+        return self.plan.model_copy(update={"model": model})
+
+    def _told(self, path: Path, *, source: PlanSource, quiet: bool) -> LaunchablePlan:
+        fit = replace(self.at(str(path)), source=source)
         if not quiet:
             print(
                 f"meshwright: planned again for {fit.machine.devices} of {self.machine.devices} "
-                f"devices: {fit.plan.layout.text()}, {'found' if known else 'written'} in "
-                f"{entry.path}",
+                f"devices: {fit.plan.layout.text()}, "
+                f"{'found' if source == 'book' else 'written'} in {path}",
                 file=sys.stderr,
             )
         return fit
@@ -276,13 +316,15 @@ def launched(
     slots: Slots | None = None,
     keeper: BookKeeper | None = None,
     meanwhile: Callable[[], None] | None = None,
+    ends: Sequence[RankEnd] = (),
     quiet: bool,
 ) -> Launched | None:
-    """Launch a plan on the devices that are here.
+    """Launch a plan on the devices that are here; `ends` are those of former attempts.
 
-    A `keeper` of the book begins behind the first step; `meanwhile` is called while ranks run.
+    A `keeper` of the book begins after the first step; `meanwhile` is called while ranks run.
     """
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
+    from runtime.mirror import SHARE  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
@@ -303,15 +345,27 @@ def launched(
             "launch it where the devices are, or plan again for --cluster local"
         )
     prediction = predict_plan(wanted, graph, machine, fit.measured)
+    known = account_of(run.output) if run.output is not None else RunSeconds()
+    figures = save_figures(
+        Failures(), known, parameters=graph.parameters, devices=wanted.mesh.devices
+    )
     saves = None
     if run.checkpoint is not None and run.checkpoint_every is None:
-        saves = save_figures(
-            Failures(),
-            account_of(run.output) if run.output is not None else RunSeconds(),
-            parameters=graph.parameters,
-            devices=wanted.mesh.devices,
-        )
+        saves = figures
         run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=quiet)
+
+    def expect(steps: int) -> Expected:
+        return expected_of(
+            Failures(),
+            known,
+            figures,
+            steps=steps,
+            step_s=prediction.step_time_s,
+            every_steps=run.checkpoint_every or steps,
+            survives=survive,
+            copies=SHARE if survive else 0.0,
+        )
+
     report = start(
         fit.path,
         run,
@@ -319,7 +373,9 @@ def launched(
         dry_run=dry_run,
         peak_step_s=prediction.mfu * prediction.step_time_s or None,
         predicted_step_s=prediction.step_time_s,
+        prediction=prediction,
         saves=saves,
+        expect=expect if run.checkpoint is not None else None,
         node_rank=node_rank,
         nodes=devices if node_rank.nodes > 1 else (),
         survive=survive,
@@ -328,6 +384,8 @@ def launched(
         slots=slots,
         begun=None if keeper is None else keeper.begin,
         meanwhile=meanwhile,
+        # Copies are newer than the last comparison of replicas; checkpoints are compared first.
+        copies=all(end.cause != "corruption" for end in ends),
         quiet=quiet,
     )
     if report is None:

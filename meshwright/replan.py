@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -38,33 +38,43 @@ def for_fewer(
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
+    Of one node's devices some may be left out if that is faster.
+    """
+    return planned_again(wanted, graph, _smaller(machine, left), measured, folder=folder)
+
+
+def planned_again(
+    wanted: Plan,
+    graph: ModelGraph,
+    clusters: Iterable[ClusterSpec],
+    measured: Profiles,
+    *,
+    folder: Path,
+) -> Path:
+    """Plan the same training for the best of some clusters; return the plan's file.
+
     The step stays what it was: sequences, global batch, precision, optimizer.  The plan and the
-    cluster that it is for are written into `folder`.  Of one node's devices some may be left out if
-    that is faster; LaunchError if no plan fits.
+    cluster that it is for are written into `folder`.  LaunchError if no plan fits.
     """
     if schedule_of(wanted.schedule).stale:
         raise LaunchError(
             f"replan: the plan's schedule is {wanted.schedule}, whose stale gradients depend on "
             "the pipeline; plan again by hand"
         )
-    asked = replace(
-        Request.of_plan(wanted, graph, machine, measured), pins=Pins(allowed=_allowed(wanted))
-    )
     best: Answer | None = None
-    for cluster in _smaller(machine, left):
+    for cluster in clusters:
+        asked = replace(
+            Request.of_plan(wanted, graph, cluster, measured), pins=Pins(allowed=_allowed(wanted))
+        )
         with contextlib.suppress(NoPlanFits):
             best = search(
-                replace(
-                    asked,
-                    cluster=cluster,
-                    called=str(folder / f"cluster-of-{cluster.devices}.yaml"),
-                ),
+                replace(asked, called=str(folder / f"cluster-of-{cluster.devices}.yaml")),
                 below_s=math.inf if best is None else best.closed_form.objective_s,
             )
             chosen = cluster
     if best is None:
         raise LaunchError(
-            f"replan: no plan of {graph.name} fits the remaining devices of {machine.name}; "
+            f"replan: no plan of {graph.name} fits what is left of the devices or their memory; "
             "checkpoints can be resumed on more devices"
         )
     plan = best.plan.model_copy(

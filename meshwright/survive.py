@@ -95,6 +95,8 @@ class Epochs:
                 return None
             epoch = self._agent.epoch
             self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+            if self._fit.nodes == self._planned.nodes:
+                self._planned = self._fit  # with less memory, from here on
             self._pair(epoch)
             self._growth = Growth(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
@@ -109,6 +111,7 @@ class Epochs:
                     slots=self._means.slots,
                     keeper=self._means.keeper,
                     meanwhile=self._growth.look,
+                    ends=epoch.ends,
                     quiet=self._quiet,
                 )
             except (RankFailed, NodeLeft) as failed:
@@ -193,7 +196,7 @@ class Epochs:
             raise failed
         self._write_incident(end, proposal, failed, at_unix_s)
         excluded = (*last.excluded, *([] if without is None else [without.start]))
-        epoch = self._decided(proposal, members, found, stored)
+        epoch = self._decided(proposal, members, found, stored, end)
         return epoch.model_copy(update={"ends": ends, "excluded": excluded})
 
     def _grown(self, proposal: Proposal, stored: int) -> Epoch:
@@ -203,14 +206,24 @@ class Epochs:
         return self._decided(proposal, members, grows, stored)
 
     def _decided(
-        self, proposal: Proposal, members: tuple[Agent, ...], found: Verdict, stored: int
+        self,
+        proposal: Proposal,
+        members: tuple[Agent, ...],
+        found: Verdict,
+        stored: int,
+        end: RankEnd | None = None,
     ) -> Epoch:
         """Return the next epoch with its plan, once what is done is written down."""
-        last, plan = proposal.epoch, None
-        self._fit = self._planned
-        if len(members) < self._planned.nodes:
+        last = proposal.epoch
+        if found.reaction == "replan" and end is not None:
+            self._fit = self._fit.with_less_memory(end, self._run, quiet=self._quiet)
+            plan: str | None = self._fit.path
+        elif len(members) < self._planned.nodes:
             self._fit = self._planned.again(len(members), self._run, quiet=self._quiet)
             plan = self._fit.path
+        else:
+            self._fit = self._planned
+            plan = last.plan if last.plan == self._planned.path else None
         done = _named(found, last.members, members)
         assert self._run.output is not None
         decided(self._run.output, done, self._fit, quiet=self._quiet)
@@ -283,6 +296,8 @@ def domain_nodes(machine: ClusterSpec) -> int:
 def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:
     """Return a verdict by what becomes of the members."""
     reaction: Reaction = "restart" if members == before else "spare"
+    if members == before and found.reaction == "replan":
+        reaction = "replan"
     if len(members) != len(before):
         reaction = "shrink" if len(members) < len(before) else "grow"
     return Verdict(causes=found.causes, reaction=reaction, why=found.why)

@@ -35,6 +35,15 @@ _HALF_BITS = 32
 _ODD = 0x1E3779B97F4A7C15
 
 
+class ReplicaDrifted(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A replica of a parameter has another value than the others."""
+
+    def __init__(self, message: str, suspect: int | None) -> None:
+        super().__init__(message)
+        self.suspect = suspect
+        """The rank that differs from most others; None where most others there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """A parameter whose gradient several ranks sum."""
@@ -143,7 +152,8 @@ class Agreement:
             digests = {rank: digest for rank, (_, _, digest) in holders.items()}
             if len(set(digests.values())) > 1:
                 name, trained, _ = next(iter(holders.values()))
-                raise LaunchError(_drifted(name, digests, trained=trained))
+                text = _drifted(name, digests, trained=trained)
+                raise ReplicaDrifted(text, _odd(digests)) if trained else LaunchError(text)
         raise LaunchError(
             "replicas of parameters and buffers: their digests differed, and do not any more; a "
             "message or memory was damaged: resume from the last checkpoint"
@@ -224,6 +234,13 @@ def _refuse_unlike(ranks: Sequence[int], lines: Sequence[Mapping[str, str]]) -> 
                     f"{name}: is {one} on rank {first} and {other} on rank {rank}, which train it "
                     "together; build() must return the same module on every rank"
                 )
+
+
+def _odd(digests: Mapping[int, int]) -> int | None:
+    """Return the one rank whose digest is not that of all others, which agree."""
+    (common, most), *_ = Counter(digests.values()).most_common()
+    odd = [rank for rank, digest in digests.items() if digest != common]
+    return odd[0] if len(odd) == 1 and most > 1 else None
 
 
 def _drifted(name: str, digests: Mapping[int, int], *, trained: bool) -> str:

@@ -22,6 +22,9 @@ BEACONS = "MESHWRIGHT_BEACONS"
 BEACON_BYTES = 64
 _BEACON = struct.Struct("=QQQQ")
 """Process, step, phase, nanoseconds of the monotonic clock."""
+_PACE = struct.Struct("=QQQQ")
+"""Behind it: steps done, and nanoseconds of them all for data, for own work and in whole."""
+_SPENT = Path("/proc/thread-self/schedstat")
 Part = Literal["start", "batch", "step", "evaluate", "save", "end"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -37,6 +40,17 @@ class RankPlace:
     since_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPace:
+    """What a rank's steps took so far, all together."""
+
+    steps: int
+    data_s: float
+    work_s: float
+    """Of its own, without waiting for others; 0 where that is not known."""
+    whole_s: float
+
+
 class Beacon:
     """A rank's own place, which it tells; without a launcher that looks nothing is written."""
 
@@ -44,7 +58,21 @@ class Beacon:
         file = os.environ.get(BEACONS)
         self._memory = None if file is None else _mapped(Path(file))
         self._offset = local_rank * BEACON_BYTES
+        self._pace = [0, 0, 0, 0]
         self.tell(0, "start")
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody looks."""
+        return self._memory is not None
+
+    def stepped(self, *, data_s: float, work_s: float, whole_s: float) -> None:
+        """Add a step that was done."""
+        if self._memory is not None:
+            seconds = data_s, work_s, whole_s
+            for at, more in enumerate((1, *(round(1e9 * one) for one in seconds))):
+                self._pace[at] += more
+            _PACE.pack_into(self._memory, self._offset + _BEACON.size, *self._pace)
 
     def tell(self, step: int, part: Part) -> None:
         """Say that a part of a step begins."""
@@ -75,6 +103,29 @@ class Beacons:
                 )
             )
         return found
+
+    def paces(self) -> list[RankPace]:
+        """Return what each rank's steps took so far, by local rank."""
+        found = []
+        for rank in range(self._ranks):
+            at = rank * BEACON_BYTES + _BEACON.size
+            steps, *spent_ns = _PACE.unpack_from(self._memory, at)
+            data_s, work_s, whole_s = (one / 1e9 for one in spent_ns)
+            pace = RankPace(steps=steps, data_s=data_s, work_s=work_s, whole_s=whole_s)
+            found.append(pace)
+        return found
+
+
+def own_seconds() -> float:
+    """Seconds in which this thread ran or wanted to run, and not those in which it waited.
+
+    What other programs take from it counts as its own.  0 where the system does not tell.
+    """
+    try:
+        ran_ns, wanted_ns, _ = _SPENT.read_bytes().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(ran_ns) + int(wanted_ns)) / 1e9
 
 
 @contextlib.contextmanager

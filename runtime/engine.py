@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from planner.documents.cluster import EIGHT_BITS
@@ -515,6 +516,16 @@ class Engine:
     def _refuse_within_step(self, name: str) -> None:
         if self._optimizers.pending or self._whole is not None:
             raise LaunchError(f"{name}: gradients wait; call optimizer_step() or zero_grad() first")
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What this rank's gradients take now."""
+        grads = [slot.parameter.grad for slot in self._optimizers.slots]
+        return sum(
+            (grad.to_local() if isinstance(grad, DTensor) else grad).nbytes
+            for grad in grads
+            if grad is not None
+        )
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""

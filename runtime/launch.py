@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ from planner.documents.events import (
     AttemptEnded,
     Cause,
     Event,
+    Expected,
     Incident,
     PhaseDone,
     StepRecord,
 )
 from planner.documents.model import ModelGraph
+from planner.documents.prediction import Prediction
 from planner.documents.units import bytes_text, count_text, seconds_text
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
@@ -41,14 +45,16 @@ from planner.report.terminal import Terminal
 from planner.whatif.survival import SaveFigures
 from runtime import checkpoint, data, faults, growth, notice, run, unfinished
 from runtime.agent import NodeAgent
-from runtime.beacon import BEACONS, beacons
+from runtime.beacon import BEACONS, Beacons, beacons
 from runtime.checkpoint import Progress
+from runtime.drift import DriftWatch
 from runtime.hang import HangWatch, HungRank
 from runtime.held import alone_in, signals_interrupt
+from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.nodes import ALONE, NodeRank
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
-from runtime.report import RunReport, summarise
+from runtime.report import RunReport, expected_text, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
@@ -58,6 +64,10 @@ from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
+PACE_S = 1.0
+"""Between looks at the pace of ranks where no step is told."""
+TOLD_S = 3600.0
+"""A longer run says before it what share of the time it should train."""
 MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
@@ -107,7 +117,9 @@ def launch(
     dry_run: bool = False,
     peak_step_s: float | None = None,
     predicted_step_s: float | None = None,
+    prediction: Prediction | None = None,
     saves: SaveFigures | None = None,
+    expect: Callable[[int], Expected] | None = None,
     node_rank: NodeRank = ALONE,
     nodes: Sequence[int] = (),
     survive: bool = False,
@@ -116,6 +128,7 @@ def launch(
     slots: Slots | None = None,
     begun: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
+    copies: bool = True,
     quiet: bool = False,
 ) -> RunReport | None:
     """Run a plan, and return what it did and measured; a dry run prints its commands instead.
@@ -125,12 +138,14 @@ def launch(
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
     `peak_step_s` is what a step would take with every device at its peak; with it the report has
     the MFU.  With `saves` the steps between checkpoints are computed again from what is measured.
+    `expect` says where the seconds of so many steps should go; the report compares.
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
+    Steps that leave the range of `prediction`, and ranks that are slower than others, are named.
     A `zygote` forks the ranks, so that the next attempt need not import torch again.
-    Ranks copy their state into `slots`, and go on from what is there.
-    On the node with rank 0 `begun` is called behind the first step, and `meanwhile` while they run.
+    Ranks copy their state into `slots`, and go on from what is there if `copies` are trusted.
+    On the node with rank 0 `begun` is called after the first step, and `meanwhile` while they run.
     An `agent` says whether the other nodes live; by its epochs no other launch is in our folders.
 
     `node_rank` says which of several nodes this is, and `nodes` how many devices each of them has;
@@ -160,7 +175,7 @@ def launch(
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
-        _warn(ready, say)
+        _warn(ready, say, survive=survive)
         if agent is None:
             held.enter_context(alone_in(ready.output))
         if ready.run.checkpoint is not None and ready.ranks.leads and agent is None:
@@ -174,8 +189,11 @@ def launch(
                 "peak_step_s": peak_step_s,
                 "predicted_step_s": predicted_step_s,
                 "saves": saves,
+                "copies": copies,
             }
             orders = _write_orders(ready, rendezvous, say, told)
+            if expect is not None and ready.ranks.leads:
+                _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             if agent is not None:
@@ -183,7 +201,15 @@ def launch(
             if slots is not None:
                 shared |= slots.environment(len(ready.ranks.devices))
             refresh = _Refresh(ready, shown, agent, begun, meanwhile)
-            _supervise(ready, rendezvous, shared, refresh, survive=survive, zygote=zygote)
+            _supervise(
+                ready,
+                rendezvous,
+                shared,
+                refresh,
+                survive=survive,
+                prediction=prediction,
+                zygote=zygote,
+            )
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{_way_on(ready)}") from None
@@ -198,9 +224,14 @@ def launch(
             shown.close()
 
 
-def _warn(ready: Preflight, say: Terminal) -> None:
+def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
+    if survive and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+        say.print(
+            "warning: no two ranks hold the same parameters, so flipped bits in them are not "
+            "found; data_replicate of 2 and more compares them"
+        )
 
 
 def _agree(ready: Preflight, rendezvous: Rendezvous, corpus: str) -> str:
@@ -321,6 +352,21 @@ def happened(ready: Preflight, event: Event) -> None:
         run.append_record(event, run.events_file(ready.output))
 
 
+def _expect(
+    ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
+) -> None:
+    """Write down what a run should take, before its first attempt; a long one is told too."""
+    if run.expected_of(ready.output) is not None:
+        return
+    done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
+    if ready.run.steps <= done:
+        return
+    found = expect(ready.run.steps - done)
+    happened(ready, found)
+    if told or found.seconds["steps"] > TOLD_S:
+        say.print(f"goodput predicted {expected_text(found)}")
+
+
 def _attempt(ready: Preflight, orders: RankOrders) -> Event:
     return Attempt(
         at_unix_s=time.time(),
@@ -389,9 +435,12 @@ def _supervise(
     refresh: _Refresh,
     *,
     survive: bool,
+    prediction: Prediction | None,
     zygote: Zygote | None,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
+    killed = killed_for_memory()
+    most: dict[int, int] = {}
     recorded = faults.recorder(ready.output) if ready.ranks.device == "cuda" else {}
     shown = refresh.shown
     with contextlib.ExitStack() as held:
@@ -406,6 +455,7 @@ def _supervise(
                 start_s=start_s,
                 alone=rendezvous.node_rank.nodes == 1,
             )
+            refresh.pace = _Pace(ready, shown, seen, prediction, most)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -433,9 +483,46 @@ def _supervise(
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
     if bad is not None:
-        ended = _bad_end(ready, bad, after_step=shown.step)
+        memory = MemoryUse(
+            prediction=prediction,
+            killed=killed_for_memory() > killed,
+            most_bytes=most.get(bad.cause.rank),
+        )
+        ended = _bad_end(ready, bad, after_step=shown.step, memory=memory)
         _write_incident(ready, ended, after_step=shown.step)
         raise ended
+
+
+class _Pace:
+    """Looks whether steps are as predicted and ranks alike, and says what is not."""
+
+    def __init__(
+        self,
+        ready: Preflight,
+        shown: _ProgressLine,
+        seen: Beacons,
+        prediction: Prediction | None,
+        most: dict[int, int],
+    ) -> None:
+        """`most` gets the most host memory that each rank has had."""
+        self._ready, self._shown, self._seen, self._most = ready, shown, seen, most
+        self._watch = DriftWatch(ready.plan, ready.ranks.devices, prediction)
+        self._next_s = 0.0
+
+    def __call__(self, news: Sequence[StepRecord]) -> None:
+        now_s = time.monotonic()
+        if not news and now_s < self._next_s:
+            return
+        if now_s >= self._next_s:
+            self._next_s = now_s + PACE_S
+            places = self._seen.places()
+            for rank, place in self._ready.ranks.devices.items():
+                self._most[rank] = most_bytes(places[place].process) or self._most.get(rank, 0)
+        local = self._seen.paces()
+        paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
+        for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
+            happened(self._ready, found)
+            self._shown.say.print(f"warning: {found.text}")
 
 
 class _Refresh:
@@ -451,13 +538,16 @@ class _Refresh:
     ) -> None:
         self.shown, self.agent = shown, agent
         self.watch: HangWatch | None = None
+        self.pace: Callable[[Sequence[StepRecord]], None] | None = None
         self._ready, self._begun, self._meanwhile = ready, begun, meanwhile
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
 
     def __call__(self) -> None:
-        self.shown.refresh()
+        news = self.shown.refresh()
+        if self.pace is not None:
+            self.pace(news)
         if self._begin_s and self.shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
@@ -514,17 +604,98 @@ def _incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None 
     )
 
 
-def _bad_end(ready: Preflight, bad: BadEnd, *, after_step: int) -> Exception:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """What is known of memory when a rank has ended."""
+
+    prediction: Prediction | None = None
+    killed: bool = False
+    """Whether the system has killed a process of this launch for memory."""
+    most_bytes: int | None = None
+    """The most host memory that the rank had, where that was looked at."""
+
+
+def _out_of_memory(
+    ready: Preflight, bad: BadEnd, memory: MemoryUse, *, after_step: int
+) -> tuple[str, RankEnd] | None:
+    """Return what the rank held beside what was predicted, and its end; None for another end."""
+    ended, failure = bad.cause, bad.failure
+    raised = failure is not None and failure.kind == "OutOfMemoryError"
+    if not raised and not (memory.killed and failure is None and ended.code == -signal.SIGKILL):
+        return None
+    on_host = ready.ranks.device == "cuda" and not raised
+    held = dict(failure.held) if failure is not None else {}
+    total = failure.needed_bytes if failure is not None else memory.most_bytes
+    needed = None
+    said = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in held.items() if size)
+    text = f"; held: {said}" if said else ""
+    text += f"; needed {bytes_text(total)} at least" if total else ""
+    if memory.prediction is not None and not on_host:
+        stage = memory.prediction.stages[_stage_of(ready, ended.rank)]
+        parts = stage.memory_parts.items()
+        listed = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in parts if size)
+        text += f"; predicted: {listed}, {bytes_text(stage.peak_memory_bytes)} in all"
+        if total:
+            needed = min(1e3, max(1.0, total / stage.peak_memory_bytes))
+    return text, RankEnd(
+        cause="out_of_memory",
+        rank=ended.rank,
+        after_step=after_step,
+        needed=needed,
+        on_host=on_host,
+    )
+
+
+def _wrong_numbers(
+    ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
+) -> RankFailed:
+    """Return the error of replicas that drifted apart, or of a loss that is no number."""
+    suspect = rank if failure.suspect is None else failure.suspect
+    drifted = failure.kind == "ReplicaDrifted"
+    return RankFailed(
+        failure.message,
+        lead=failure.message,
+        local_rank=ready.ranks.devices.get(suspect, 0),
+        end=RankEnd(
+            cause="corruption" if drifted else "not_a_number",
+            rank=suspect,
+            after_step=after_step,
+            named=failure.suspect is not None,
+        ),
+        output=ready.output,
+    )
+
+
+def _stage_of(ready: Preflight, rank: int) -> int:
+    return ready.plan.stages_of_rank(ready.plan.mesh.coordinate(rank, "pipeline"))[0]
+
+
+def _bad_end(
+    ready: Preflight, bad: BadEnd, *, after_step: int, memory: MemoryUse | None = None
+) -> Exception:
     """Return the error that says which rank ended the run, how, and what can be done."""
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)
+    if failure is not None and failure.kind in ("ReplicaDrifted", "NotANumber"):
+        return _wrong_numbers(ready, ended.rank, failure, after_step=after_step)
     if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
     how, hung = _how(ready, bad, said, after_step=after_step)
     message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    full = _out_of_memory(ready, bad, memory or MemoryUse(), after_step=after_step)
+    if full is not None:
+        text, end = full
+        how = f"{how}{text}"
+        return RankFailed(
+            f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}",
+            lead=how,
+            local_rank=ready.ranks.devices[ended.rank],
+            end=end,
+            output=ready.output,
+        )
     if faults.device_lost(ended.code, failure, said):
         # SIGKILL alone is no evidence of the device: its rank may start on it again.
         killed = failure is None and not faults.names_hardware(said)
@@ -605,6 +776,7 @@ def _report(
         wall_s=time.time() - started_unix_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
         cost=run.account_of(ready.output),
+        before=run.expected_of(ready.output),
     )
     file = ready.output / "report.json"
     run.write_json(report, file)
@@ -648,10 +820,11 @@ class _ProgressLine:
         if self._bar:
             self._bar.start()
 
-    def refresh(self) -> None:
-        """Show the newest step."""
+    def refresh(self) -> list[StepRecord]:
+        """Show the newest step; return those that were done since the last time."""
         assert self._metrics is not None
-        for record in self._news(self._metrics):
+        news = self._news(self._metrics)
+        for record in news:
             self.step = record.step
             line = self._line(record)
             if self._bar:
@@ -663,6 +836,7 @@ class _ProgressLine:
             ):
                 self.say.print(line)
                 self._next_line = record.step + max(1, self._steps // 10)
+        return news
 
     def close(self) -> None:
         """Leave the terminal as it was."""

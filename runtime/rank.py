@@ -64,16 +64,41 @@ def carried_out(work: Callable[[], None], *, rank: int, output: Path) -> int:
         work()
     except BaseException as error:
         traceback.print_exc()
-        tell(type(error).__name__, str(error), rank=rank, output=output)
+        tell(
+            type(error).__name__,
+            str(error),
+            rank=rank,
+            output=output,
+            held=getattr(error, "held", None),
+            needed_bytes=getattr(error, "needed_bytes", None),
+            suspect=getattr(error, "suspect", None),
+        )
         return 1
     return 0
 
 
-def tell(kind: str, message: str, *, rank: int, output: Path) -> run.Failure:
-    """Tell the launcher why this rank stopped."""
+def tell(
+    kind: str,
+    message: str,
+    *,
+    rank: int,
+    output: Path,
+    held: dict[str, int] | None = None,
+    needed_bytes: int | None = None,
+    suspect: int | None = None,
+) -> run.Failure:
+    """Tell the launcher why this rank stopped: see Failure."""
     from runtime import run  # noqa: PLC0415 - what imports pydantic comes behind a script
 
-    failure = run.Failure(rank=rank, kind=kind, message=message, at_unix_s=time.time())
+    failure = run.Failure(
+        rank=rank,
+        kind=kind,
+        message=message,
+        at_unix_s=time.time(),
+        held=held or {},
+        needed_bytes=needed_bytes,
+        suspect=suspect,
+    )
     run.write_json(failure, run.failure_file(output, rank))
     return failure
 

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from planner.documents.document import Document, Part
-from planner.documents.events import StepRecord
+from planner.documents.events import Expected, StepRecord
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
-from planner.documents.units import Amount, Count, Positive, Proportion, Text
+from planner.documents.units import Amount, Count, Positive, Proportion, Text, seconds_text
 from planner.whatif.survival import RunSeconds
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 
@@ -80,6 +80,10 @@ class RunReport(Document):
     """Seconds of steps that count over those of the wall clock, over all attempts of this run."""
     steps_lost: Count = 0
     """Of all its attempts."""
+    seconds: dict[Text, Amount] = Field(default_factory=dict)
+    """Of the wall clock of all attempts, by what was done in them."""
+    expected: Expected | None = None
+    """The same and the goodput, as predicted before the first attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,23 @@ def comparison(report: RunReport, prediction: Prediction) -> list[Comparison]:
     return rows
 
 
+def expected_text(found: Expected) -> str:
+    """Return in words what was predicted of a run before it."""
+    wall_s = sum(found.seconds.values())
+    if not wall_s:
+        return f"0 %: with {found.failures:.2g} failures it loses more than it trains"
+    shares = ", ".join(
+        f"{name} {100 * seconds / wall_s:.2g} %"
+        for name, seconds in found.seconds.items()
+        if name != "steps" and seconds
+    )
+    between = f"{100 * found.goodput_low:.1f} to {100 * found.goodput_high:.1f}"
+    return (
+        f"{100 * found.goodput:.1f} % ({between}) of {seconds_text(wall_s)}, with "
+        f"{found.failures:.2g} failures: {shares}"
+    )
+
+
 def summarise(
     plan: Plan,
     orders: RankOrders,
@@ -141,10 +162,11 @@ def summarise(
     wall_s: float,
     files: tuple[str, str],
     cost: RunSeconds,
+    before: Expected | None = None,
 ) -> RunReport:
     """Put the ranks' records together; `files` are where metrics and logs lie.
 
-    `cost` is where the seconds of all attempts of the run went.
+    `cost` is where the seconds of all attempts of the run went, and `before` what was predicted.
     """
     first = ranks[0].first_step
     slowest_s = [max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)]
@@ -188,6 +210,8 @@ def summarise(
         checkpoint=ranks[0].checkpoint,
         goodput=cost.goodput if cost.trained_s else None,
         steps_lost=cost.steps_lost,
+        seconds=cost.parts_s if cost.trained_s else {},
+        expected=before,
     )
 
 

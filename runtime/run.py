@@ -36,7 +36,7 @@ from planner.documents.document import (
     unreadable,
     write_text,
 )
-from planner.documents.events import LONGEST_EVENT_BYTES, Event, StepRecord, events_of
+from planner.documents.events import LONGEST_EVENT_BYTES, Event, Expected, StepRecord, events_of
 from planner.documents.training import check_lengths
 from planner.documents.units import Amount, Count, Positive, Rate, Text
 from planner.errors import DocumentError, LaunchError
@@ -161,6 +161,8 @@ class RankOrders(LaunchRun, Document):
     saves: SaveFigures | None = None
     """From these the steps between checkpoints are computed, and again as saves are measured; None
     where they were asked for."""
+    copies: bool = True
+    """Whether copies in memory are gone on from; not where they may have been damaged."""
 
 
 class RankRecord(Document):
@@ -197,6 +199,12 @@ class Failure(Part):
     kind: Text
     message: str
     at_unix_s: Amount
+    held: dict[Text, Count] = Field(default_factory=dict)
+    """Bytes by kind that a rank held which ran out of memory."""
+    needed_bytes: Count | None = None
+    """That it took or asked for in all, where that is counted."""
+    suspect: Count | None = None
+    """The rank whose memory differs from that of most others."""
 
 
 def orders_file(output: Path) -> Path:
@@ -273,16 +281,22 @@ _LONGEST_RECORD_BYTES = 1 << 16
 
 def account_of(output: Path) -> RunSeconds:
     """Return where the seconds of all attempts of a run went, as its events say."""
-    return account(_events(output))
+    return account(events(output))
+
+
+def expected_of(output: Path) -> Expected | None:
+    """Return what was predicted of a run before its first attempt."""
+    return next((event for event in events(output) if event.event == "expected"), None)
 
 
 def steps_of_events(output: Path, *, after: int, until: int) -> list[StepRecord]:
     """Return the steps behind one and until another, each as it was done last."""
-    found = {event.record.step: event.record for event in _events(output) if event.event == "step"}
+    found = {event.record.step: event.record for event in events(output) if event.event == "step"}
     return [found[step] for step in sorted(found) if after < step <= until]
 
 
-def _events(output: Path) -> Iterator[Event]:
+def events(output: Path) -> Iterator[Event]:
+    """Yield what has happened in a run so far; nothing before its first attempt."""
     path = events_file(output)
     if path.exists():
         with _records(path) as lines:

@@ -11,6 +11,7 @@ import functools
 import gc
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from planner.documents.document import read
 from planner.documents.events import StepRecord
@@ -32,7 +34,7 @@ from planner.errors import LaunchError
 from planner.process.collector import uncollected
 from runtime import checkpoint, companions, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
-from runtime.beacon import Beacon
+from runtime.beacon import Beacon, own_seconds
 from runtime.checkpoint import Progress
 from runtime.data import Corpus, CorpusSamples
 from runtime.engine import Engine, StepResult
@@ -129,7 +131,7 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     )
     kept = mirror.newest(boxes(engine.state())) if mirror is not None else None
     saved_step = checkpoint.progress(orders.resumed).step if orders.resumed else 0
-    if kept is not None and kept.step > saved_step:
+    if kept is not None and kept.step > saved_step and orders.copies:
         loop.go_on_from(kept, after_saved=saved_step)
     elif orders.resumed:
         loop.resume(orders.resumed)
@@ -162,6 +164,47 @@ def join(device: Device, *, rank: int, world_size: int, timeout_s: float) -> Non
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=own
     )
+
+
+class NotANumber(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """A loss or gradient is none."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """A rank ran out of memory; `held` says of what, and `needed_bytes` how much it needed."""
+
+    def __init__(self, message: str, held: dict[str, int]) -> None:
+        super().__init__(message)
+        self.held = held
+        self.needed_bytes: int | None = None
+        if torch.cuda.is_initialized():
+            self.needed_bytes = torch.cuda.max_memory_reserved() + asked_bytes(message)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, on a device or on the host.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape"))
+    (True, False)
+    """
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def asked_bytes(message: str) -> int:
+    """Return what an allocation asked for, as torch says it; 0 if it does not.
+
+    >>> asked_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity")
+    2684354560
+    """
+    seen = re.search(r"Tried to allocate ([0-9.]+) ([KMGT]?)i?B", message)
+    if seen is None:
+        return 0
+    return round(float(seen[1]) * 1024 ** " KMGT".index(seen[2] or " "))
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 class Loop:
@@ -258,8 +301,26 @@ class Loop:
         with uncollected():
             try:
                 return self._run()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(str(error), self._held_bytes()) from error
             finally:
                 self._ahead.shutdown(cancel_futures=True)
+
+    def _held_bytes(self) -> dict[str, int]:
+        """Return what this rank holds, by kind; on a GPU with what else its allocator has."""
+        sizes = {name: _local_bytes(one) for name, one in self.engine.state().items()}
+        model = sum(size for name, size in sizes.items() if name.startswith("model."))
+        held = {
+            "parameters": model,
+            "gradients": self.engine.gradient_bytes,
+            "optimizer": sum(sizes.values()) - model,
+        }
+        if self.orders.device == "cuda":
+            other = torch.cuda.memory_allocated() - sum(held.values())
+            held["activations and all else"] = max(0, other)
+        return held
 
     def _run(self) -> RankRecord:
         first = self.steps_done + 1
@@ -395,9 +456,26 @@ class Loop:
         return batch
 
     def _step(self) -> StepResult:
+        if not self._beacon.is_seen:
+            return self._stepped(self._next_batch())
         self._beacon.tell(self.steps_done + 1, "batch")
+        begin_s = time.perf_counter()
         batch = self._next_batch()
         self._beacon.tell(self.steps_done + 1, "step")
+        data_s, before_s = time.perf_counter() - begin_s, self._own_s()
+        result = self._stepped(batch)
+        self._beacon.stepped(
+            data_s=data_s,
+            work_s=self._own_s() - before_s,
+            whole_s=time.perf_counter() - begin_s,
+        )
+        return result
+
+    def _own_s(self) -> float:
+        """Seconds of this rank's own work; 0 where a device does it, which says nothing of that."""
+        return own_seconds() if self.orders.device == "cpu" else 0.0
+
+    def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
         torch.manual_seed(
             step_seed(
@@ -436,9 +514,10 @@ class Loop:
         """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         if result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
+        self.engine.refuse_drifted()  # damaged memory says more than what became of it
         saved = self._last_saved()
         last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"
-        raise LaunchError(
+        raise NotANumber(
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
             f"{result.grad_norm:g}; {last}. Lower the learning rate "
             f"({self.plan.training.learning_rate:g}) or look at the data from sample "

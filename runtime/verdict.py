@@ -12,7 +12,7 @@ from typing import get_args
 
 from planner.documents.document import Part
 from planner.documents.events import Cause, Reaction
-from planner.documents.units import Count
+from planner.documents.units import Count, Factor
 
 ATTEMPTS = 3
 """Ends after one step by one cause, until that is the end."""
@@ -27,6 +27,10 @@ class Verdict:
     """At least so often after one step."""
     times: int = 1
     """At least so often on one rank."""
+    ever: int = 1
+    """At least so often on any."""
+    named: bool = False
+    """Only where the rank that did it is known."""
     devices: int = 1
     """At least."""
     reaction: Reaction
@@ -59,6 +63,35 @@ VERDICTS: Sequence[Verdict] = (
         why="it happened once here",
     ),
     Verdict(
+        causes=frozenset({"corruption"}),
+        ever=ATTEMPTS,
+        reaction="stop",
+        why=f"replicas drifted apart {ATTEMPTS} times, which one device does not do",
+    ),
+    Verdict(
+        causes=frozenset({"corruption"}),
+        devices=2,
+        named=True,
+        reaction="shrink",
+        why="its memory or arithmetic is damaged",
+    ),
+    Verdict(
+        causes=frozenset({"corruption"}),
+        reaction="restart",
+        why="replicas drifted apart, and nobody knows which is right",
+    ),
+    Verdict(
+        causes=frozenset({"out_of_memory"}),
+        ever=2,
+        reaction="stop",
+        why="a plan for less memory ran out of it too",
+    ),
+    Verdict(
+        causes=frozenset({"out_of_memory"}),
+        reaction="replan",
+        why="the plan needs more memory than was predicted",
+    ),
+    Verdict(
         causes=frozenset(get_args(Cause)),
         reaction="stop",
         why="another attempt would end as this one did",
@@ -82,6 +115,12 @@ class RankEnd(Part):
     after_step: Count
     waits: bool = False
     """The rank only waits for others: whoever names another rank knows more."""
+    needed: Factor | None = None
+    """Memory that the rank needed at least, over what was predicted, where it ran out of it."""
+    on_host: bool = False
+    """Of the host, beside devices with memory of their own."""
+    named: bool = True
+    """Whether it is known that this rank did it."""
 
 
 def verdict(
@@ -104,6 +143,8 @@ def verdict(
         if last.cause in row.causes
         and times >= row.times
         and stuck >= row.stuck
+        and len(alike) >= row.ever
+        and (last.named or not row.named)
         and devices >= row.devices
     )
     return next(fitting, None)

@@ -62,6 +62,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/parts.py", "os.open"): OURS,
     ("runtime/launch.py", "open"): OURS,
     ("runtime/beacon.py", "open"): OURS,
+    ("runtime/beacon.py", "read_bytes"): SYSTEM,
     ("runtime/slots.py", "open"): OURS,
     ("runtime/slots.py", "json.loads"): OURS,
     ("runtime/zygote.py", "json.loads"): OURS,

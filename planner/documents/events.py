@@ -14,19 +14,28 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from planner.documents.document import Part
-from planner.documents.units import Amount, Count, Positive, Text
+from planner.documents.units import Amount, Count, Positive, Proportion, Text
 
 LONGEST_EVENT_BYTES = 1 << 16
 Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
 """What a run does beside its steps."""
 Cause = Literal[
-    "crash", "device", "node", "hang", "out_of_memory", "not_a_number", "program", "notice", "user"
+    "crash",
+    "device",
+    "node",
+    "hang",
+    "out_of_memory",
+    "not_a_number",
+    "corruption",
+    "program",
+    "notice",
+    "user",
 ]
 """What ended an attempt, as far as it is known."""
 PlanSource = Literal["given", "book", "solved"]
 """Where a plan comes from: the run was started with it, it was solved while the run trained, or
 when it was wanted."""
-Reaction = Literal["interval", "restart", "spare", "shrink", "grow", "hand_over", "stop"]
+Reaction = Literal["interval", "restart", "replan", "spare", "shrink", "grow", "hand_over", "stop"]
 
 
 class StepRecord(Part):
@@ -65,6 +74,18 @@ class Attempt(_Event):
     after_step: Count = 0
     """The step that it goes on from."""
     predicted_step_s: Amount | None = None
+
+
+class Expected(_Event):
+    """Where the seconds of a run should go, as predicted before its first attempt."""
+
+    event: Literal["expected"] = "expected"
+    seconds: dict[Text, Amount]
+    """By part; they add up to its wall clock."""
+    failures: Amount
+    goodput: Proportion
+    goodput_low: Proportion
+    goodput_high: Proportion
 
 
 class StepDone(_Event):
@@ -108,6 +129,21 @@ class Incident(_Event):
     evidence: Text
 
 
+class Drift(_Event):
+    """The pace of a run left its prediction or came back, or one rank fell behind."""
+
+    event: Literal["drift"] = "drift"
+    cause: Text
+    """The part of a step with the largest miss."""
+    rank: Count | None = None
+    stage: Count | None = None
+    after_step: Count = 0
+    measured_s: Amount
+    predicted_s: Amount
+    """Of a straggler what its peers take."""
+    text: Text
+
+
 class Decision(_Event):
     """What is done next."""
 
@@ -132,7 +168,7 @@ class AttemptEnded(_Event):
 
 
 Event = Annotated[
-    Attempt | StepDone | PhaseDone | Saved | Incident | Decision | AttemptEnded,
+    Expected | Attempt | StepDone | PhaseDone | Saved | Incident | Drift | Decision | AttemptEnded,
     Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)

@@ -268,6 +268,20 @@ class Mesh(Part):
         """Ranks that the mesh has."""
         return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
 
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Return a rank's place along an axis.
+
+        >>> mesh = Mesh(tensor=2, data_shard=3, pipeline=2)
+        >>> [mesh.coordinate(7, axis) for axis in ("tensor", "data_shard", "pipeline")]
+        [1, 0, 1]
+        """
+        for inner in self.order:
+            size: int = getattr(self, inner)
+            if inner == axis:
+                return rank % size
+            rank //= size
+        return 0
+
 
 class PlacedLayer(Part):
     """One layer of a stage and how its activations are treated."""

@@ -18,11 +18,18 @@ interruptions to its devices' own.
 from __future__ import annotations
 
 import math
+import time
 
+from planner.documents.events import Expected
 from planner.whatif.economics import SECONDS_PER_HOUR
-from planner.whatif.span import Span
+from planner.whatif.span import Ranged, Span
 from planner.whatif.study import Failures
-from planner.whatif.survival import RunSeconds, SaveFigures, every_s
+from planner.whatif.survival import RunSeconds, SaveFigures, every_s, expected
+
+RESTART_IN_PLACE_S = Span(value=20.0, low=2.0, high=150.0)
+"""From a failure until ranks train again, where launchers stay: 2 s on two ranks of one machine
+(docs/survival.md), 20 s published for 1,024 devices (arXiv:2412.12636), 150 s for 4,800
+(arXiv:2509.03047)."""
 
 
 def written_s(failures: Failures, *, parameters: float, devices: int, at: str = "value") -> float:
@@ -50,20 +57,45 @@ def failures_per_device_hour(failures: Failures, *, observed: int, device_hours:
         λ = (k + f) / (k / m + h)
 
     k is that of a logarithmic normal whose range from low to high is four standard deviations σ:
-    1 / k = exp(σ²) - 1.
+    1 / k = exp(σ²) - 1.  Whether m and its range are those of devices or of spot instances is what
+    makes the failures that were seen likelier; devices where nothing was seen.
 
     >>> believed = failures_per_device_hour(Failures(), observed=0, device_hours=0.0)
     >>> believed == Failures().per_device_hour.value
     True
-    >>> f"{failures_per_device_hour(Failures(), observed=40, device_hours=50_000.0):.1e}"
-    '2.4e-04'
+    >>> f"{failures_per_device_hour(Failures(), observed=4, device_hours=50_000.0):.1e}"
+    '3.7e-05'
+    >>> f"{failures_per_device_hour(Failures(), observed=30, device_hours=300.0):.1e}"
+    '9.6e-02'
     """
-    usual = failures.per_device_hour
+    kinds = [_rate(failures.per_device_hour), _rate(failures.spot_per_node_hour)]
+    if math.isinf(kinds[0][0]):
+        return failures.per_device_hour.value
+
+    def likelihood(kind: tuple[float, float]) -> float:
+        return _log_likelihood(*kind, observed=observed, device_hours=device_hours)
+
+    shape, hours = max((kind for kind in kinds if math.isfinite(kind[0])), key=likelihood)
+    return (shape + observed) / (hours + device_hours)
+
+
+def _rate(usual: Ranged) -> tuple[float, float]:
+    """Return a rate's shape k, and k / m in hours."""
     deviation = math.log(usual.high / usual.low) / 4
     shape = 1 / math.expm1(deviation**2) if deviation else math.inf
-    if math.isinf(shape):
-        return usual.value
-    return (shape + observed) / (shape / usual.value + device_hours)
+    return shape, shape / usual.value
+
+
+def _log_likelihood(shape: float, hours: float, *, observed: int, device_hours: float) -> float:
+    """Return the logarithm of how likely some failures in some hours are."""
+    if not device_hours:
+        return 0.0
+    return (
+        math.lgamma(shape + observed)
+        - math.lgamma(shape)
+        - shape * math.log1p(device_hours / hours)
+        - observed * math.log1p(hours / device_hours)
+    )
 
 
 def save_figures(
@@ -77,6 +109,66 @@ def save_figures(
         failures_per_hour=devices * rate,
         blocked_s=blocked_s(failures, parameters=parameters, devices=devices),
         written_s=written_s(failures, parameters=parameters, devices=devices),
+    )
+
+
+def expected_of(
+    failures: Failures,
+    known: RunSeconds,
+    saves: SaveFigures,
+    *,
+    steps: int,
+    step_s: float,
+    every_steps: int,
+    survives: bool,
+    copies: float = 0.0,
+) -> Expected:
+    """Return the goodput of a run before it, by parts, with its range.
+
+    Where a run `survives`, launchers start ranks again, from copies in memory that may take the
+    share `copies` of training.  The low end has the most failures, the longest restarts, and no
+    copies; the high end the opposite.
+
+    >>> run = expected_of(
+    ...     Failures(), RunSeconds(),
+    ...     SaveFigures(failures_per_hour=0.01, blocked_s=14.0, written_s=60.0),
+    ...     steps=100_000, step_s=6.0, every_steps=500, survives=True, copies=0.01,
+    ... )
+    >>> f"{run.goodput:.3f}, {run.goodput_low:.3f} to {run.goodput_high:.3f}"
+    '0.984, 0.966 to 0.984'
+    """
+    rate = failures.per_device_hour
+    copied_s = max(0.0, saves.blocked_s - failures.checkpoint_stall_s.value)
+    copied_every = math.ceil(copied_s / (copies * step_s)) if copies else 0
+
+    def run(at: str) -> tuple[RunSeconds, float]:
+        start_s: float = getattr(RESTART_IN_PLACE_S, at)
+        again_s: float = start_s if survives else getattr(failures.restart_s, at)
+        if known.start_s is not None:
+            start_s = known.start_s
+        if known.attempts > 1:
+            again_s = known.restart_s / (known.attempts - 1)
+        copied = survives and copies > 0 and at != "high"
+        per_hour = saves.failures_per_hour * getattr(rate, at) / rate.value
+        return expected(
+            saves.model_copy(update={"failures_per_hour": per_hour}),
+            steps=steps,
+            step_s=step_s,
+            every_steps=every_steps,
+            start_s=start_s,
+            restart_s=again_s,
+            copied_every=max(1, copied_every) if copied else None,
+            other=copied_s / (max(1, copied_every) * step_s) if copied else 0.0,
+        )
+
+    usual, count = run("value")
+    return Expected(
+        at_unix_s=time.time(),
+        seconds=usual.parts_s,
+        failures=count,
+        goodput=usual.goodput,
+        goodput_low=min(usual.goodput, run("high")[0].goodput),
+        goodput_high=max(usual.goodput, run("low")[0].goodput),
     )
 
 

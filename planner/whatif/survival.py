@@ -69,6 +69,11 @@ class RunSeconds:
     blocked_s: float = 0.0
     """For saves."""
     attempts: int = 0
+    begin_s: float = 0.0
+    """Until the first step begins."""
+    restart_s: float = 0.0
+    """From the last step of an attempt until the next one begins its first: a step that was cut
+    off, until it was seen, what was decided, the start of ranks."""
     device_hours: float = 0.0
     incidents: Counter[str] = field(default_factory=Counter)
     """By cause."""
@@ -83,6 +88,22 @@ class RunSeconds:
         return sum(count for cause, count in self.incidents.items() if cause not in announced)
 
     @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds by what was done in them; they add up to those of the wall clock.
+
+        >>> RunSeconds(wall_s=10.0, trained_s=7.0, blocked_s=1.0, restart_s=1.5).parts_s["other"]
+        0.5
+        """
+        parts = {
+            "steps": self.trained_s,
+            "steps done again": self.again_s,
+            "saves": self.blocked_s,
+            "start": self.begin_s,
+            "restarts": self.restart_s,
+        }
+        return parts | {"other": max(0.0, self.wall_s - sum(parts.values()))}
+
+    @property
     def goodput(self) -> float:
         """Share of the wall clock that trained what counts; 0 before the first step."""
         return min(1.0, self.trained_s / self.wall_s) if self.wall_s else 0.0
@@ -90,7 +111,7 @@ class RunSeconds:
 
 def account(events: Iterable[Event]) -> RunSeconds:
     """Return where the seconds of a run went."""
-    first_s = last_s = 0.0
+    first_s = last_s = ended_s = begin_s = restart_s = 0.0
     devices = attempts = lost = 0
     device_s = blocked_s = again_s = 0.0
     step_s: dict[int, float] = {}
@@ -111,11 +132,17 @@ def account(events: Iterable[Event]) -> RunSeconds:
                     # It may have gone on from memory, behind the checkpoint that was there.
                     lost, again_s = _undone(step_s, event.record.step, lost, again_s)
                     from_step = None
+                    gap_s = max(0.0, at_s - event.record.step_s - (ended_s or first_s))
+                    begin_s, restart_s = (
+                        (begin_s, restart_s + gap_s) if ended_s else (gap_s, restart_s)
+                    )
+                ended_s = at_s
                 step_s[event.record.step] = event.record.step_s
             case PhaseDone(phase="start"):
                 start_s = event.measured_s
             case Saved():
                 blocked_s += event.blocked_s
+                ended_s = ended_s and at_s
             case Incident():
                 incidents[event.cause] += 1
             case _:
@@ -127,12 +154,70 @@ def account(events: Iterable[Event]) -> RunSeconds:
         trained_s=sum(step_s.values()),
         again_s=again_s,
         blocked_s=blocked_s,
+        begin_s=begin_s,
+        restart_s=restart_s,
         attempts=attempts,
         device_hours=device_s / SECONDS_PER_HOUR,
         incidents=incidents,
         steps_lost=lost,
         start_s=start_s,
     )
+
+
+def expected(
+    saves: SaveFigures,
+    *,
+    steps: int,
+    step_s: float,
+    every_steps: int,
+    start_s: float,
+    restart_s: float,
+    copied_every: int | None = None,
+    other: float = 0.0,
+) -> tuple[RunSeconds, float]:
+    """Return where the seconds of a run should go, and how many failures it should have.
+
+    With S steps of s seconds, each `every_steps`-th saved, which blocks δ seconds and counts after
+    w; λ failures a second; R seconds until ranks run again; q the share of training beside steps:
+
+        wall = T + saves + start + q T + F (A + R + s / 2)       T = S s,  F = λ wall
+        A = s (e - 1) / 2 + w - δ                                e = steps between saves, or copies
+
+    A step that is cut off is half done.  A run that fails faster than it goes on never ends: its
+    goodput is 0.  `copied_every` are the steps between copies in memory from which ranks go on.
+
+    >>> figures = SaveFigures(failures_per_hour=0.36, blocked_s=0.5, written_s=0.5)
+    >>> run, failures = expected(
+    ...     figures, steps=10_000, step_s=4.0, every_steps=25, start_s=20.0, restart_s=30.0
+    ... )
+    >>> round(failures, 2), round(run.goodput, 4)
+    (4.05, 0.9866)
+    """
+    trained_s = steps * step_s
+    every = min(every_steps, steps)
+    saved = math.ceil(steps / every)
+    pending_s = saves.written_s - saves.blocked_s if every_steps <= steps else 0.0
+    again = (every - 1) / 2
+    if copied_every is not None:
+        again, pending_s = (min(copied_every, every) - 1) / 2, 0.0
+    again_s = again * step_s + max(0.0, pending_s)
+    cut_s = restart_s + step_s / 2
+    without_s = trained_s * (1 + other) + saved * saves.blocked_s + start_s
+    rate = saves.failures_per_hour / SECONDS_PER_HOUR
+    kept = 1 - rate * (again_s + cut_s)
+    if kept <= 0:
+        return RunSeconds(), rate * without_s
+    wall_s = without_s / kept
+    failures = rate * wall_s
+    found = RunSeconds(
+        wall_s=wall_s,
+        trained_s=trained_s,
+        again_s=failures * again_s,
+        blocked_s=saved * saves.blocked_s,
+        begin_s=start_s,
+        restart_s=failures * cut_s,
+    )
+    return found, failures
 
 
 def _undone(

@@ -17,12 +17,14 @@ from meshwright.launches import LaunchablePlan, launch
 from meshwright.replan import for_fewer, leave_out
 from planner.catalog import model_config as resolve_config
 from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.predict import predict
 from planner.documents.document import read, write
 from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
 from planner.search.search import search
 from runtime.run import LaunchRun, metrics_file, read_records
+from runtime.verdict import RankEnd
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
@@ -136,9 +138,48 @@ def test_what_fits_no_fewer_devices_is_refused(tmp_path: Path) -> None:
     graph, machine = resolve_model("llama-3.2-1b"), resolve_cluster("2xrtx-3080")
     wanted = plan_of(data=2)
 
-    with pytest.raises(LaunchError, match=r"replan: no plan of llama-3\.2-1b fits the remaining"):
+    with pytest.raises(LaunchError, match=r"replan: no plan of llama-3\.2-1b fits what is left"):
         for_fewer(wanted, graph, machine, None, left=1, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("needed", [None, 1.5])
+def test_a_plan_that_ran_out_of_memory_is_replaced_by_one_that_needs_less(
+    tmp_path: Path, needed: float | None
+) -> None:
+    graph, machine = resolve_model("gpt2"), resolve_cluster("2xrtx-3080")
+    found = search(Request(graph, machine, Job(seq_len=1024, global_batch=16), called="2xrtx-3080"))
+    fit = LaunchablePlan(
+        path="plan.yaml", plan=found.plan, graph=graph, machine=machine, measured=None
+    )
+    end = RankEnd(cause="out_of_memory", rank=0, after_step=1, needed=needed)
+
+    again = fit.with_less_memory(end, LaunchRun(checkpoint=tmp_path), quiet=True)
+
+    before = max(stage.peak_memory_bytes for stage in found.prediction.stages)
+    after = predict(again.plan, graph, again.machine, None)
+    assert max(stage.peak_memory_bytes for stage in after.stages) < before
+    memory = [one.groups[0].accelerator.memory_bytes for one in (again.machine, machine)]
+    assert memory[0] <= memory[1] / (needed or 1.0)
+    assert again.plan.global_batch == 16
+
+
+def test_hosts_of_unknown_memory_are_not_planned_for_less(tmp_path: Path) -> None:
+    graph, machine = resolve_model("gpt2"), resolve_cluster("2xrtx-3080")
+    unknown = machine.model_copy(
+        update={
+            "groups": tuple(
+                group.model_copy(update={"host_memory_bytes": None}) for group in machine.groups
+            )
+        }
+    )
+    job = Job(seq_len=1024, global_batch=16)
+    plan = search(Request(graph, unknown, job, called="x")).plan
+    fit = LaunchablePlan(path="p", plan=plan, graph=graph, machine=unknown, measured=None)
+    end = RankEnd(cause="out_of_memory", rank=0, after_step=1, on_host=True)
+
+    with pytest.raises(LaunchError, match="nothing says how much memory its hosts have"):
+        fit.with_less_memory(end, LaunchRun(checkpoint=tmp_path), quiet=True)
 
 
 def test_a_lost_device_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import commands
 from meshwright.inputs import machine_of
 from meshwright.launches import launch
+from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
 from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
@@ -117,6 +119,72 @@ def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(roo
     first, _ = [event for event in events if isinstance(event, Incident)]
     assert first.at_unix_s - begin_s < 5.0
     assert len(losses(room)) == STEPS
+
+
+FULL = """
+import os
+import torch
+from torch import nn
+
+class Middle(nn.Module):
+    \"\"\"Runs out of memory where a rank has more than so many samples at once.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        if x.device.type != "meta" and len(x) > int(os.environ["ROOM"]):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return self.linear(x)
+
+def factory():
+    return nn.Sequential(nn.Embedding(257, 16), Middle(), nn.Linear(16, 257))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.parametrize(("samples", "ends"), [(4, 0), (1, 1)])
+def test_a_plan_that_runs_out_of_memory_is_replaced_once(
+    room: Room, monkeypatch: pytest.MonkeyPatch, samples: int, ends: int
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("ROOM", "99")
+    (room.folder / "mine.py").write_text(FULL)
+    planned = room.folder / "plan.yaml"
+    commands.plan(
+        f"{room.folder}/mine.py:factory",
+        "local:1",
+        seq_len=16,
+        global_batch=8,
+        output=str(planned),
+    )
+    first = document.read(Plan, planned).micro_batch
+    assert first > 4
+    monkeypatch.setenv("ROOM", str(samples))
+    command = [sys.executable, "-m", "meshwright", "launch", str(planned), "--trust-code"]
+    options = f"--survive --data {room.text} --steps 20 -o {room.folder}/out"
+    launcher = subprocess.run(
+        [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    assert launcher.returncode == ends, launcher.stderr
+    assert "held: parameters 34.2 KiB" in launcher.stderr
+    assert "predicted: parameters" in launcher.stderr
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    causes = [event.cause for event in events if isinstance(event, Incident)]
+    reactions = [event.reaction for event in events if isinstance(event, Decision)]
+    assert causes == ["out_of_memory"] * (1 + ends)
+    assert reactions[:1] == ["replan"]
+    if not ends:
+        assert len(losses(room)) == 20
 
 
 def two_nodes(room: Room) -> Path:

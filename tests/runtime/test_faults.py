@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from planner.documents.prediction import StagePrediction
+from planner.documents.units import GIB
 from planner.errors import LaunchError
 from runtime import faults, launch
+from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.run import Failure, LaunchRun, log_file
 from runtime.supervise import BadEnd, Exit
+from runtime.verdict import RankEnd
+from tests.runtime.rooms import plan_of
 
 WATCHDOG = (
     "[rank3]:[E1018 09:01:57.220 ProcessGroupNCCL.cpp:685] [PG ID 2 PG GUID 5(mesh_tensor) Rank 3] "
@@ -107,3 +113,94 @@ def test_every_rank_writes_down_its_collectives(tmp_path: Path) -> None:
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight" / "rank-")
     assert int(environment["TORCH_FR_BUFFER_SIZE"]) > 0
     assert faults.behind(tmp_path, "0") == {}
+
+
+def of_memory(tmp_path: Path, *, code: int, said: Failure | None, **known: Any) -> Exception:
+    """Return how a rank of stage 1 of 2 ended, of which 6 GiB were predicted."""
+    file = log_file(tmp_path, 1)
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    stages = [
+        StagePrediction(
+            forward_s=1.0,
+            backward_s=1.0,
+            peak_memory_bytes=peak,
+            memory_capacity_bytes=8 * GIB,
+            memory_parts={"parameters": peak / 2, "activations": peak / 2, "transient": 0.0},
+        )
+        for peak in (2 * GIB, 6 * GIB)
+    ]
+    prediction: Any = SimpleNamespace(stages=stages)
+    ready: Any = SimpleNamespace(
+        output=tmp_path,
+        run=LaunchRun(),
+        ranks=SimpleNamespace(devices={0: 0, 1: 1}, device=known.pop("device", "cuda")),
+        plan=plan_of(pipeline=2),
+        resumed=None,
+    )
+    cause = Exit(rank=1, code=code)
+    memory = launch.MemoryUse(prediction=prediction, **known)
+    bad = BadEnd(seen=(cause,), cause=cause, failure=said)
+    return launch._bad_end(ready, bad, after_step=5, memory=memory)
+
+
+def test_out_of_memory_is_told_by_kind_beside_what_was_predicted(tmp_path: Path) -> None:
+    said = Failure(
+        rank=1,
+        kind="OutOfMemoryError",
+        message="CUDA out of memory",
+        at_unix_s=1.0,
+        held={"parameters": 3 * GIB, "gradients": 0},
+        needed_bytes=9 * GIB,
+    )
+
+    error = of_memory(tmp_path, code=1, said=said)
+
+    assert isinstance(error, launch.RankFailed)
+    assert error.end == RankEnd(cause="out_of_memory", rank=1, after_step=5, needed=1.5)
+    assert error.lead == (
+        "rank 1 ran out of device memory (plan again with less memory per device) after step 5; "
+        "held: parameters 3.0 GiB; needed 9.0 GiB at least; predicted: parameters 3.0 GiB, "
+        "activations 3.0 GiB, 6.0 GiB in all"
+    )
+
+
+def test_a_kill_is_one_for_memory_where_the_system_counts_it(tmp_path: Path) -> None:
+    code = -signal.SIGKILL
+    own = of_memory(tmp_path / "a", code=code, said=None, killed=True, device="cpu", most_bytes=1)
+    host = of_memory(tmp_path / "b", code=code, said=None, killed=True, most_bytes=7)
+    other = of_memory(tmp_path / "c", code=code, said=None, killed=False)
+
+    ends = [cast(launch.RankFailed, error).end for error in (own, host, other)]
+    assert [end and (end.cause, end.needed, end.on_host) for end in ends] == [
+        ("out_of_memory", 1.0, False),
+        ("out_of_memory", None, True),
+        ("crash", None, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [
+        ("0::/job/step", "job/step/memory.events"),
+        ("4:memory:/job\n0::/", "memory/job/memory.oom_control"),
+        ("9:cpu:/x\n4:hugetlb,memory:/job\n", "memory/memory.oom_control"),
+        ("0::/elsewhere", "memory.events"),
+    ],
+)
+def test_kills_are_counted_in_both_kinds_of_control_groups(
+    tmp_path: Path, groups: str, file: str
+) -> None:
+    own = tmp_path / "own"
+    own.write_text(groups)
+    assert killed_for_memory(own, tmp_path) == 0
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("low 0\noom 9\noom_kill 3\noom_group_kill 7\n")
+
+    assert killed_for_memory(own, tmp_path) == 3
+    assert killed_for_memory(tmp_path / "none", tmp_path) == 0
+
+
+def test_the_most_memory_of_a_process_is_known() -> None:
+    assert most_bytes(os.getpid()) > 10 * 2**20
+    assert most_bytes(2**22 + 1) == 0

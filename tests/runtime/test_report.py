@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.documents.events import StepRecord
+from meshwright.answer_texts import goodput_parts
+from planner.documents.events import Expected, StepRecord
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.prediction import Prediction, StagePrediction
 from planner.whatif.survival import RunSeconds
-from runtime.report import RunReport, comparison, summarise
+from runtime.report import RunReport, comparison, expected_text, summarise
 from runtime.run import RankOrders, RankRecord
 
 PLAN = Plan(
@@ -70,6 +71,30 @@ def test_a_report_says_what_share_of_the_clock_trained_what_counts() -> None:
     run = report(rank(0, [1.0] * 6, 1), rank(1, [1.0] * 6, 1))
 
     assert (run.goodput, run.steps_lost) == (0.4, 3)
+
+
+def test_where_seconds_went_stands_beside_where_they_should_have_gone() -> None:
+    cost = RunSeconds(wall_s=20.0, trained_s=8.0, blocked_s=2.0)
+    told = Expected(
+        at_unix_s=1.0,
+        seconds={"steps": 9.0, "saves": 1.0},
+        failures=0.5,
+        goodput=0.9,
+        goodput_low=0.8,
+        goodput_high=0.95,
+    )
+    ranks = [rank(0, [1.0] * 6, 1), rank(1, [1.0] * 6, 1)]
+    run = summarise(
+        PLAN, ORDERS, ranks=ranks, steps=[], wall_s=20.0, files=("m", "l"), cost=cost, before=told
+    )
+
+    assert sum(run.seconds.values()) == 20.0
+    assert run.expected == told
+    assert RunReport.parse(run.dump()) == run
+    assert expected_text(told) == ("90.0 % (80.0 to 95.0) of 10.0 s, with 0.5 failures: saves 10 %")
+    assert run.goodput is not None
+    said = [str(part) for part in goodput_parts(run.goodput, run.seconds, told)]
+    assert said[0] == "goodput 40.0 %, predicted 90.0 % (80.0 to 95.0)"
 
 
 def test_only_this_runs_losses_are_reported() -> None:

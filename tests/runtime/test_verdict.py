@@ -28,6 +28,13 @@ def end(cause: Cause, *, rank: int = 1, after_step: int = 5) -> RankEnd:
         ([end("device")], 1, "stop"),
         ([end("program")], 4, "stop"),
         ([end("not_a_number")], 4, "stop"),
+        ([end("corruption")], 4, "shrink"),
+        ([end("corruption")], 1, "restart"),
+        ([end("corruption").model_copy(update={"named": False})], 4, "restart"),
+        ([end("corruption", rank=rank, after_step=9 * rank) for rank in range(3)], 4, "stop"),
+        ([end("out_of_memory")], 4, "replan"),
+        ([end("out_of_memory"), end("crash")], 4, "restart"),
+        ([end("out_of_memory"), end("out_of_memory", rank=0, after_step=90)], 4, "stop"),
     ],
 )
 def test_the_first_row_that_fits_counts(ends: list[RankEnd], devices: int, reaction: str) -> None:
@@ -55,4 +62,4 @@ def test_replanning_alone_does_without_lost_ranks_and_nothing_else() -> None:
         reactions[cause] = found and found.reaction
     assert {cause for cause, reaction in reactions.items() if reaction} == {"crash", "device"}
     assert verdict([end("crash")], REPLANNED, devices=1) is None
-    assert not {row.reaction for row in VERDICTS} - {"stop", "shrink", "restart"}
+    assert not {row.reaction for row in VERDICTS} - {"stop", "shrink", "restart", "replan"}

@@ -15,9 +15,9 @@ from planner.documents.events import (
     StepRecord,
     events_of,
 )
-from planner.whatif.goodput import failures_per_device_hour, save_figures
+from planner.whatif.goodput import expected_of, failures_per_device_hour, save_figures
 from planner.whatif.study import Failures
-from planner.whatif.survival import RunSeconds, account
+from planner.whatif.survival import RunSeconds, SaveFigures, account, expected
 
 
 def step(number: int, at: float, seconds: float = 2.0) -> StepDone:
@@ -44,6 +44,9 @@ def test_seconds_of_a_run_by_hand() -> None:
     assert found.wall_s == 60.0
     assert (found.trained_s, found.again_s, found.blocked_s) == (2 * 2 + 3 * 3, 3 * 2, 0.5)
     assert found.goodput == pytest.approx(13 / 60)
+    # From 100 until step 1 begins at 110, and from a save told at 121 until step 3 begins at 136.
+    assert (found.begin_s, found.restart_s) == (10.0, 15.0)
+    assert found.parts_s["other"] == 60 - 13 - 6 - 0.5 - 10 - 15
     assert found.device_hours == pytest.approx((30 * 4 + 30 * 2) / 3600)
 
 
@@ -81,3 +84,45 @@ def test_a_bad_cluster_saves_more_often() -> None:
     bad = account([*RUN, *[event for event in RUN if event.event == "incident"] * 9])
 
     assert every(bad) < every(RunSeconds()) / 2
+
+
+def test_what_a_run_should_take_by_hand() -> None:
+    # 100 steps of 3 s, saved every 10 steps for 1 s: 300 + 10 s; start 20 s.  A failure costs 4.5
+    # steps of 3 s, 5 s of a save under way, 6.5 s of restart and cut step: 25 s, every 250 s.
+    saves = SaveFigures(failures_per_hour=3600 / 250, blocked_s=1.0, written_s=6.0)
+
+    run, failures = expected(
+        saves, steps=100, step_s=3.0, every_steps=10, start_s=20.0, restart_s=5.0
+    )
+
+    assert run.wall_s == pytest.approx(330 / (1 - 25 / 250))
+    assert failures == pytest.approx(run.wall_s / 250)
+    assert run.again_s == pytest.approx(failures * 18.5)
+    assert run.restart_s == pytest.approx(failures * 6.5)
+    assert run.parts_s["other"] == pytest.approx(0.0)
+    never, _ = expected(saves, steps=100, step_s=3.0, every_steps=100, start_s=0.0, restart_s=150.0)
+    assert never.goodput == 0.0
+
+
+def test_copies_in_memory_cost_a_share_and_save_steps() -> None:
+    figures = SaveFigures(failures_per_hour=2.0, blocked_s=3.0, written_s=60.0)
+
+    def goodput(**more: object) -> float:
+        return expected_of(
+            Failures(), RunSeconds(), figures, steps=10_000, step_s=5.0, every_steps=20, **more
+        ).goodput  # type: ignore[arg-type]
+
+    assert goodput(survives=False) < goodput(survives=True)
+    assert goodput(survives=True) < goodput(survives=True, copies=0.01)
+    again = RunSeconds(attempts=3, restart_s=2000.0, start_s=10.0)
+    known = expected_of(
+        Failures(), again, figures, steps=10_000, step_s=5.0, every_steps=20, survives=True
+    )
+    assert known.seconds["start"] == 10.0
+    assert known.seconds["restarts"] == pytest.approx(known.failures * 1002.5)
+
+
+def test_many_failures_are_those_of_spot_instances() -> None:
+    found = failures_per_device_hour(Failures(), observed=80, device_hours=400.0)
+
+    assert found == pytest.approx(80 / 400, rel=0.05)
