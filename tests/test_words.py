@@ -29,18 +29,13 @@ INSTEAD = {
     r"birth of": "provenance",
     r"wishes\b": "measurement requests",
     r"by e\+0\d %|\de\+0\d %": "a share above 100 % as a factor",
-}
-"""By pattern, what the field says; CHANGELOG.md says what was, and is not read."""
-RECENT = {
     r"(?<!`)told\b(?!\.py|`)": "shown, known, distinguished, gets",
     r"[Ss]o many\b": "a number of, or the name of the argument",
     r"held (against|back|to|by|now)\b": "compared with, not reusable, in flight, of a rank",
     r"(sent|gathered) and held\b": "resident",
     r"nobody said\b": "is not known",
 }
-"""Likewise, and still to be mended in LATER."""
-INSTEAD |= RECENT
-LATER = ("planner/search/", "planner/solver/")
+"""By pattern, what the field says; CHANGELOG.md says what was, and is not read."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -65,8 +60,7 @@ def found(lines: Iterator[tuple[str, str]]) -> list[str]:
     for place, text in lines:
         for match in wanted.finditer(" ".join(text.split())):
             pattern = patterns[int(str(match.lastgroup)[1:])]
-            if not (pattern in RECENT and place.startswith(LATER)):
-                said.append(f"{place}: '{match[0]}'; write: {INSTEAD[pattern]}")
+            said.append(f"{place}: '{match[0]}'; write: {INSTEAD[pattern]}")
     return said
 
 

@@ -235,8 +235,8 @@ def _undivided(request: Request) -> str | None:
     reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
     if reason is None:
         return None
-    told = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
-    return f"{stack.name} cannot: {told}; other stacks may (--backend)"
+    cause = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
+    return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
 
 
 def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:

@@ -70,7 +70,7 @@ COMPILED_KERNELS = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """How many ranks each axis has; replicate and shard are told apart later."""
+    """How many ranks each axis has; replicate and shard are distinguished later."""
 
     tensor: int
     context: int

@@ -34,13 +34,13 @@ class SettledSteps(Protocol):
     def costs(self) -> Costs:
         """[step] What they cost, exactly or at least; inf where a step is impossible."""
 
-    def least_costs(self) -> Costs | None:
+    def bounding_costs(self) -> Costs | None:
         """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
 
     def settle(self, way: tuple[int, ...]) -> bool:
         """Make exact what a way costs; False if everything was."""
 
-    def least_sync_s(self) -> Floats:
+    def shortest_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
 
     def limit_sync(self, limit_s: float) -> None:
@@ -74,17 +74,17 @@ def best_split(
         found = settled_way(steps, cutoff_s=cutoff_s)
         return None if found is None else assemble(found)
     possible = np.isfinite(steps.costs().stage_s)
-    least_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.least_sync_s(), np.inf))
+    most_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.shortest_sync_s(), np.inf))
     best: Answer | None = None
-    while least_sync_s < math.inf:
-        found = settled_way(steps, cutoff_s=cutoff_s - least_sync_s)
+    while most_sync_s < math.inf:
+        found = settled_way(steps, cutoff_s=cutoff_s - most_sync_s)
         if found is None:
             break
         answer = assemble(found)
         if answer.objective_s < cutoff_s:
             best, cutoff_s = answer, answer.objective_s
         largest_s = max(answer.stage_sync_s)
-        if largest_s <= least_sync_s * (1 + ROUNDING):
+        if largest_s <= most_sync_s * (1 + ROUNDING):
             break
         steps.limit_sync(largest_s * (1 - ROUNDING))
     return best
@@ -95,11 +95,11 @@ def loose_s(steps: SettledSteps, *, cutoff_s: float) -> float:
 
     inf if there is none.
     """
-    costs = steps.least_costs()
+    costs = steps.bounding_costs()
     found = None if costs is None else cheapest(steps.ways, costs, cutoff_s=cutoff_s)
     if found is None:
         return math.inf
-    return found.value_s + (steps.least_sync_s().min() if steps.sync_depends else 0.0)
+    return found.value_s + (steps.shortest_sync_s().min() if steps.sync_depends else 0.0)
 
 
 def settled_way(steps: SettledSteps, *, cutoff_s: float) -> Way | None:

@@ -44,7 +44,7 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.memory_reach import why_no_split
-from planner.solver.solve import least_s, solve
+from planner.solver.solve import solve, split_bound_s
 
 Split = GraphSolution | Infeasible | Fathomed | Unfinished
 
@@ -111,11 +111,11 @@ class MixedSpace(GroupSpace):
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
-        return self.least_split_s(self.instance(layout)) + self._step_s(layout)
+        return self.split_bound_s(self.instance(layout)) + self._step_s(layout)
 
-    def least_split_s(self, problem: GraphInstance) -> float:
+    def split_bound_s(self, problem: GraphInstance) -> float:
         """Least seconds of a split within memory; inf if none fits."""
-        return least_s(problem, frontiers=self.frontiers, effort=self.effort)
+        return split_bound_s(problem, frontiers=self.frontiers, effort=self.effort)
 
     def _step_s(self, layout: Layout) -> float:
         """Seconds once per step that no split of a layout changes."""

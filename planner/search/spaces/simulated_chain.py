@@ -153,7 +153,7 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, least_s)
 
     def _cut_s(self, layout: Layout) -> float | Lost:
-        """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        """Return the least of a layout's cuts by paths; 0 if that is not known."""
         if self._covered(layout):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
@@ -187,7 +187,7 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, most_s)
 
     def _program_s(self, layout: Layout) -> float:
-        """Return the least of a layout by its program; 0 if that cannot be told."""
+        """Return the least of a layout by its program; 0 if that is not known."""
         known_s = self._polished.pop(layout, None)
         return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
 
@@ -207,7 +207,7 @@ class SimulatedChain(Families):
         )
 
     def _choices(self, layout: Layout) -> Choices | None:
-        """Return what the ranks of a layout may hold, if that can be told."""
+        """Return what the ranks of a layout may hold, if that is known."""
         if layout not in self._known_choices:
             self._known_choices[layout] = of_chain(
                 self.closed_form.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways

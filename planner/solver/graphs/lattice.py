@@ -64,7 +64,7 @@ class GraphEffort:
     """What is left for graphs that have too many downsets; solving takes of it.
 
     `programs` are integer programs of one cut each, `iterations` those of the simplex method that
-    they take, and `most_programs` and `most_iterations` so many of them for one problem; `moves`
+    they take, and `most_programs` and `most_iterations` those for one problem; `moves`
     are of all cuts of a split at once.  `visited` counts parts of choices of options that were
     looked at where bytes are no sums (`planner.solver.checked` ends at its own number of them).
     """
@@ -120,9 +120,9 @@ class Lattice:
         settled: int | None = None,
         visited: int = 0,
     ) -> None:
-        """With `settled` so many ways are looked at exactly, and the best of those is taken.
+        """With `settled` this number of ways is looked at exactly, and the best of those is taken.
 
-        So many parts of choices were `visited` before.
+        `visited` parts of choices were looked at before.
         """
         self._settled = settled
         self._problem = problem
@@ -320,7 +320,7 @@ def _cut_bound_s(
     effort: GraphEffort,
     programs: int,
 ) -> float:
-    """Bound all splits by what cuts cost at least wherever they are, by so many programs."""
+    """Bound all splits by what cuts cost at least wherever they are, by a number of programs."""
     cuts_s = [0.0]
     if best is not None:
         along = problem.along(best.order).cut_s
@@ -334,7 +334,7 @@ def _cut_bound_s(
         programs=programs,
         iterations=min(effort.iterations, effort.most_iterations),
     )
-    least_s = bounds.least_s(below_s, sum(cuts_s) / len(cuts_s))
+    least_s = bounds.bound_s(below_s, sum(cuts_s) / len(cuts_s))
     effort.programs -= bounds.programs_run
     effort.iterations -= bounds.iterations_run
     return least_s
