@@ -24,7 +24,16 @@ class Saving(NamedTuple):
     """States on the host, and how gradients travel."""
 
     offload: Offload = "none"
-    wire: GradientWire = "full"
+    gradient_wire: GradientWire = "full"
+
+    def on(self, layout: Layout) -> Layout:
+        """Return a layout that saves this."""
+        return replace(layout, **self._asdict())
+
+    @classmethod
+    def of(cls, layout: Layout) -> Saving:
+        """Return what a layout saves."""
+        return cls(layout.offload, layout.gradient_wire)
 
 
 def reaches_host(cluster: ClusterSpec) -> bool:
@@ -41,7 +50,7 @@ def savings_of(
     """Return what layouts like a plain one may save; `refusal` tells why one does not run."""
 
     def runs(saving: Saving) -> bool:
-        return refusal(replace(plain, offload=saving.offload, gradient_wire=saving.wire)) is None
+        return refusal(saving.on(plain)) is None
 
     return savings(request.cluster, request.pins, runs, space=request.space)
 

@@ -138,14 +138,10 @@ class ShareSpace(GroupSpace):
                     )
                     for saving, overlap, blocks_are, loss in every:
                         if overlap == "none" or blocks_are == "block":
-                            yield replace(
-                                plain,
-                                offload=saving.offload,
-                                gradient_wire=saving.wire,
-                                tensor_overlap=overlap,
-                                compile=blocks_are,
-                                loss=loss,
+                            one = replace(
+                                plain, tensor_overlap=overlap, compile=blocks_are, loss=loss
                             )
+                            yield saving.on(one)
 
     def _unsaved(self, layout: Layout) -> str | None:
         """Return why a layout cannot save what it does, or None if it can."""

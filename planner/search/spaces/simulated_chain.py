@@ -29,6 +29,7 @@ from planner.search.family_bounds import Bounded
 from planner.search.goals import Simulated, timetable
 from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
+from planner.search.savings import Saving
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
 from planner.search.space import LayoutFamily, canonical, kind, timetables
@@ -333,4 +334,4 @@ def _shape(layout: Layout) -> tuple[object, ...]:
     """What layouts have in common whose costs can be compared."""
     degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
     chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
-    return *degrees, *chosen, layout.offload, layout.gradient_wire, layout.compile
+    return *degrees, *chosen, Saving.of(layout), layout.compile
