@@ -29,6 +29,7 @@ from planner.search.certificate import (
     DOMINATED,
     MEMORY,
     OUT_OF_MEMORY,
+    UNFINISHED,
     UNKEPT,
 )
 from planner.search.goals import SplitSolution, judged
@@ -136,6 +137,8 @@ class MixedSpace(GroupSpace):
     def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
         step_s, problem = self._step_s(layout), self.instance(layout)
+        if self.effort.ways <= 0 and cutoff_s < math.inf:
+            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
         answer = self.best_split(problem, cutoff_s - step_s)
         answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, Infeasible) and self.pins.require:
