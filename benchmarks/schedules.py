@@ -16,15 +16,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.closed_forms import closed_form, peak_alive
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents.document import write_text
 from planner.documents.plan import Job
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.schedules import SCHEDULES
-from planner.schedules.pipeline_model import closed_form, held
+from planner.schedules.pipeline_model import held
 from planner.schedules.schedule import orders, rank_of_stage
-from planner.schedules.simulate import peak_alive, timeline
+from planner.schedules.simulate import timeline
 from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
 from planner.solver.inner import solve

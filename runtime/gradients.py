@@ -1,6 +1,6 @@
 """Gradients of this rank's parameters: made whole, measured over all ranks, scaled and clipped.
 
-Optimizers work on the plain local parts of DTensors, so they neither dispatch per DTensor nor mind
+Optimizers work on the plain local parts of DTensors, so they do no work per DTensor and do not mind
 that parameters lie on different meshes; `whole` puts the parts together again.
 """
 

@@ -228,7 +228,7 @@ class _OperatorWatch(TorchDispatchMode):
     """Shows every operator's results to a count.
 
     The mode also acts in backward: autograd hands the thread state of the call on to its own
-    threads.  Wrapper tensors (DTensor) are left to their own dispatch, whose operators on local
+    threads.  Wrapper tensors (DTensor) are left to themselves: their operators on local
     tensors come by here again.
     """
 

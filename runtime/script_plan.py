@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from planner.documents.axes import AXIS_NAMES
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedGroup, PlannedModel, Share, Stage
 from planner.documents.training import Training
 from planner.documents.units import name_of
@@ -19,8 +20,6 @@ FIELDS = (
     "tensor",
     "context",
     "expert",
-    "dispatch",
-    "relay",
     "data_replicate",
     "schedule",
     "virtual_stages",
@@ -29,15 +28,8 @@ FIELDS = (
     "recompute",
     "activations",
     "precision",
-    "scales",
-    "weight_wire",
+    *AXIS_NAMES,
     "lora",
-    "offload",
-    "gradient_wire",
-    "prefetch",
-    "reshard",
-    "compile",
-    "loss",
     "shares",
     "seed",
     "cuts",
@@ -112,19 +104,10 @@ def script_plan(
         cluster=cluster,
         groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
         shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
-        offload=layout.get("offload", "none"),
-        gradient_wire=layout.get("gradient_wire", "full"),
-        prefetch=layout.get("prefetch", 0),
-        reshard=layout.get("reshard"),
-        compile=layout.get("compile", "none"),
-        loss=layout.get("loss"),
-        dispatch=layout.get("dispatch", "alltoall"),
-        relay=layout.get("relay"),
+        **{axis: layout[axis] for axis in AXIS_NAMES if axis in layout},
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
-        scales=layout.get("scales", "tensorwise"),
-        weight_wire=layout.get("weight_wire", "full"),
         mesh=Mesh(
             tensor=layout.get("tensor", 1),
             context=layout.get("context", 1),

@@ -1,7 +1,7 @@
 """Tensor parallelism with sequence parallelism, inside one layer.
 
 Parameters become DTensors on the tensor axis, so that storage, checkpoints and data parallelism
-know their shape; computation runs on plain local tensors, which costs no DTensor dispatch.
+know their shape; computation runs on plain local tensors, which costs nothing of DTensor's.
 
 Between modules each rank has its part of the positions.  Styles of a module (Megatron-LM's,
 Korthikanti et al., 2022):

@@ -16,7 +16,7 @@ from planner.catalog import native
 from planner.costs.activations import treated
 from planner.costs.memory import StateSharding, state_types, states
 from planner.layers.operator_table import OperatorTable
-from planner.search.savings import Saving, least_s
+from planner.search.savings import Saving, offload_s
 from runtime import activations, engine, recompute
 
 NEW: Any = "new"
@@ -45,7 +45,7 @@ def reduction(wire: Any) -> object:
         lambda: TABLE.stored(NEW),
         lambda: recompute.wrapped(nn.Identity(), NEW),
         lambda: states(8.0, replace(SHARING, offload=NEW)),
-        lambda: least_s(Saving(NEW, "full"), 1.0, 1, UNUSED, UNUSED),
+        lambda: offload_s(Saving(NEW, "full"), 1.0, UNUSED, UNUSED),
         lambda: replace(SHARING, wire=NEW).wire_bytes,
         lambda: reduction(NEW),
     ],

@@ -464,7 +464,7 @@ def states(
     # A head's shard comes from the host before logits are made.
     at_loss = 0.0 if isinstance(end, LastLayer) and end.logits else arriving
     ahead = _gathered_ahead(gathered, sharing)
-    if end is not None and not sharing.pipelined:
+    if end is not None and not (sharing.pipelined or sharing.fetched):
         ahead = _at_an_end(gathered, gathered / whole if whole else 0.0, sharing, end)
     fresh = 0.0 if _made(end) else e * n
     behind, after = _reductions(fresh, whole, sharing, end, summed=once and whole_gradients)
@@ -576,8 +576,6 @@ def _at_an_end(
 
     Nothing is ahead of the last one in forward, nor of the first one in backward.
     """
-    if sharing.fetched:
-        return _GatheredBytes(gathered, gathered, 0.0)
     first = isinstance(end, FirstLayer)
     other = (
         max(1, sharing.prefetch)

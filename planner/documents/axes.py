@@ -31,6 +31,8 @@ class LayoutAxis:
     """What a stack lacks that does not execute the value {}."""
     exported: str | None = None
     """What the file of another framework cannot say; None where it can, or says why not itself."""
+    machinery: str | None = None
+    """What a plan needs for a value but the usual one, where a plainer plan is preferred."""
     allowance: str | None = None
     """Without which the search looks at the usual value alone."""
     changes_training: bool = False
@@ -52,6 +54,7 @@ LAYOUT_AXES = (
         values=("none", "optimizer", "parameters"),
         space="offload",
         refused="{} on the host",
+        machinery="{} on the host",
         allowance="offload",
         always_written=True,
     ),
@@ -63,6 +66,7 @@ LAYOUT_AXES = (
         space="wires",
         refused="gradients that travel as {}",
         exported="gradients travel as {}",
+        machinery="{} gradients",
         allowance="compress",
         changes_training=True,
         always_written=True,
@@ -118,6 +122,7 @@ LAYOUT_AXES = (
         space="reshard",
         refused="parameters resharded over {} ranks after forward",
         exported="parameters stay divided over {} ranks from forward to backward",
+        machinery="parameters resharded within groups",
     ),
     LayoutAxis(
         name="loss",

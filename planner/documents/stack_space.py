@@ -291,7 +291,7 @@ class Space(Part):
     scales: tuple[Scales, ...] = ("tensorwise",)
     weight_wires: tuple[WeightWire, ...] = ("full",)
     dispatches: tuple[Dispatch, ...] = ("alltoall",)
-    """What a layout may say; others gather weights, and dispatch tokens, as their stack has it."""
+    """What a layout may say; others gather weights, and bring tokens, as their stack has it."""
     relay: Flag = False
     """Tokens may be sent once to ranks that hand them on."""
     compile: tuple[Compile, ...] = ("none",)

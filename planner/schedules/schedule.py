@@ -10,7 +10,6 @@ P ranks of V stages each hold P V stages; stages are numbered as the model runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from planner.errors import DocumentError
@@ -23,7 +22,6 @@ __all__ = [
     "Kind",
     "Order",
     "csv_text",
-    "in_flight",
     "most_in_flight",
     "obstacle",
     "orders",
@@ -31,7 +29,6 @@ __all__ = [
     "read_action",
     "splits_backward",
     "too_long",
-    "weight_versions",
 ]
 
 MOST_ACTIONS = 2_000_000
@@ -133,27 +130,12 @@ def _orders(schedule: Schedule, shape: Shape) -> tuple[Order, ...]:
     return tuple(schedule.order(rank, shape) for rank in range(shape.ranks))
 
 
-def in_flight(order: Sequence[Action]) -> int:
-    """Return the most micro-batches that hold activations at once on a rank.
-
-    A rank with several stages counts a micro-batch once for each stage where it is in flight.  One
-    whose backward is split counts until its W.
-
-    >>> [in_flight(order) for order in orders("1f1b", stages=4, micro_batches=8)]
-    [4, 3, 2, 1]
-    """
-    alive = most = 0
-    for action in order:
-        if action.kind != "I":
-            alive += 1 if action.kind == "F" else -1
-            most = max(most, alive)
-    return most
-
-
 def most_in_flight(
     name: str, rank: int, *, stages: int, micro_batches: int, virtual_stages: int = 1
 ) -> int:
-    """Return what `in_flight` counts, without the order: min(m, P - s) for 1F1B, m for GPipe.
+    """Return the most micro-batches of any stage that hold activations at once on a rank.
+
+    Of 1F1B these are min(m, P - s), of GPipe m.
 
     zbv on fewer than 2 P - 1 micro-batches may have one less.
 
@@ -165,32 +147,3 @@ def most_in_flight(
     """
     shape = Shape(stages // virtual_stages, micro_batches, virtual_stages)
     return schedule_of(name).counts(rank, shape).whole
-
-
-def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
-    """Return how many versions of its weights a rank has at most, if it never drains.
-
-    Narayanan et al. (2021, PipeDream-2BW): all micro-batches of step k use the weights that k - 1
-    steps have made, in their forward and in their backward.
-
-    >>> [weight_versions(order, micro_batches=4)
-    ...     for order in orders("pipedream-2bw", stages=4, micro_batches=4, steps=5)]
-    [2, 2, 2, 2]
-    """
-    done = 0  # backwards
-    alive: list[int] = []  # steps of the micro-batches in flight
-    most = 1
-    for action in order:
-        step = action.micro_batch // micro_batches
-        if action.kind == "F":
-            alive.append(step)
-            if done // micro_batches < step - 1:
-                raise DocumentError(
-                    "schedule", f"{action} needs weights that {step - 1} steps have made, too early"
-                )
-        elif action.kind != "I":
-            alive.remove(step)
-            done += 1
-        used = {max(0, step - 1) for step in alive}
-        most = max(most, len(used | {done // micro_batches}))
-    return most

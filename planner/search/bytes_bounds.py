@@ -72,7 +72,7 @@ class BytesBounds:
         self._costs, self._layout = costs, layout
         self._choices = choices
         self._by_rank = counted_by_rank(layout)
-        self._working = self._least_working()
+        self._working = self._working_by_kind()
         self._load = self._binding(capacity_bytes)
         fixed_bytes = self._buffers_bytes()
         counted = Spread(self._load.alive[0], self._load.waiting[0], fixed_bytes)
@@ -194,7 +194,7 @@ class BytesBounds:
         That is a like one, if the stage that acts has any.
         """
         run, chain, load = shares.run, self._chain, self._load
-        like = self._least_of(chain[run.before])
+        like = self._working_of(chain[run.before])
         working = np.full(self._layout.pipeline, like)
         before, behind = chain[: run.before], chain[run.before + run.alike :]
         for kinds, rank, acts in (
@@ -202,7 +202,7 @@ class BytesBounds:
             (behind, shares.home[-1], load.last_acts[shares.home[-1]]),
         ):
             if acts:
-                working[rank] = min([working[rank], *map(self._least_of, kinds)])
+                working[rank] = min([working[rank], *map(self._working_of, kinds)])
         return working
 
     def _of_several(self, shares: Shares, fixed_bytes: Floats, capacity_bytes: float) -> Spread:
@@ -252,21 +252,21 @@ class BytesBounds:
             once=layout.micro_batches == 1,
         )
 
-    def _least_working(self) -> dict[str, float]:
+    def _working_by_kind(self) -> dict[str, float]:
         """By kind, the least working memory of any layer from its first one on but the last.
 
         Of a graph, whose layers have no one order, that of any layer.
         """
         if self._narrowest_bytes is not None:
-            return dict.fromkeys(self._chain, min(map(self._least_of, set(self._chain))))
+            return dict.fromkeys(self._chain, min(map(self._working_of, set(self._chain))))
         result: dict[str, float] = {self._chain[-1]: math.inf}
         least = math.inf
         for kind in reversed(self._chain[:-1]):
-            least = min(least, self._least_of(kind))
+            least = min(least, self._working_of(kind))
             result[kind] = least
         return result
 
-    def _least_of(self, kind: str) -> float:
+    def _working_of(self, kind: str) -> float:
         return min(part.backward_transient_bytes for part in self._choices[kind])
 
 

@@ -69,7 +69,7 @@ class Candidates(FamilyBounds):
         if not self._divided:
             self.computation_s()
         found = copy(self)
-        found.request, found.pins, found.refused = request, new, {}
+        found.request, found.pins, found.refused = request, new, Counter()
         found.families = [
             family
             for family in self.families
@@ -87,7 +87,7 @@ class Candidates(FamilyBounds):
         if not self._divided:
             self.computation_s()
         found = copy(self)
-        found.refused = dict(self.refused)
+        found.refused = self.refused.copy()
         found._recompute(recompute)
         return found
 

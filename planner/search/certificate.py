@@ -80,8 +80,8 @@ class Account:
 
     def refused(self, reason: str, count: int = 1) -> None:
         """Count what the backend does not run; what the data of its space say, by reason."""
-        stack, told, why = reason.partition(": ")
-        outcome = f"{REFUSED}: {why}" if told and stack == self.backend else REFUSED
+        stack, separator, why = reason.partition(": ")
+        outcome = f"{REFUSED}: {why}" if separator and stack == self.backend else REFUSED
         self.settled(outcome, count)
 
     def settled(self, outcome: str, count: int) -> None:

@@ -5,7 +5,8 @@ Nothing is bounded here; planner.search.family_bounds and planner.search.candida
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.costs.layout_costs import CostTables, LayoutCosts
@@ -31,6 +32,38 @@ from planner.solver.instance import Instance
 from planner.stacks.executable import rules_of
 from planner.stacks.native import Rules
 from planner.stacks.stage_rules import Rows, rows
+
+Refusal = Callable[[Layout], str | None]
+"""Why a layout does not run, or None if it does."""
+
+
+def executed(
+    request: Request, refusal: Refusal, saving: Refusal, refused: Counter[str]
+) -> Iterator[LayoutFamily]:
+    """Yield the families that run.  Of refused degrees no axis orders are distinguished.
+
+    `refusal` says it of degrees, by their plainest layout, `saving` of what a layout saves.
+    """
+    model, pins, space = request.model, request.pins, request.space
+    for degrees in every_degrees(request):
+        plain = plainest(request, degrees)
+        reason = refusal(plain)
+        if reason is None:
+            saved = savings_of(plain, request, saving)
+            overlaps = tensor_overlaps(plain, request, saving)
+            yield from families(request, degrees, saved, overlaps)
+            continue
+        sizes = micro_batches(request.job, degrees, pins)
+        shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
+        each = sum(
+            len(timetables(model, degrees.pipeline, number, pins, space=space))
+            for _, number in sizes
+        )
+        if not sizes and too_long(**shape):
+            each = 1
+        count = len(sharings(degrees, pins, space=space)) * each
+        if count:
+            refused[reason] += count
 
 
 class Configurations:
@@ -63,32 +96,9 @@ class Configurations:
         self._executes = rules or rules_of(self.stack)
         self._known_rows: dict[tuple[int, int, str], Rows | None] = {}
         self._known_instances: dict[Layout, Instance] = {}
-        self.refused: dict[str, int] = {}
-        self.families = list(self._families())
+        self.refused: Counter[str] = Counter()
+        self.families = list(executed(request, self._refusal_of, self._refusal_of, self.refused))
         self.frontiers = FrontierStore() if frontiers is None else frontiers
-
-    def _families(self) -> Iterator[LayoutFamily]:
-        """Yield what the backend runs.  Of refused degrees no axis orders are told apart."""
-        model, pins, space = self.model, self.pins, self.request.space
-        for degrees in every_degrees(self.request):
-            plain = plainest(self.request, degrees)
-            reason = self._refusal_of(plain)
-            if reason is None:
-                saved = savings_of(plain, self.request, self._refusal_of)
-                overlaps = tensor_overlaps(plain, self.request, self._refusal_of)
-                yield from families(self.request, degrees, saved, overlaps)
-                continue
-            sizes = micro_batches(self.job, degrees, self.pins)
-            shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
-            each = sum(
-                len(timetables(model, degrees.pipeline, number, pins, space=space))
-                for _, number in sizes
-            )
-            if not sizes and too_long(**shape):
-                each = 1
-            count = len(sharings(degrees, pins, space=space)) * each
-            if count:
-                self.refused[reason] = self.refused.get(reason, 0) + count
 
     def _refusal_of(self, plain: Layout) -> str | None:
         """Return why nothing runs with the degrees and savings of a plain layout."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -40,7 +40,7 @@ from planner.requests.request import Request
 from planner.search.configurations import Configurations
 from planner.search.formulation import layout_pace
 from planner.search.joint.rooms import ChainFigures, Paces, Rooms, Unit
-from planner.search.savings import Saving, least_s
+from planner.search.savings import Saving, offload_s
 from planner.search.sharding_costs import ShardingCosts, ShardingTable
 from planner.search.space import LayoutFamily, ShardingChoice, Sharings
 from planner.solver import bounds
@@ -167,8 +167,8 @@ class FamilyBounds(Configurations):
         return [computing_s + self._added_s(saving) for saving in family.savings]
 
     def _added_s(self, saving: Saving) -> float:
-        added_s = least_s(saving, self._parameters, self.cluster.devices, self._rates, self._types)
-        return (1 - SLACK) * added_s
+        mean = self._parameters / self.cluster.devices
+        return (1 - SLACK) * offload_s(saving, mean, self._rates, self._types)
 
     def _timetables_s(self, families: Sequence[LayoutFamily]) -> bounds.Floats:
         """[timetable of the families in turn] Least seconds by computation alone."""
@@ -178,17 +178,16 @@ class FamilyBounds(Configurations):
             number += [self._divided[family.divided]] * len(family.timetables)
             stages += [float(family.degrees.pipeline)] * len(family.timetables)
         steady, fill, credited, actions, least = Paces.together(paces)
-        each_s = bounds.balanced_each_s(
-            list(self._counts.values()),
-            self._chain.fastest_s[:, number],
-            stages=np.array(stages),
-            steady=steady,
-            fill=fill,
-            exposed_s=actions * self.tables.action_s,
-            each_exposed_s=least * self.tables.action_s,
-            credits_s=credited * self._chain.credits_s[number],
+        each_s = bounds.balanced_s(
+            _unsynced(self._counts.values(), self._chain.fastest_s[:, number]),
+            stages=cast(float, np.array(stages)),
+            steady=cast(float, steady),
+            fill=cast(float, fill),
+            exposed_s=cast(float, actions * self.tables.action_s),
+            each_exposed_s=cast(float, least * self.tables.action_s),
+            credits_s=cast(float, credited * self._chain.credits_s[number]),
         )
-        longest_s: bounds.Floats = self.tables.step_s + each_s.max(axis=0)
+        longest_s: bounds.Floats = self.tables.step_s + np.max(each_s, axis=0)
         return longest_s
 
     def _paces_of(self, family: LayoutFamily) -> Paces:
@@ -296,7 +295,7 @@ class FamilyBounds(Configurations):
         """
         if seen_s is None:  # what sharing adds once has what offloaded states add
             once_s = once_s + [self._added_s(family.savings[0]) for family, _ in units]
-        found = self._rooms.least_s(
+        found = self._rooms.bounds_s(
             units,
             np.array([self._divided[family.divided] for family, _ in units]),
             Paces.together(paces),
@@ -325,7 +324,7 @@ class FamilyBounds(Configurations):
             if kind != commonest
         ]
         each_s = []
-        for pace in self._paces_of(part).each(len(self.paces(part.first))):
+        for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
             ((steady, fill, credited, actions, least),) = np.array(pace)[:, 0].T.tolist()
             # Both are arrays [sharing].
             passes_s, once_s = self._with_once(part, fill, moved.passes_s, moved.once_s)
@@ -361,7 +360,7 @@ class FamilyBounds(Configurations):
             for index, sharing in enumerate(part.sharings):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
-            known = self._paces_of(part).each(len(self.paces(part.first)))
+            known = self._paces_of(part).one_by_one(len(self.paces(part.first)))
             for own, pace in itertools.product(groups.values(), known):
                 members.append((least_s, own))
                 units.append(Unit(part, part.sharings[own[0]]))
@@ -402,6 +401,11 @@ class _PartBounds(NamedTuple):
     least_s: bounds.Floats
     """[sharing]"""
     moved: ShardingCosts
+
+
+def _unsynced(counts: Iterable[int], fastest_s: bounds.Floats) -> list[tuple[int, float, float]]:
+    """[kind] How many layers there are, their fewest seconds [kind, problem], nothing to sync."""
+    return [(count, cast(float, own), 0.0) for count, own in zip(counts, fastest_s, strict=True)]
 
 
 def _alike(family: LayoutFamily) -> bool:

@@ -7,7 +7,7 @@ The closed form
 with t_r the seconds of rank r on one micro-batch (planner.search.formulation), is where a search
 begins: its exact optimum is cheap to find and close to the fastest plan.  It bounds the simulated
 step of layouts without a pipeline alone, where both are the same.  The simulated step is what users
-are told, and what is proven.
+see, and what is proven.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from planner.documents.plan import Layout
 from planner.documents.tolerances import EQUAL
 from planner.search.certificate import NO_FASTER, OUT_OF_MEMORY, UNFINISHED
 from planner.search.effort import GOAL, Effort, GapProgress
-from planner.search.queue import Lost, QueueEntry, SearchSpace, SolvedLayout
+from planner.search.queue import Layouts, Lost, QueueEntry, SearchGoal
 from planner.search.ranked import Ranked
 from planner.search.space import complexity, kind
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
 
 ALIKE = 2
-"""Layouts near the optimum of one schedule with so many stages a rank."""
+"""Layouts near the optimum of one schedule and one number of stages a rank."""
 
 
 class Proven(Protocol):
@@ -58,19 +58,19 @@ class SplitSolution(Generic[S]):
         return self.objective_s, complexity(self.layout)
 
 
-class ClosedFormGoal:
-    """The best split of each of so many kinds of layouts, below some seconds."""
+class ClosedFormGoal(SearchGoal):
+    """The best split of each of the `top` kinds of layouts, below some seconds."""
 
     def __init__(self, *, top: int = 1, below_s: float = math.inf) -> None:
         self.solved = 0
-        self.found: list[tuple[Any, SplitSolution[Any]]] = []
+        self.found: list[tuple[Layouts, SplitSolution[Any]]] = []
         """What was solved, each with its space."""
         self._top, self._below_s = top, below_s
         self._best: dict[tuple[int, ...], SplitSolution[Any]] = {}
         self._open_s = math.inf
         """What layouts may still hide that were not solved to the end."""
         self._last: SplitSolution[Any] | None = None
-        """The last of the best, if there are so many."""
+        """The last of the `top` best, if there are as many."""
 
     def over(self, bound_s: float) -> bool:
         """Whether no layout with at least this bound can be among the best."""
@@ -79,7 +79,7 @@ class ClosedFormGoal:
             return True
         return last is not None and bound_s > last.objective_s * (1 + EQUAL)
 
-    def drops(self, bound_s: float, space: Any) -> bool:
+    def drops(self, bound_s: float, space: Layouts) -> bool:
         """Whether what has a bound need not be kept, not even for what is near the optimum."""
         if space.keeps_ties:
             return bound_s >= self._below_s or bound_s == math.inf
@@ -94,13 +94,9 @@ class ClosedFormGoal:
         tied = entry.bound_s <= rival.objective_s * (1 + EQUAL)
         return tied and complexity(layout) < complexity(rival.layout)
 
-    def lowest(self, entry: QueueEntry) -> None:
-        """Take no notice: the lowest is looked at in any case."""
-
     def complete(self, entry: QueueEntry) -> Lost | None:
         """Solve the problem of a layout whose bounds do not decide; it has to beat its rival."""
-        space: SolvedLayout = entry.space  # type: ignore[assignment]
-        layout, cutoff_s = entry.layout, self._below_s
+        space, layout, cutoff_s = entry.space, entry.layout, self._below_s
         rival = self._rival(space, layout)
         if rival is not None:
             ties = space.keeps_ties or complexity(layout) < complexity(rival.layout)
@@ -126,14 +122,14 @@ class ClosedFormGoal:
             ranking = sorted(self._best.values(), key=lambda found: found.rank)
             self._last = ranking[self._top - 1] if len(ranking) >= self._top else None
 
-    def _rival(self, space: Any, layout: Layout) -> SplitSolution[Any] | None:
+    def _rival(self, space: Layouts, layout: Layout) -> SplitSolution[Any] | None:
         """Return the best that a layout has to beat to be among the `top`, if any."""
         own, last = self._best.get(kind(layout)), self._last
         if own is None or last is None or space.keeps_ties:
             return own or last
         return own if wins(own, last) else last
 
-    def home(self, found: SplitSolution[Any]) -> Any:
+    def home(self, found: SplitSolution[Any]) -> Layouts:
         """Return the space that a layout was found in."""
         return next(space for space, one in self.found if one is found)
 
@@ -150,33 +146,26 @@ class ClosedFormGoal:
         return min([self._open_s, *(one.objective_s for one in self.ranking()[:1])])
 
 
-class Near:
-    """Splits within a limit of the closed form, of up to so many layouts of each space.
+class Near(SearchGoal):
+    """Splits within a limit of the closed form, of up to `most` layouts of each space.
 
-    Of a schedule with so many stages a rank there are `ALIKE`, those with the least bounds: where
-    the closed form is too low for some layouts of it, it is so for the others.
+    Of a schedule with one number of stages a rank there are `ALIKE`, those with the least bounds:
+    where the closed form is too low for some layouts of it, it is so for the others.
     """
 
     def __init__(self, closed_form: ClosedFormGoal, limit_s: float, most: int) -> None:
         self._limit_s, self._most = limit_s, most
         self.found = [one for one in closed_form.found if one[1].objective_s <= limit_s]
         self._alike = Counter((space, timetable(one.layout)) for space, one in self.found)
-        self._tried: Counter[SearchSpace] = Counter()
+        self._tried: Counter[Layouts] = Counter()
 
     def over(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
         return bound_s > self._limit_s
 
-    def drops(self, bound_s: float, _: Any) -> bool:
-        """Whether what has a bound need not be kept."""
-        return self.over(bound_s)
-
     def wants(self, entry: QueueEntry) -> bool:
         """Whether another layout of a space may be solved."""
         return self._tried[entry.space] < self._most
-
-    def lowest(self, entry: QueueEntry) -> None:
-        """Take no notice."""
 
     def complete(self, entry: QueueEntry) -> Lost | None:
         """Solve the problem of a layout, unless there are enough like it."""
@@ -186,13 +175,13 @@ class Near:
             return None
         self._alike[key] += 1
         self._tried[space] += 1
-        answer = space.solve(layout, self._limit_s)  # type: ignore[attr-defined]
+        answer = space.solve(layout, self._limit_s)
         if isinstance(answer, SplitSolution) and answer.objective_s <= self._limit_s:
             self.found.append((space, answer))
         return None
 
 
-class Simulated:
+class Simulated(SearchGoal):
     """The fastest plan in the simulator, and how close a bound of all comes to it."""
 
     def __init__(
@@ -234,10 +223,6 @@ class Simulated:
         """Whether nothing with at least this bound is of interest."""
         return bound_s >= self.limit_s
 
-    def drops(self, bound_s: float, _: Any) -> bool:
-        """Whether what has a bound need not be kept."""
-        return bound_s >= self.limit_s
-
     def wants(self, entry: QueueEntry) -> bool:
         """Whether an entry may be faster than the best."""
         return entry.bound_s < self.limit_s
@@ -253,10 +238,6 @@ class Simulated:
                 break
         if self._gap_progress is not None:
             self._gap_progress(gap)
-
-    def complete(self, _: QueueEntry) -> Lost | None:
-        """Never: spaces keep layouts whose bounds are all known."""
-        return None
 
     def offer(self, space: Any, plan: Ranked) -> float:
         """Take a plan that was simulated; return its step, inf if it does not fit."""

@@ -32,19 +32,11 @@ from planner.documents.tolerances import ROUNDING
 from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.schedules.fullest import fullest
+from planner.search.configurations import executed
 from planner.search.dominance import dominates, twins
 from planner.search.formulation import layout_pace, unkept
-from planner.search.savings import activations, savings_of
-from planner.search.space import (
-    LayoutFamily,
-    every_degrees,
-    families,
-    micro_batches,
-    plainest,
-    sharings,
-    tensor_overlaps,
-    timetables,
-)
+from planner.search.savings import activations
+from planner.search.space import LayoutFamily
 from planner.search.stage_rows import not_required, required_rows
 from planner.solver.frontier import FrontierStore
 from planner.solver.unequal.fastest import FastestOnTypes
@@ -83,7 +75,7 @@ class GroupCandidates:
             lacking = not_required(self.model, layout, asked, most=MOST_ROWS)
             if lacking is not None:
                 return lacking
-        return refusal(self.model, self.cluster, self.job, layout)
+        return self._executes(layout)
 
     def repeats(self, _: Layout) -> bool:
         """Whether another layout does the same: costs tell (`dominator`)."""
@@ -117,24 +109,15 @@ class GroupCandidates:
         pins = replace(self.pins, order=self.pins.order or INSIDE_OUT)
         request, refused = replace(self.request, pins=pins), Counter[str]()
         found: list[LayoutFamily] = []
-        for degrees in every_degrees(request):
-            first = plainest(request, degrees)
-            sizes = micro_batches(self.job, degrees, pins)
-            why = refusal(self.model, self.cluster, self.job, first) if sizes else None
-            if why is not None:
-                each = sum(
-                    len(timetables(self.model, degrees.pipeline, number, pins))
-                    for _, number in sizes
-                )
-                refused[why] += each * len(sharings(degrees, pins))
-                continue
-            saved = savings_of(first, request, self.refusal) if sizes else ()
-            overlaps = tensor_overlaps(first, request, self.refusal)
-            for family in families(request, degrees, saved, overlaps):
-                for part in family.by_timetable():
-                    if not schedule_of(part.timetables[0].schedule).stale:
-                        found += part.by_loss()
+        for family in executed(request, self._executes, self.refusal, refused):
+            for part in family.by_timetable():
+                if not schedule_of(part.timetables[0].schedule).stale:
+                    found += part.by_loss()
         return found, refused
+
+    def _executes(self, layout: Layout) -> str | None:
+        """Return why the backend does not run a layout."""
+        return refusal(self.model, self.cluster, self.job, layout)
 
     def costs_of(self, layout: Layout) -> list[LayoutCosts]:
         """[group] Costs of a layout."""
@@ -146,7 +129,7 @@ class GroupCandidates:
         action_s = min(tables.action_s for tables in every)
         action_s *= every[0].action_share(layout.virtual_stages)
         actions = 2 * layout.virtual_stages * layout.pipeline - 2 if layout.pipeline > 1 else 0
-        return self._least_s(layout, *self.passes_s(layout), exposed_s=actions * action_s)
+        return self._bound_s(layout, *self.passes_s(layout), exposed_s=actions * action_s)
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds of a step with what is shared and sent; inf if layers cannot fit.
@@ -156,17 +139,17 @@ class GroupCandidates:
         each = self.costs_of(layout)
         if not self.has_room(layout, each):
             return math.inf
-        fastest_s = self.least_of_kinds(each, "time_s")
+        fastest_s = self.fewest_of_kinds(each, "time_s")
         _, credits_s = self.passes_s(layout)
-        sync_s = self.least_of_kinds(each, "sync_s").min(axis=0)
+        sync_s = self.fewest_of_kinds(each, "sync_s").min(axis=0)
         once_s = max(float(sync_s.max()), float(self.counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
-            passed_s = self._least_crossing_s(layout) + min(costs.action_s for costs in each)
+            passed_s = self._shortest_crossing_s(layout) + min(costs.action_s for costs in each)
             exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * passed_s
-        return self._least_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
+        return self._bound_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
 
-    def _least_crossing_s(self, layout: Layout) -> float:
+    def _shortest_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
         names, size_bytes = list(self.group_costs.tables), None
         if self.model.edges:
@@ -212,7 +195,7 @@ class GroupCandidates:
         """[group] Stages of a layout on it."""
         return np.array(list(self.group_costs.stages_of(layout).values()))
 
-    def least_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+    def fewest_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
         """[group, kind] Least of a figure that the choices of a kind have."""
         pinned = self.pins.recompute
         return np.array(
@@ -229,7 +212,7 @@ class GroupCandidates:
             ]
         )
 
-    def _least_s(
+    def _bound_s(
         self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""

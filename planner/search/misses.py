@@ -20,12 +20,12 @@ from planner.documents.plan import Layout
 from planner.documents.units import bytes_text
 from planner.requests.pins import SHORT_NAMES, Pins
 from planner.requests.request import Request
-from planner.search.queue import Lost, SolvedLayout
+from planner.search.queue import Layouts, Lost
 from planner.search.ranked import Ranked
 from planner.search.ways_out import dividing, ways_out
 
 LOOKED_AT = 8
-"""Of the layouts with the least bytes, so many are solved."""
+"""Of the layouts with the least bytes, the number that is solved."""
 TRIED = 32
 """The same of a changed request; as few of graphs and of devices that differ, which take longer."""
 MOST_MEMORY = 1024.0
@@ -33,12 +33,12 @@ MOST_MEMORY = 1024.0
 HAIR = 1e-3
 """The least memory is found to this share of it."""
 
-Build = Callable[[Request], Iterable[SolvedLayout]]
+Build = Callable[[Request], Iterable[Layouts]]
 """The spaces of a request."""
 
 
 def why_nothing(request: Request, reasons: Iterable[str], build: Build) -> str:
-    """Say why a search found no plan; `reasons` were told of layouts that do not fit."""
+    """Say why a search found no plan; `reasons` are those of layouts that do not fit."""
     if request.pins.require:
         asked = "; ".join(map(str, request.pins.require))
         refused = _all_refused(build(request))
@@ -77,7 +77,7 @@ def nothing_runs(request: Request, refused: Counter[str]) -> str:
     )
 
 
-def _all_refused(spaces: Iterable[SolvedLayout]) -> Counter[str]:
+def _all_refused(spaces: Iterable[Layouts]) -> Counter[str]:
     """Count the refusals of all layouts, by reason."""
     refused: Counter[str] = Counter()
     for space in spaces:
@@ -94,7 +94,7 @@ def _listed(refused: Counter[str]) -> str:
 def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     """Name the layout that misses by least, its fullest stage, where the bytes are, a way out.
 
-    `reasons` were told of layouts that do not fit.
+    `reasons` are those of layouts that do not fit.
     """
     lean = _leanest(request, build, LOOKED_AT)
     if not lean:
@@ -111,7 +111,7 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     best: tuple[float, Ranked] | None = None
     for number, _, layout in lean:
         below = None if best is None else best[0]
-        best = _least_memory(request, build, number, layout, below) or best
+        best = _memory_needed(request, build, number, layout, below) or best
     if best is None:
         return f"{start} {at}{alone} Not with {MOST_MEMORY:g} times the memory either. {would_fit}"
     factor, closest = best
@@ -151,7 +151,7 @@ def _host_miss(request: Request, closest: Ranked) -> str:
     )
 
 
-Lean = list[tuple[int, SolvedLayout, Layout]]
+Lean = list[tuple[int, Layouts, Layout]]
 """The number of a space among those of its request, the space, and one of its layouts."""
 
 
@@ -163,14 +163,14 @@ def _leanest(request: Request, build: Build, count: int) -> Lean:
         for layout in _lean_layouts(space)
     )
 
-    def least_bytes(one: tuple[int, SolvedLayout, Layout]) -> float:
+    def mean_bytes(one: tuple[int, Layouts, Layout]) -> float:
         _, space, layout = one
-        return mean_least_bytes(request.model, space.costs_of(layout)[0], layout)
+        return mean_stage_bytes(request.model, space.costs_of(layout)[0], layout)
 
-    return heapq.nsmallest(count, every, key=least_bytes)
+    return heapq.nsmallest(count, every, key=mean_bytes)
 
 
-def _lean_layouts(space: SolvedLayout) -> Iterator[Layout]:
+def _lean_layouts(space: Layouts) -> Iterator[Layout]:
     """Yield layouts of the smallest micro-batch, states divided all the way, for all degrees and
     ways to compute the loss that a group has.
 
@@ -188,7 +188,7 @@ def _lean_layouts(space: SolvedLayout) -> Iterator[Layout]:
         yield from (layout for layout in group.corners() if space.refusal(layout) is None)
 
 
-def mean_least_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> float:
+def mean_stage_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> float:
     """Bytes of a mean stage with the choices that hold least, one micro-batch in flight."""
     held = {kind: [cost.layer_bytes for cost in table] for kind, table in costs.kinds.items()}
     layers = sum(
@@ -206,7 +206,7 @@ def _fitting(build: Build, request: Request) -> Layout | None:
     return next((layout for _, space, layout in lean if space.fits(layout)), None)
 
 
-def _least_memory(
+def _memory_needed(
     request: Request, build: Build, number: int, layout: Layout, below: float | None
 ) -> tuple[float, Ranked] | None:
     """Return how many times the memory a layout needs, and its plan there.
@@ -218,7 +218,7 @@ def _least_memory(
     pinned = {name: getattr(layout, name) for name in names}
     pins = replace(request.pins, **(pinned | {"loss": layout.loss or "plain"}))
 
-    def within(factor: float) -> tuple[SolvedLayout, Any] | None:
+    def within(factor: float) -> tuple[Layouts, Any] | None:
         groups = []
         for group in request.cluster.groups:
             size = int(factor * group.accelerator.memory_bytes)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Literal
 
 from planner.costs.predict import predict
+from planner.documents.axes import LAYOUT_AXES
 from planner.documents.cluster import EIGHT_BITS
 from planner.documents.plan import INSIDE_OUT, Layout, Plan
 from planner.documents.prediction import Prediction
@@ -66,12 +67,10 @@ def features(plan: Plan) -> list[str]:
         found.append(f"{layout.virtual_stages} stages a rank")
     if layout.zero and layout.data_replicate > 1:
         found.append("shards within groups")
-    if layout.offload != "none":
-        found.append(f"{layout.offload} on the host")
-    if layout.gradient_wire != "full":
-        found.append(f"{layout.gradient_wire} gradients")
-    if layout.reshard is not None:
-        found.append("parameters resharded within groups")
+    for axis in LAYOUT_AXES:
+        value = getattr(layout, axis.name)
+        if axis.machinery and value != axis.usual:
+            found.append(axis.machinery.format(value))
     if layout.order != INSIDE_OUT:
         found.append("axes in another order")
     treated = {
@@ -235,8 +234,8 @@ def _undivided(request: Request) -> str | None:
     reason = rules_of(stack, of_degrees=True)(request.model, request.cluster, request.job, layout)
     if reason is None:
         return None
-    told = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
-    return f"{stack.name} cannot: {told}; other stacks may (--backend)"
+    cause = reason.removeprefix("mesh.tensor: ").removesuffix("; use 1")
+    return f"{stack.name} cannot: {cause}; other stacks may (--backend)"
 
 
 def compared(what: str, plan: Plan, prediction: Prediction, fastest: Prediction) -> Alternative:

@@ -14,17 +14,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from planner.costs.layout_costs import LayoutCosts
 from planner.documents.plan import Layout
 from planner.search.answer import Progress
 from planner.search.certificate import DOMINATED, OUT_OF_MEMORY, REFUSED, Account
 from planner.search.ranked import Ranked
-from planner.search.space import complexity
+from planner.search.space import LayoutFamily, complexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +37,33 @@ class Lost:
     reason: str = ""
 
 
-class Group(Protocol):
-    """Layouts that wait as one."""
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Layouts that wait as one, the simplest first."""
+
+    all: tuple[Layout, ...]
 
     @property
     def first(self) -> Layout:
         """The simplest."""
+        return self.all[0]
 
     @property
     def size(self) -> int:
         """How many there are."""
+        return len(self.all)
 
     def layouts(self) -> Iterable[Layout]:
-        """Yield all of them."""
+        """Return all of them."""
+        return self.all
 
-    def corners(self) -> Iterable[Layout]:
-        """Yield those among which is the one that holds least on a stage."""
+    corners = layouts
+    """Those among which is the one that holds least on a stage."""
 
 
+Group = LayoutFamily | Bundle
 Item = Any
-"""A layout, or a `Group`."""
+"""A layout or a group."""
 Bound = Callable[[Layout], float | Lost]
 """Least seconds of a layout, inf if it does not fit; or why it need not be looked at."""
 Next = tuple[float, int, Item]
@@ -72,13 +80,12 @@ class QueueEntry(NamedTuple):
     """Tells equals apart."""
     level: int
     item: Item
-    space: SearchSpace
+    space: Layouts
 
     @property
     def layout(self) -> Layout:
         """The layout, or the simplest of the group."""
-        item = self.item
-        first: Layout = item if isinstance(item, Layout) else item.first
+        first: Layout = self.item if isinstance(self.item, Layout) else self.item.first
         return first
 
     @property
@@ -87,90 +94,47 @@ class QueueEntry(NamedTuple):
         return 1 if isinstance(self.item, Layout) else int(self.item.size)
 
 
-class SearchSpace(Protocol):
-    """Layouts and their bounds."""
+class Layouts(ABC):
+    """A space of layouts with their bounds, and their partition problems in the closed form.
 
-    @property
-    def levels(self) -> Sequence[str]:
-        """What excludes entries at each level."""
-
-    def batch(self, level: int) -> int:
-        """Return how many entries of a level are bounded together."""
-
-    def may(self, level: int) -> bool:
-        """Whether an entry of a level may get another bound."""
-
-    def bundles(self, refused: Counter[str]) -> Iterable[tuple[float, Any]]:
-        """Yield every layout that keeps what the user fixed, in groups with their first bounds.
-
-        Why layouts cannot run is counted.  Some of a group may be refused still.
-        """
-
-    def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Lost | None]:
-        """Yield what takes the place of entries; None for a layout whose bounds are all known.
-
-        No bound is below that of its entry.  None and what is lost are of a single entry.
-        """
-
-    def unwanted(self, level: int, layout: Layout) -> Lost | None:
-        """Return why a layout is not looked at, which is asked when its turn comes."""
-
-
-class SolvedLayout(SearchSpace, Protocol):
-    """Layouts whose partition problems are solved in the closed form."""
-
-    @property
-    def keeps_ties(self) -> bool:
-        """Whether layouts that tie, or are the best of their kind, are wanted as finalists too."""
-
-    def costs_of(self, layout: Layout) -> Sequence[LayoutCosts]:
-        """Return the costs of a layout on each kind of device."""
-
-    def refusal(self, layout: Layout) -> str | None:
-        """Return why no plan is made of a layout, or None if one can be."""
-
-    def solve(self, layout: Layout, cutoff_s: float, /) -> Any:
-        """Return the best split of a layout; only seconds below the cutoff are of interest."""
-
-    def fits(self, layout: Layout) -> bool:
-        """Whether a layout has a split that fits."""
-
-    def ranked(self, found: Any, /) -> Ranked:
-        """Return the plan of a split and its prediction."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Layouts that wait as one, and the simplest of them."""
-
-    first: Layout
-    size: int
-    layouts: Callable[[], Iterable[Layout]]
-    better_s: Callable[[], float] | None = None
-    """A dearer bound on them all, worked out before they are told apart; inf if none fits."""
-
-    def corners(self) -> Iterable[Layout]:
-        """Yield the layouts that divide states among the most ranks, for each ZeRO level."""
-        widest: dict[int, Layout] = {}
-        for layout in self.layouts():
-            if layout.data_shard > widest.setdefault(layout.zero, layout).data_shard:
-                widest[layout.zero] = layout
-        return widest.values()
-
-
-class Layouts:
-    """How a space advances groups and layouts, if it has nothing of its own."""
+    Groups of layouts are opened, and a layout gets one of `bounds` after the other, if a space has
+    no other ways.  Only spaces of the closed form have costs, are solved and ranked.
+    """
 
     keeps_ties = True
+    """Whether layouts that tie, or are the best of their kind, are wanted as finalists too."""
     groups = 1
     """Levels of groups; the next is that of layouts with the bound of their group."""
 
     @property
+    @abstractmethod
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's seconds, the cheapest first, and what falls to each.
 
         The first is that of its group.
         """
+
+    @abstractmethod
+    def bundles(self, refused: Counter[str]) -> Iterable[tuple[float, Group]]:
+        """Yield every layout that keeps what the user fixed, in groups with their first bounds.
+
+        Why layouts cannot run is counted.  Some of a group may be refused still.
+        """
+
+    @abstractmethod
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why no plan is made of a layout, or None if one can be."""
+
+    def costs_of(self, layout: Layout) -> Sequence[LayoutCosts]:
+        """Return the costs of a layout on each kind of device."""
+        raise NotImplementedError
+
+    def solve(self, layout: Layout, cutoff_s: float, /) -> Any:
+        """Return the best split of a layout; only seconds below the cutoff are of interest."""
+        raise NotImplementedError
+
+    def ranked(self, found: Any, /) -> Ranked:
+        """Return the plan of a split and its prediction."""
         raise NotImplementedError
 
     @property
@@ -188,7 +152,10 @@ class Layouts:
         return True
 
     def advance(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next | Lost | None]:
-        """Yield what takes the place of entries; None for a layout whose bounds are all known."""
+        """Yield what takes the place of entries; None for a layout whose bounds are all known.
+
+        No bound is below that of its entry.  None and what is lost are of a single entry.
+        """
         if level < self.groups:
             yield from self.opened(level, some)
             return
@@ -196,21 +163,16 @@ class Layouts:
         if level - self.groups + 1 == len(self.bounds):
             yield None
             return
-        better_s = self.bounds[level - self.groups + 1][1](entry.item)
+        better_s = self.bounds[level - self.groups + 1][1](entry.layout)
         if isinstance(better_s, Lost):
             yield better_s
         else:
             yield max(entry.bound_s, better_s), level + 1, entry.item
 
-    def opened(self, level: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
-        """Yield bundles with their dearer bounds, or else their layouts."""
+    def opened(self, _: int, some: Sequence[QueueEntry]) -> Iterable[Next]:
+        """Yield the layouts of groups."""
         for entry in some:
-            bundle = entry.item
-            if isinstance(bundle, Bundle) and bundle.better_s is not None:
-                better_s = max(entry.bound_s, bundle.better_s())
-                yield better_s, level, replace(bundle, better_s=None)
-                continue
-            for layout in bundle.layouts():
+            for layout in entry.item.layouts():
                 yield entry.bound_s, self.groups, layout
 
     def unwanted(self, level: int, layout: Layout) -> Lost | None:
@@ -222,39 +184,35 @@ class Layouts:
             return Lost(REFUSED, reason=reason)
         return Lost(DOMINATED) if self.repeats(layout) else None
 
-    def refusal(self, layout: Layout) -> str | None:
-        """Return why no plan is made of a layout, or None if one can be."""
-        raise NotImplementedError
-
-    def repeats(self, layout: Layout) -> bool:
+    def repeats(self, _: Layout) -> bool:
         """Whether another layout of the space does the same."""
         return False
-
-    def solve(self, layout: Layout, cutoff_s: float, /) -> Any:
-        """Return the best split of a layout; only seconds below the cutoff are of interest."""
-        raise NotImplementedError
 
     def fits(self, layout: Layout) -> bool:
         """Whether a layout has a split that fits."""
         return not isinstance(self.solve(layout, math.inf), Lost)
 
 
-class SearchGoal(Protocol):
+class SearchGoal(ABC):
     """What a search looks for."""
 
+    @abstractmethod
     def over(self, bound_s: float) -> bool:
         """Whether nothing with at least this bound is of interest."""
 
-    def drops(self, bound_s: float, space: SearchSpace) -> bool:
-        """Whether what has a bound need not be kept."""
-
+    @abstractmethod
     def wants(self, entry: QueueEntry) -> bool:
         """Whether an entry is of interest."""
 
-    def complete(self, entry: QueueEntry) -> Lost | None:
-        """Take a layout whose bounds are all known; return why it is lost, if it is."""
+    def drops(self, bound_s: float, _: Layouts) -> bool:
+        """Whether what has a bound in a space need not be kept."""
+        return self.over(bound_s)
 
-    def lowest(self, entry: QueueEntry) -> None:
+    def complete(self, _: QueueEntry) -> Lost | None:
+        """Take a layout whose bounds are all known; return why it is lost, if it is."""
+        return None
+
+    def lowest(self, _: QueueEntry) -> None:  # noqa: B027 - most goals take no notice
         """Hear which entry has the lowest bound that is left."""
 
 
@@ -277,7 +235,7 @@ class Queue:
         self._wanted: set[int] = set()
         """Numbers of layouts that are known to be looked at."""
 
-    def run(self, *spaces: SearchSpace) -> None:
+    def run(self, *spaces: Layouts) -> None:
         """Look at all layouts of some spaces, as far as needed."""
         count = 0
         for space in spaces:
@@ -296,16 +254,15 @@ class Queue:
         for reason, count in refused.items():
             self.account.refused(reason, count)
 
-    def _push(self, bound_s: float, level: int, item: Item, space: SearchSpace) -> None:
+    def _push(self, bound_s: float, level: int, item: Item, space: Layouts) -> None:
         """Put an item in its place, or count it if it is of no interest."""
-        alone = isinstance(item, Layout)
         if self.goal.drops(bound_s, space):
             outcome = OUT_OF_MEMORY if bound_s == math.inf else space.levels[level]
-            self.account.settled(outcome, 1 if alone else item.size)
+            self.account.settled(outcome, 1 if isinstance(item, Layout) else item.size)
             return
         while len(self._heaps) <= level:
             self._heaps.append([])
-        simple = complexity(item) if alone else ()
+        simple = complexity(item) if isinstance(item, Layout) else ()
         entry = QueueEntry(bound_s, simple, next(self._numbers), level, item, space)
         heapq.heappush(self._heaps[level], entry)
 

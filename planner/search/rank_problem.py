@@ -67,7 +67,7 @@ class RankProblem:
         self._fields: dict[str, Floats] = {}
         """[kind][field, choice] The same as arrays."""
         self._used: dict[tuple[int, int, tuple[int, ...]], float] = {}
-        self._held_by_stage: dict[tuple[bool, bool, tuple[tuple[int, int], ...]], StageBytes] = {}
+        self._bytes_by_stage: dict[tuple[bool, bool, tuple[tuple[int, int], ...]], StageBytes] = {}
         """By whether it is the first, the last, and its layers."""
         self._products: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         self._crossing = Crossing(model, costs.output_bytes) if model.edges else None
@@ -114,7 +114,7 @@ class RankProblem:
                     waiting=own.waiting,
                     exposed_s=exposed_s[rank],
                     fixed_bytes=own.fixed_bytes,
-                    least_layers=self._shares.least_entries[rank] if self._shares else 1,
+                    least_layers=self._shares.fewest_entries[rank] if self._shares else 1,
                     most_in_flight=self._on_host(rank),
                 )
                 for rank, own in enumerate(least.ranks)
@@ -127,7 +127,7 @@ class RankProblem:
                 self.used_bytes,
                 by_place=self._crossing is not None,
                 of_many=self.used_by_many,
-                least=self.least_used,
+                fewest=self.fewest_bytes,
             ),
         )
 
@@ -136,7 +136,7 @@ class RankProblem:
     ) -> float:
         """Return what a rank holds with these options of some entries, behind those `before`."""
         if self._crossing is not None:
-            layers = [self._held_of(at)[option] for at, option in zip(held, options, strict=True)]
+            layers = [self._bytes_of(at)[option] for at, option in zip(held, options, strict=True)]
             passing = self._crossing.passing(before, held)
             parts = dynamic_parts(
                 self.costs, self.layout, {rank: layers}, rank=rank, passing=passing
@@ -155,14 +155,14 @@ class RankProblem:
         """[way] The same of many ways at once, up to rounding; `options` are [way, entry]."""
         passing = None if self._crossing is None else self._crossing.passing(before, held)
         if self._shares is None:
-            stages = {rank: self._many_held(held, options)}
+            stages = {rank: self._bytes_of_many(held, options)}
         else:
             entries = range(held[0], held[0] + len(held))
             stages = self._many_on(self._shares, rank, entries, options)
         parts = dynamic_parts(self.costs, self.layout, stages, rank=rank, passing=passing)
         return np.broadcast_to(sum(parts.values()), len(options))
 
-    def least_used(self, rank: int, before: Sequence[int], held: Sequence[int]) -> float:
+    def fewest_bytes(self, rank: int, before: Sequence[int], held: Sequence[int]) -> float:
         """Return bytes that a rank holds at least with some entries, whatever their options.
 
         A peak is no less than with one layer under its own choice and all others at the least of
@@ -205,11 +205,11 @@ class RankProblem:
         ]
         each = np.concatenate([like, *ends], axis=1)
         return {
-            stage: self._many_held([at for at, _ in own], each[:, [place for _, place in own]])
+            stage: self._bytes_of_many([at for at, _ in own], each[:, [place for _, place in own]])
             for stage, own in shares.seats(rank, entries).items()
         }
 
-    def _many_held(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
+    def _bytes_of_many(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
         """[layer] What layers hold, by their positions in the chain, each figure an array [way]."""
         return [
             LayerBytes(*self._fields_of(self._chain[at])[:, taken])
@@ -226,7 +226,7 @@ class RankProblem:
     def _parts_of(self, rank: int, first: int, options: Sequence[int]) -> dict[str, float]:
         """Return bytes of a rank by cause; those of stages that are alike are counted once."""
         if self._shares is None:
-            layers = [self._held_of(at)[option] for at, option in enumerate(options, first)]
+            layers = [self._bytes_of(at)[option] for at, option in enumerate(options, first)]
             return dynamic_parts(self.costs, self.layout, {rank: layers}, rank=rank)
         placed = self.contents(rank, first, options)
         held = [self._stage_bytes(stage, tuple(placed[stage])) for stage in sorted(placed)]
@@ -237,17 +237,17 @@ class RankProblem:
         """Return what a stage holds with (position, choice) of its layers in order."""
         first, last = stage == 0, stage == self.layout.stages - 1
         key = first, last, layers
-        if key not in self._held_by_stage:
-            self._held_by_stage[key] = stage_bytes(
-                [self._held_of(at)[choice] for at, choice in layers],
+        if key not in self._bytes_by_stage:
+            self._bytes_by_stage[key] = stage_bytes(
+                [self._bytes_of(at)[choice] for at, choice in layers],
                 self.costs.boundary_bytes,
                 first=first,
                 last=last,
                 keeps_sent=self.costs.keeps_sent,
             )
-        return self._held_by_stage[key]
+        return self._bytes_by_stage[key]
 
-    def _held_of(self, at: int) -> list[LayerBytes]:
+    def _bytes_of(self, at: int) -> list[LayerBytes]:
         """[choice] What a layer of the chain holds."""
         kind = self._chain[at]
         if kind not in self._bytes:
@@ -322,7 +322,7 @@ class RankProblem:
         if self._shares is not None:
             return float(self._most_on_first_stage)
         if counted_by_rank(self.layout):
-            return float(self._held(rank).alive)
+            return float(self._in_flight(rank).alive)
         return float(in_flight_at_most(self.layout, rank))
 
     @cached_property
@@ -334,7 +334,7 @@ class RankProblem:
             virtual_stages=self.layout.virtual_stages,
         )
 
-    def _held(self, rank: int) -> InFlightCounts:
+    def _in_flight(self, rank: int) -> InFlightCounts:
         layout = self.layout
         return held(
             layout.schedule,

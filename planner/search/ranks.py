@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds when it has several stages: shares of a chain, told by counts.
+"""What a rank of a pipeline holds when it has several stages: shares of a chain, as counts.
 
 Where ranks have V stages each, the layers of a rank are not consecutive, so a rank is described by
 how many layers of the chain's longest run of like layers it holds.  The space of splits:
@@ -129,7 +129,7 @@ class Shares:
     """A chain in the order of ranks, and what each of its entries stands for.
 
     `home` [stage] is the rank that holds it; `entries` are positions in the model's chain, of like
-    layers any; with fewer entries than `least_entries` [rank] a rank has an empty stage.
+    layers any; with fewer entries than `fewest_entries` [rank] a rank has an empty stage.
     """
 
     def __init__(self, run: LongestRun, virtual_stages: int, home: tuple[int, ...]) -> None:
@@ -145,13 +145,13 @@ class Shares:
         if self.folded:
             combined = tuple(at for entry in ends + last for at in entry)
             self.entries = [combined, *like] if combined else [*like]
-        self.least_entries = [self._least_entries(rank) for rank in range(self.ranks)]
+        self.fewest_entries = [self._fewest_entries(rank) for rank in range(self.ranks)]
 
     def relieved(self, rank: int) -> bool:
         """Whether the last stage of a rank takes what its others leave."""
         return not self.folded and self.run.behind > 0 and rank == self.home[-1]
 
-    def _least_entries(self, rank: int) -> int:
+    def _fewest_entries(self, rank: int) -> int:
         first, last = self.home[0] == rank, self.home[-1] == rank
         if self.relieved(rank):
             return self.virtual_stages - 1 + self.run.behind + self.run.before * first
@@ -223,7 +223,7 @@ class Shares:
         ]
 
     def sizes(self, rank: int, number: int) -> list[int]:
-        """Return how many of so many like layers on a rank each of its stages holds."""
+        """Return how many of `number` like layers on a rank each of its stages holds."""
         virtual = self.virtual_stages
         if not self.relieved(rank):
             return [(number + at) // virtual for at in range(virtual)]

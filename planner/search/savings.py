@@ -24,7 +24,16 @@ class Saving(NamedTuple):
     """States on the host, and how gradients travel."""
 
     offload: Offload = "none"
-    wire: GradientWire = "full"
+    gradient_wire: GradientWire = "full"
+
+    def on(self, layout: Layout) -> Layout:
+        """Return a layout that saves this."""
+        return replace(layout, **self._asdict())
+
+    @classmethod
+    def of(cls, layout: Layout) -> Saving:
+        """Return what a layout saves."""
+        return cls(layout.offload, layout.gradient_wire)
 
 
 def reaches_host(cluster: ClusterSpec) -> bool:
@@ -41,7 +50,7 @@ def savings_of(
     """Return what layouts like a plain one may save; `refusal` tells why one does not run."""
 
     def runs(saving: Saving) -> bool:
-        return refusal(replace(plain, offload=saving.offload, gradient_wire=saving.wire)) is None
+        return refusal(saving.on(plain)) is None
 
     return savings(request.cluster, request.pins, runs, space=request.space)
 
@@ -67,7 +76,7 @@ def savings(
     offloads = tuple(one for one in offloads if one in space.offload)
     wires = tuple(one for one in wires if one in space.wires)
     every = tuple(Saving(offload, wire) for wire in wires for offload in offloads)
-    # What is pinned stays, so that its refusal is told.
+    # What is pinned stays, so that its refusal is shown.
     pinned = pins.offload is not None or pins.gradient_wire is not None
     return tuple(one for one in every if pinned or one == Saving() or runs(one))
 
@@ -89,14 +98,11 @@ def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
         yield "compress"
 
 
-def least_s(
-    saving: Saving, parameters: float, devices: int, rates: Rates, types: StateTypes
-) -> float:
-    """Least seconds that offloaded states add to a step: no rank holds less than the mean.
+def offload_s(saving: Saving, share: float, rates: Rates, types: StateTypes) -> float:
+    """Least seconds that offloaded states add to a step: no rank holds less than the mean `share`.
 
     Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
     """
-    share = parameters / devices
     match saving.offload:
         case "none":
             return 0.0

@@ -34,7 +34,7 @@ from planner.search.goals import ClosedFormGoal, Near, Simulated
 from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import recomputes_of
 from planner.search.misses import why_nothing
-from planner.search.queue import Queue, SolvedLayout
+from planner.search.queue import Layouts, Queue
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import complexity, kind
@@ -76,7 +76,7 @@ def search(
     Where none can take less than `below_s` in the closed form, NoneFaster ends the search early.
     `known` are those of an answer to the same request under other pins: what was worked out there
     is not worked out again.
-    `top` plans are found if there are so many of different kinds (see planner.search.space.kind).
+    `top` plans of different kinds are found, if there are as many (see planner.search.space.kind).
     `rules` say which layouts are refused, by default those of the request's stack.
     `store` has what layers take on other clusters, and gets what is worked out here.
     `effort` is what the proof may take; `gap_progress` hears the gap that is left.
@@ -294,7 +294,7 @@ def spaces_of(
     known: Sequence[Candidates] = (),
     store: FigureStore | None = None,
     effort: GraphEffort | None = None,
-) -> Iterator[SolvedLayout]:
+) -> Iterator[Layouts]:
     """Yield the spaces of a request in the order in which they are looked at.
 
     An `effort` is what graphs of several requests share, of which any split will do.
@@ -315,7 +315,7 @@ def spaces_of(
         known = known or (candidates,)
 
 
-def _of_groups(request: Request, *, by_program: bool) -> Iterator[SolvedLayout]:
+def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:
     """Yield the layouts of every set of groups, the largest first.
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.

@@ -25,7 +25,7 @@ The mean of (2) over r with n = ⌊m / P⌋ has (m + P - 1) / P for every second
 2 (P - 1) ⌊m / P⌋ transfers.
 
 Ranks take columns (`planner.search.simulated_program`), one behind the other.  Of all ways in which
-the first ranks hold what lies before a place, with so many ranks of each device type, each path of
+the first ranks hold what lies before a place, with given numbers of each device type, each path of
 (1) at most θ and no t_r above a ceiling, what lies behind needs to know the least Σ (p_s + 2 c)
 alone.  θ is a bound where none reaches the last place; with rounds, where for every interval of the
 slowest rank (2) is above θ by the interval's lower end and the least sum below its upper one.
@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 FEW, MANY = 24, 256
-"""Intervals of the slowest rank's seconds that are told apart at first, and of those left then."""
+"""Intervals of the slowest rank's seconds that are separate at first, and of those left then."""
 HALVINGS = 9
 """Of the interval in which the least limit lies."""
 
@@ -108,7 +108,7 @@ def drained(
     return behind, whole
 
 
-def least_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
+def cuts_bound_s(layout: Layout, placed: Placed, transfer_s: float, limit_s: float) -> float:
     """Return seconds that no cut of a layout simulates below, or `limit_s` if that is less.
 
     A transfer takes `transfer_s` and a column's `hop_s`.

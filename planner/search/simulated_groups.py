@@ -44,8 +44,8 @@ class SimulatedGroupCandidates(GroupCandidates):
         each = self.costs_of(layout)
         if not self.has_room(layout, each):
             return math.inf
-        fastest_s = self.least_of_kinds(each, "time_s")
-        return self._weighed_s(layout, fastest_s, self.least_of_kinds(each, "sync_s"))
+        fastest_s = self.fewest_of_kinds(each, "time_s")
+        return self._weighed_s(layout, fastest_s, self.fewest_of_kinds(each, "sync_s"))
 
     def _weighed_s(self, layout: Layout, time_s: Floats, once_s: Floats) -> float:
         """[group, kind] Least seconds of a step from those of layers; see the head."""

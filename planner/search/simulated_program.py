@@ -44,10 +44,10 @@ from planner.schedules.schedule import rank_of_stage
 from planner.search.candidates import Candidates
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
-from planner.search.simulated_cuts import Placed, least_s
-from planner.solver.graphs.ideals import Ideals
+from planner.search.simulated_cuts import Placed, cuts_bound_s
 from planner.solver.highs import highspy, silent_highs
 from planner.solver.instance import Instance, Option, Solution, priced
+from planner.solver.prefixes import Downsets, Prefixes
 from planner.solver.solve import narrowed
 from planner.stacks.stage_rules import Rows
 
@@ -74,63 +74,39 @@ class Column:
 
 
 class Places:
-    """Where the entries of a chain can be cut."""
+    """Where the entries of a chain, or the layers of a graph, can be cut: their downsets."""
 
-    alike = True
-    """Whether entries of the same kinds make the same columns wherever they lie."""
-
-    def __init__(self, entries: int) -> None:
-        self.sizes: Indices = np.arange(entries + 1)
+    def __init__(self, downsets: Downsets) -> None:
+        self.downsets = downsets
+        self.alike = isinstance(downsets, Prefixes)
+        """Whether entries of the same kinds make the same columns wherever they lie."""
+        self.sizes = self.totals([1.0] * downsets.layers).astype(np.intp)
         """[place] Entries before it."""
 
     @cached_property
     def nested(self) -> NDArray[np.bool_]:
         """[place, place] Whether the second has all that the first has."""
-        return self.sizes[:, None] <= self.sizes[None, :]
-
-    def totals(self, values: Sequence[float]) -> Floats:
-        """[place] Sums of `values` [entry] before it."""
-        return np.concatenate([[0.0], np.cumsum(values)])
-
-    def before(self, place: int) -> Sequence[int]:
-        """Return what lies before a place."""
-        return range(place)
-
-    def between(self, first: int, end: int) -> Sequence[int]:
-        """Return what lies between two places, in an order that runs."""
-        return range(first, end)
-
-
-class GraphPlaces(Places):
-    """The downsets of a graph."""
-
-    alike = False
-
-    def __init__(self, every: Ideals) -> None:
-        self.every = every
-        self.sizes = every.totals(np.ones((every.layers, 1)))[:, 0].astype(np.intp)
-
-    @cached_property
-    def nested(self) -> NDArray[np.bool_]:
-        """[place, place] Whether the second has all that the first has."""
-        words = self.every.words
-        found: NDArray[np.bool_] = (words[:, None, :] & ~words[None, :, :] == 0).all(axis=-1)
+        count = len(self.downsets)
+        pairs = self.downsets.nested(count**2)
+        assert pairs is not None, "there are no more"
+        found = np.eye(count, dtype=bool)
+        found[pairs] = True
         return found
 
     def totals(self, values: Sequence[float]) -> Floats:
-        """[place] Sums of `values` [layer] before it."""
-        return self.every.totals(np.array(values)[:, None])[:, 0]
+        """[place] Sums of `values` [entry] before it."""
+        return self.downsets.totals(np.array(values)[:, None])[:, 0]
 
     def before(self, place: int) -> Sequence[int]:
         """Return what lies before a place."""
-        return self.every.difference(0, place)
+        return self.downsets.difference(0, place)
 
     def between(self, first: int, end: int) -> Sequence[int]:
         """Return what lies between two places, in an order that runs."""
-        return self.every.difference(first, end)
+        return self.downsets.difference(first, end)
 
     def laid(self, ends: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return all layers in the order of the ranks between some places, and the cuts of it."""
+        """Return all entries in the order of the ranks between some places, and the cuts of it."""
         held = [self.between(a, b) for a, b in itertools.pairwise(ends)]
         order = tuple(at for own in held for at in own)
         return order, (0, *itertools.accumulate(map(len, held)))
@@ -166,7 +142,7 @@ class Choices:
 
     def cut_s(self, limit_s: float) -> float:
         """Return seconds that no cut simulates below, or `limit_s` if that is less."""
-        low_s = least_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
+        low_s = cuts_bound_s(self._layout, self._placed, self._transfer_s, limit_s - self._step_s)
         return min(limit_s, low_s + self._step_s)
 
     def optimum(
@@ -183,7 +159,7 @@ class Choices:
         """Return seconds that no plan simulates below, or `limit_s` if that is less.
 
         `tried` simulates a solution and returns its step.  0 where the step has more `actions` or
-        the program more columns; it stops at so many `nodes` of a tree, after the round with which
+        the program more columns; it stops at `nodes` of a tree, after the round with which
         all have taken more simplex `iterations`, or when the process has used `until` CPU seconds.
         """
         count = 2 * self._layout.micro_batches * self._layout.stages
@@ -305,7 +281,7 @@ class Columns:
             narrow, self._kept = narrowed(instance)
             self.instance = narrow or instance
         instance = self.instance
-        self.places = places or Places(len(instance.layers))
+        self.places = places or Places(Prefixes(len(instance.layers)))
         self.fastest_s = [
             min(option.time_s for option in instance.kinds[kind]) for kind in instance.layers
         ]
@@ -330,7 +306,7 @@ class Columns:
         kinds = tuple(self.instance.layers[at] for at in held)
         key = least, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
-            which = self._least if least else self._new
+            which = self._quickest if least else self._new
             self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
 
@@ -422,15 +398,15 @@ class Columns:
         each_s = np.array([table[at].time_s for at in order])
         passes_s = sum(one.time_s for one in others) + numbers @ each_s
         able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
-        held = numbers @ np.array([stage.held_bytes(table[at]) for at in order])
-        held += sum(map(stage.held_bytes, others))
+        held = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
+        held += sum(map(stage.summed_bytes, others))
         transient = np.array([table[at].transient_bytes for at in order])
         widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
         widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
         able &= held + widest <= stage.room_bytes + ROUNDING * np.abs(held)
         return order, numbers[able], passes_s[able]
 
-    def _least(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+    def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
         """Return a column that no other between two places is below; none if there is none.
 
         It has the seconds of the fastest options, and what memory takes more by sums of bytes,
@@ -442,10 +418,10 @@ class Columns:
         least_s = fastest_s = sum(option.time_s for option in taken)
         if self._layout.micro_batches * least_s > self._room_s * (1 + ROUNDING):
             return []
-        leanest = sum(min(map(stage.held_bytes, tables[kind])) for kind in kinds)
+        leanest = sum(min(map(stage.summed_bytes, tables[kind])) for kind in kinds)
         if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
-        held = sum(map(stage.held_bytes, taken))
+        held = sum(map(stage.summed_bytes, taken))
         held += max((one.transient_bytes for one in taken), default=0.0)
         if held > stage.free_bytes:
             most, others, each = self._beside(kinds)
@@ -560,7 +536,7 @@ def joined(
     """Return columns by rank, first place, end and type, with what their transfers take.
 
     Where links differ, a place is one for each pair of types that may meet there, so that a column
-    is told apart by the types of the ranks beside it.
+    is distinguished by the types of the ranks beside it.
     """
     count, last = len(numbers), layout.pipeline - 1
     types = range(count)
@@ -624,7 +600,7 @@ def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[
 
 @lru_cache(maxsize=512)
 def _ways(number: int, options: int) -> Indices:
-    """[way, option] How many of so many layers have each, those with the fewest slow ones first.
+    """[way, option] How many of the layers have each, those with the fewest slow ones first.
 
     >>> _ways(2, 3).tolist(), _ways(2, 1).tolist()
     ([[2, 0, 0], [1, 1, 0], [1, 0, 1], [0, 2, 0], [0, 1, 1], [0, 0, 2]], [[2]])
@@ -709,7 +685,7 @@ class Program:
             self.row(float(most), float(most), *_ones(own))
 
     def keep_one(self, rows: Rows, sizes: Indices) -> None:
-        """Let ranks hold so many layers as one of some rows says; `sizes` [place] lie before it.
+        """Let ranks hold numbers of layers as one of some rows says; `sizes` [place] lie before it.
 
         With y_k one for the row that is kept, Σ y = 1, and every rank's column is one of its.
         """

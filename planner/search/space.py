@@ -70,7 +70,7 @@ COMPILED_KERNELS = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """How many ranks each axis has; replicate and shard are told apart later."""
+    """How many ranks each axis has; replicate and shard are distinguished later."""
 
     tensor: int
     context: int
@@ -200,8 +200,7 @@ class LayoutFamily:
             order=sharing.order,
             prefetch=sharing.prefetch,
             reshard=sharing.reshard,
-            offload=saving.offload,
-            gradient_wire=saving.wire,
+            **saving._asdict(),
             scales=self.scales,
             dispatch=self.dispatch,
             relay=self.relay,
@@ -232,22 +231,6 @@ class LayoutFamily:
     def first(self) -> Layout:
         """The least complex layout."""
         return self.layout(self.sharings[0], self.timetables[0], self.savings[0])
-
-    @property
-    def complexity(self) -> tuple[int, ...]:
-        """That of the first layout, which need not be made for it."""
-        sharing = self.sharings[0]
-        return _complexity(
-            self.degrees,
-            sharing,
-            self.timetables[0],
-            replicate=sharing.replicate,
-            saving=self.savings[0],
-            loss=self.losses[0],
-            compiled=self.compile != "none",
-            overlap=self.tensor_overlap,
-            micro_batch=self.micro_batch,
-        )
 
 
 def divisors(number: int) -> list[int]:
@@ -672,49 +655,23 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
     No two layouts of a space have the same complexity.
     """
-    return _complexity(
-        layout,
-        layout,
-        layout,
-        replicate=layout.data_replicate,
-        saving=Saving(layout.offload, layout.gradient_wire),
-        loss=layout.loss,
-        compiled=layout.compile != "none",
-        overlap=layout.tensor_overlap,
-        micro_batch=layout.micro_batch,
-    )
-
-
-def _complexity(
-    degrees: Degrees | Layout,
-    sharing: ShardingChoice | Layout,
-    timetable: Timetable | Layout,
-    *,
-    replicate: int,
-    saving: Saving,
-    loss: ChunkedLoss | None,
-    compiled: bool,
-    overlap: TensorOverlap,
-    micro_batch: int,
-) -> tuple[int, ...]:
     return (
-        degrees.pipeline,
-        degrees.tensor,
-        degrees.context,
-        degrees.expert,
-        sharing.zero,
-        replicate if sharing.zero else 0,
-        _place(timetable.schedule),
-        timetable.virtual_stages,
-        _PLACES[saving.offload],
-        _PLACES[saving.wire],
-        sharing.prefetch,
-        sharing.reshard or 0,
-        _loss_rank(loss),
-        compiled,
-        overlap != "none",
-        *_axes(sharing.order),
-        -micro_batch,
+        layout.pipeline,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.zero,
+        layout.data_replicate if layout.zero else 0,
+        _place(layout.schedule),
+        layout.virtual_stages,
+        *(_PLACES[choice] for choice in Saving.of(layout)),
+        layout.prefetch,
+        layout.reshard or 0,
+        _loss_rank(layout.loss),
+        layout.compile != "none",
+        layout.tensor_overlap != "none",
+        *_axes(layout.order),
+        -layout.micro_batch,
     )
 
 

@@ -57,7 +57,7 @@ class RankRoom:
             resident=self.resident[places],
         )
 
-    def each(self, alpha: Floats) -> Floats:
+    def layer_bytes(self, alpha: Floats) -> Floats:
         """[stage, rank] Bytes of a like layer there beside α of its stored ones, at least."""
         stored = np.where(self.alive < alpha, self.most_stored, self.least_stored)
         each: Floats = (self.alive - alpha) * stored + self.kept_bytes
@@ -86,14 +86,14 @@ class RankRoom:
 
     def _leanest(self, alpha: Floats) -> Floats:
         """Return what a like layer holds at least."""
-        mean: Floats = self.each(alpha).mean(axis=0)
+        mean: Floats = self.layer_bytes(alpha).mean(axis=0)
         return mean + alpha * self.least_stored + self.resident
 
 
 def evenly(ranks: RankRoom) -> Spread:
     """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
     virtual, alpha = len(ranks.alive), ranks.alpha()
-    each = ranks.each(alpha)
+    each = ranks.layer_bytes(alpha)
     slope = each.sum(axis=0) / virtual
     behind = np.cumsum(each[::-1], axis=0)[:-1]
     beside = behind - np.arange(1, virtual)[:, None] * slope
@@ -108,7 +108,7 @@ def relieved(ranks: RankRoom, shares: Shares, places: NDArray[np.intp]) -> Sprea
     """
     some = ranks.of(places)
     alpha, sizes = some.alpha(), sizes_of(shares)
-    values = sizes @ some.each(alpha)
+    values = sizes @ some.layer_bytes(alpha)
     mean = min(max(1, round(shares.run.alike / shares.ranks)), len(sizes) - 1)
     beside = np.delete(np.arange(len(sizes)) - mean, mean)[:, None]
     slopes = np.delete(values - values[mean], mean, axis=0) / beside

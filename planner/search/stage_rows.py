@@ -98,7 +98,7 @@ class _LayersOfStages:
         first, last = self._home[0], self._home[-1]
         self.ends = [before * (r == first) + behind * (r == last) for r in range(shares.ranks)]
         """[rank] Entries that are no like layers."""
-        least = [max(0, n - e) for n, e in zip(shares.least_entries, self.ends, strict=True)]
+        least = [max(0, n - e) for n, e in zip(shares.fewest_entries, self.ends, strict=True)]
         most = run.alike - sum(least)
         self.whole: Box = tuple((own, own + most) for own in least)
         beside = {0: run.before, len(self._home) - 1: run.behind}

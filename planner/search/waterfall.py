@@ -85,10 +85,10 @@ def _next(
             if plan is None:
                 continue
             try:
-                told = predict(plan, model, cluster, profile)
+                prediction = predict(plan, model, cluster, profile)
             except DocumentError:
                 continue
-            tried.append((names, plan, told))
+            tried.append((names, plan, prediction))
         if tried:
             return min(tried, key=lambda one: (not one[2].fits, one[2].step_time_s))
     return tuple(left), best, predict(best, model, cluster, profile)
@@ -107,9 +107,9 @@ def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:
     if (a.zero, _sharded(a)) != (b.zero, _sharded(b)):
         yield "zero", f"{_sharding(a)} -> {_sharding(b)}"
     if a.pipeline > 1 and b.pipeline > 1:
-        told = [_schedule(one) for one in (a, b)]
-        if told[0] != told[1]:
-            yield "schedule", f"{told[0]} -> {told[1]}"
+        schedules = [_schedule(one) for one in (a, b)]
+        if schedules[0] != schedules[1]:
+            yield "schedule", f"{schedules[0]} -> {schedules[1]}"
     if a.micro_batch != b.micro_batch:
         yield "micro_batch", f"micro-batch {a.micro_batch} -> {b.micro_batch}"
     for name in ("recompute", "activations"):

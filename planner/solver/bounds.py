@@ -31,7 +31,7 @@ from planner.solver.instance import Instance, Option, StageLimits
 Floats = NDArray[np.float64]
 
 CEILINGS = 16
-"""How many limits on the slowest stage are told apart; the last one stands for all above it."""
+"""How many limits on the slowest stage are distinguished; the last one stands for all above it."""
 
 _MOST_WAYS = 400
 """In which whole layers may choose their options."""
@@ -43,7 +43,7 @@ _BELOW = 1.0 - SETTLED
 def balanced_s(
     layers: Iterable[tuple[int, float, float]],
     *,
-    stages: int,
+    stages: float,
     exposed_s: float,
     steady: float,
     fill: float = 1.0,
@@ -61,41 +61,19 @@ def balanced_s(
 
     since the slowest stage takes at least the mean, and of the layers of a kind some stage has at
     least ⌈n_k / P⌉; the sync of the stage with the longest is at least its mean and that of any
-    layer.
+    layer.  All but the counts may be arrays [problem].
 
     >>> balanced_s([(4, 2.0, 0.0)], stages=3, exposed_s=1.0, steady=3)
     21.0
     """
     total_s, slowest_s, sync_s, longest_s = exposed_s, 0.0, 0.0, 0.0
-    for count, fastest_s, least_sync_s in layers:
+    for count, fastest_s, shortest_sync_s in layers:
         total_s += count * fastest_s
         slowest_s = larger(slowest_s, -(-count // stages) * fastest_s)
-        sync_s += count * least_sync_s
-        longest_s = larger(longest_s, least_sync_s)
+        sync_s += count * shortest_sync_s
+        longest_s = larger(longest_s, shortest_sync_s)
     once_s = fill * total_s - credits_s + larger(sync_s / stages, longest_s)
     return steady * larger(total_s / stages, slowest_s + each_exposed_s) + once_s
-
-
-def balanced_each_s(
-    counts: Sequence[int],
-    fastest_s: Floats,
-    *,
-    stages: Floats,
-    steady: Floats,
-    fill: Floats,
-    exposed_s: Floats,
-    each_exposed_s: Floats,
-    credits_s: Floats,
-) -> Floats:
-    """[problem] `balanced_s` of many problems at once, nothing synchronised.
-
-    `fastest_s` [kind, problem]: fewest seconds of a layer, of which there are `counts` [kind].
-    """
-    numbers = np.asarray(counts, dtype=float)
-    total_s = numbers @ fastest_s + exposed_s
-    slowest_s = (np.ceil(numbers[:, None] / stages) * fastest_s).max(axis=0)
-    longest_s: Floats = np.maximum(total_s / stages, slowest_s + each_exposed_s)
-    return steady * longest_s + fill * total_s - credits_s
 
 
 def counted_s(instance: Instance) -> float:
@@ -116,7 +94,7 @@ def counted_s(instance: Instance) -> float:
     counted = _MainKindTimes(
         _hosted_s(instance.kinds, _StageRooms.of(instance.stages), chain), chain
     )
-    return counted.least_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
+    return counted.bound_s(instance.steady, instance.fill, once_s=chain.sync_s - chain.credits_s)
 
 
 class _MainKindTimes:
@@ -131,7 +109,7 @@ class _MainKindTimes:
         self._steps_s = np.full(self._held_s.shape, np.inf)
         np.subtract(self._held_s, hosted_s[:, :-1], out=self._steps_s, where=finite)
 
-    def least_s(self, steady: float, fill: float, *, once_s: float) -> float:
+    def bound_s(self, steady: float, fill: float, *, once_s: float) -> float:
         """Least objective at a pace; `once_s` is added to it whatever the split."""
         chain = self._chain
         if len(self._times_s) < chain.needed or not np.isfinite(self._empty_s).all():
@@ -302,11 +280,11 @@ def _hosted_s(
 def _whole_s(
     options: Sequence[Option], in_flight: Floats, waiting: Floats, left: Floats, most: int
 ) -> Floats:
-    """[stage, n - 1] Least seconds of n whole layers within so many bytes, for as many n as have
+    """[stage, n - 1] Least seconds of n whole layers within the bytes `left`, for as many n as have
     few ways to choose their options."""
     counts, firsts = _ways(len(options), most)
     each_s = (counts @ np.array([o.time_s for o in options]))[:, None]
-    fits = counts @ _held(options, in_flight, waiting) <= left
+    fits = counts @ _layer_bytes(options, in_flight, waiting) <= left
     least_s: Floats = np.minimum.reduceat(np.where(fits, each_s, np.inf), firsts, axis=0).T
     return least_s
 
@@ -346,7 +324,7 @@ def undominated(options: Sequence[Option]) -> list[Option]:
 _FIGURES = attrgetter(*(field.name for field in fields(Option) if field.name != "name"))
 
 
-def _held(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> Floats:
+def _layer_bytes(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> Floats:
     """[option, stage] Bytes of a layer, its transient ones aside."""
     return np.array(
         [o.resident_bytes + in_flight * o.stored_bytes + waiting * o.kept_bytes for o in options]
@@ -360,7 +338,7 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
     replaced by the trivial price of the fastest option, y = 1 / min t, z = 0.
     """
     time_s = np.array([o.time_s for o in options])
-    held = _held(options, in_flight, waiting)
+    held = _layer_bytes(options, in_flight, waiting)
     fastest_s, leanest = float(time_s.min()), held.min(axis=0)
     stages = len(in_flight)
     infinite = np.full(stages, np.inf)

@@ -2,8 +2,8 @@
 
 Sums bound them from below (planner.solver.instance, `used_bytes`), so the fastest options by the
 sums take no longer than the fastest that fit.  If those fit too they are the fastest.  If not, and
-if any may fit, all that take longer are gone through, the fastest first.  That ends after so many,
-or so much work: then a knapsack with fewer bytes finds some that fit, and what is not known the
+if any may fit, all that take longer are gone through, the fastest first.  That ends after many,
+or much work: then a knapsack with fewer bytes finds some that fit, and what is not known the
 answer says.
 """
 
@@ -49,16 +49,15 @@ def fastest_checked(
     used: Used,
     *,
     used_by_many: UsedByMany | None = None,
-    least_used: Callable[[], float] | None = None,
+    fewest_bytes: Callable[[], float] | None = None,
     sync_limit_s: float = math.inf,
-    least_s: float = 0.0,
     limit_s: float = math.inf,
 ) -> Fastest | None:
     """Return the fastest options with which `stage` holds layers of these kinds, in their order.
 
-    None if none fit that take no longer than `limit_s`, unscaled.  None that fit are known to take
-    less than `least_s`.  Choices that hold too much by `used_by_many` are not asked of `used`.
-    `least_used` tells how many bytes any options take at least.
+    None if none fit that take no longer than `limit_s`, unscaled.  Choices that hold too much by
+    `used_by_many` are not asked of `used`.  `fewest_bytes` tells how many bytes any options take at
+    least.
     """
     search = _CheckedStage(knapsacks, stage, kinds, used, used_by_many, sync_limit_s)
     lowest = search.by_sums(0.0)
@@ -67,9 +66,9 @@ def fastest_checked(
     found = search.laid(lowest)
     if search.fits(found):
         return found
-    if least_used is not None and least_used() > search.most_bytes:
+    if fewest_bytes is not None and fewest_bytes() > search.most_bytes:
         return None
-    at_least_s = max(least_s, lowest.time_s)
+    at_least_s = lowest.time_s
     try:
         for tried, (time_s, choice) in enumerate(search.between(at_least_s, limit_s)):
             if choice is not None and search.fits(choice):
@@ -117,7 +116,7 @@ class _CheckedStage:
         self._visited = 0
 
     def by_sums(self, spare_bytes: float) -> Choice | None:
-        """Return the fastest options by sums, with so many bytes to spare."""
+        """Return the fastest options by sums, with `spare_bytes` to spare."""
         return self._knapsacks.fastest_choice(
             self._content, self._stage, sync_limit_s=self._sync_limit_s, spare_bytes=spare_bytes
         )
@@ -222,7 +221,7 @@ class _CheckedStage:
         floor = max(min(o.transient_bytes for o in table) for table in tables)
         room_bytes = stage.room_bytes - floor
         options = [
-            _Kind(count, [(o.time_s, stage.held_bytes(o)) for o in table])
+            _Kind(count, [(o.time_s, stage.summed_bytes(o)) for o in table])
             for (_, count), table in zip(self._content, tables, strict=True)
         ]
         most = min(_VISITED - self._visited, _VISITED_IN_ALL - self._knapsacks.visited)

@@ -113,7 +113,7 @@ class Fluid:
         return least[:, :, 0], np.where(np.isfinite(least), per_s, 0.0)[:, :, 0]
 
     def hosted(self, price: int, stage: int, own_s: Floats) -> Floats:
-        """Most of one price that a stage can hold in so many seconds with what is exposed."""
+        """Most of one price that a stage can hold in `own_s` seconds with what is exposed."""
         seconds = np.maximum((own_s - self._exposed_s[stage]) / self._scale[stage], 0.0)
         per_s, of_bytes = self._per_s[price, stage], self._of_bytes[price, stage]
         finite = self._finite[price, stage]

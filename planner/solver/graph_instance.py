@@ -236,7 +236,7 @@ class GraphInstance:
         )
 
     def _sides(self, order: Sequence[int]) -> tuple[Tie, ...]:
-        """Return the ties with layers told by their places in an order."""
+        """Return the ties with layers given by their places in an order."""
         place = {layer: at for at, layer in enumerate(order)}
         return tuple(
             replace(tie, layers=tuple(sorted(place[layer] for layer in tie.layers)))
@@ -244,7 +244,7 @@ class GraphInstance:
         )
 
     def _used_bytes(self, order: Sequence[int], types: Sequence[int]) -> UsedBytes | None:
-        """Return what stages of these types hold, for layers told by their places in an order."""
+        """Return what stages of these types hold, for layers given by their places in an order."""
         of_type = [one.chain.used_bytes for one in self.types]
 
         def of(
@@ -328,7 +328,7 @@ def cuts_along(edges: Edges, output_s: Sequence[float], order: Sequence[int]) ->
 
 
 def too_few(problem: GraphInstance) -> str | None:
-    """Say that so many groups and single layers do not make as many stages; None if they do."""
+    """Say that groups and single layers make fewer stages than there are; None if they do not."""
     stages, groups = len(problem.chain.stages), len(problem.blocks())
     if stages <= groups:
         return None

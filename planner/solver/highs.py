@@ -43,15 +43,13 @@ def silent_highs() -> Any:
     return model
 
 
-def run(
-    program: Any, unit_s: float, time_limit_s: float | None, gap: float = HIGHS_GAP
-) -> SolverOutcome:
+def run(program: Any, unit_s: float, time_limit_s: float | None) -> SolverOutcome:
     """Run HiGHS on a program whose objective is in `unit_s`, and see how it ended."""
     feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     solver = pulp.HiGHS(
         msg=False,
         threads=1,
-        gapRel=gap,
+        gapRel=HIGHS_GAP,
         gapAbs=0.0,
         timeLimit=time_limit_s,
         mip_feasibility_tolerance=HIGHS_FEASIBILITY,
@@ -74,7 +72,7 @@ def run(
     if proven:
         # An exhausted tree leaves the last bound of its root in `mip_dual_bound`.
         objective = info.objective_function_value
-        bound = max(bound, objective - gap * abs(objective))
+        bound = max(bound, objective - HIGHS_GAP * abs(objective))
     impossible = not found and status == highspy.HighsModelStatus.kInfeasible
     return SolverOutcome(found, proven, bound * unit_s, impossible)
 

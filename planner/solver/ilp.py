@@ -57,8 +57,8 @@ Where outputs are not relayed, Σ_a o[a] end[a,s] stands in t_s instead of the c
 With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
 stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
 the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
-(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that holds at most so
-many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
+(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that holds at most
+that many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
 binary per stage where layers lie together.  A run ends where one of them begins or ends.
 
 HiGHS works to tolerances, so quantities are scaled to be of the order of milliseconds and
@@ -116,11 +116,10 @@ def solve_graph(
     problem: GraphInstance,
     *,
     time_limit_s: float | None = None,
-    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
-    """Minimise the time of `problem` to a relative `gap`, for at most `time_limit_s` seconds.
+    """Minimise the time of `problem` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
 
     All ties are kept.  A solution that met the time limit carries the bound proven until then.
     Unfinished too where bytes are more than sums and no solution that was met fits.  `at_least_s`
@@ -140,7 +139,7 @@ def solve_graph(
         margin = margins[min(attempt, len(margins) - 1)]
         stated = _PipelineProgram(problem, runs, ties, lacks, margin)
         stated.bound(max(at_least_s, bound_s), cutoff_s)
-        outcome = run(stated.program, stated.unit_s, time_limit_s, gap)
+        outcome = run(stated.program, stated.unit_s, time_limit_s)
         if outcome.impossible and attempt == 0:
             if cutoff_s < math.inf:
                 return Fathomed(cutoff_s)
@@ -158,7 +157,7 @@ def solve_graph(
         split = priced(laid, taken.cuts, options)
         if fits(laid, split) and broken(laid, split) is None:
             # Closed to the gap that was asked for counts as optimal only if the solver says so.
-            tolerance = 2 * gap if outcome.proven else EQUAL
+            tolerance = 2 * HIGHS_GAP if outcome.proven else EQUAL
             lower_s = min(bound_s, split.objective_s)
             return GraphSolution(
                 problem=problem,
@@ -249,7 +248,7 @@ class _PipelineProgram:
             for on in self.on
         ]
 
-    def _held(self, a: int, s: int) -> Any:
+    def _number(self, a: int, s: int) -> Any:
         return pulp.lpSum(n.variable for n in self.on[a][s])
 
     def _places(self) -> None:
@@ -295,7 +294,7 @@ class _PipelineProgram:
             unit = power_of_ten(max(room.capacity_bytes for room in rooms)) * 1e-1
             used = []
             for n in self.here[s]:
-                needs = rooms[n.type].held_bytes(n.option)
+                needs = rooms[n.type].summed_bytes(n.option)
                 if needs + n.option.transient_bytes > free[n.type]:
                     n.variable.upBound = 0
                 used.append(n.variable * (needs / unit))
@@ -354,9 +353,9 @@ class _PipelineProgram:
             for a, s in product(runs, self.stages):
                 if tie.together:
                     most = self.lengths[a] * home[s]
-                    program += self._held(a, s) <= most, f"side{number}_{a}_{s}"
+                    program += self._number(a, s) <= most, f"side{number}_{a}_{s}"
                 elif tie.stages and s not in tie.stages:
-                    program += self._held(a, s) == 0, f"side{number}_{a}_{s}"
+                    program += self._number(a, s) == 0, f"side{number}_{a}_{s}"
                 for n in self.on[a][s] if tie.options else ():
                     if n.option.name not in tie.options:
                         n.variable.upBound = 0
@@ -389,7 +388,11 @@ class _PipelineProgram:
         for a, b in self.edges:
             if a not in ends:
                 ends[a] = self.program.add_variable(f"end_{a}_{s}", 0, 1)
-            own, its, name = self._held(a, s), self._held(b, s), f"output{a}_for_{b}_on_stage{s}"
+            own, its, name = (
+                self._number(a, s),
+                self._number(b, s),
+                f"output{a}_for_{b}_on_stage{s}",
+            )
             self.program += ends[a] >= own - self.until[b][s], f"{name}_is_sent"
             self.program += ends[a] >= its - own, f"{name}_is_received"
         return pulp.lpSum(end * (output_s[a] / self.unit_s) for a, end in ends.items())
@@ -467,11 +470,10 @@ def solve(
     instance: Instance,
     *,
     time_limit_s: float | None = None,
-    gap: float = HIGHS_GAP,
     at_least_s: float = -math.inf,
     cutoff_s: float = math.inf,
 ) -> Solution | Infeasible | Fathomed | Unfinished:
-    """Minimise the time of `instance` to a relative `gap`, for at most `time_limit_s` seconds.
+    """Minimise the time of `instance` to `HIGHS_GAP`, for at most `time_limit_s` seconds.
 
     A solution that met the time limit carries the bound proven until then and is not `optimal`.
     `at_least_s` is a bound known before; only objectives below `cutoff_s` are of interest.
@@ -484,7 +486,6 @@ def solve(
         found = solve_graph(
             chain_problem(row),
             time_limit_s=time_limit_s,
-            gap=gap,
             at_least_s=at_least_s,
             cutoff_s=below_s,
         )

@@ -59,11 +59,11 @@ class UsedBytes:
     """Layers of the same kinds hold other bytes elsewhere (what crosses a graph's cuts)."""
     of_many: Callable[[int, Sequence[int], Sequence[int], Indices], Floats] | None = None
     """[way] The same as `of` with options [way, layer], up to rounding."""
-    least: Callable[[int, Sequence[int], Sequence[int]], float] | None = None
+    fewest: Callable[[int, Sequence[int], Sequence[int]], float] | None = None
     """No more than the same with any options, up to rounding."""
 
     def along(self, order: Sequence[int]) -> UsedBytes:
-        """Return the same for layers that are told by their places in an order."""
+        """Return the same for layers given by their places in an order."""
 
         def of(
             stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
@@ -77,12 +77,12 @@ class UsedBytes:
             placed = [order[at] for at in before], [order[at] for at in held]
             return self.of_many(stage, *placed, options)
 
-        def least(stage: int, before: Sequence[int], held: Sequence[int]) -> float:
-            assert self.least is not None, "asked for where it is"
-            return self.least(stage, [order[at] for at in before], [order[at] for at in held])
+        def fewest(stage: int, before: Sequence[int], held: Sequence[int]) -> float:
+            assert self.fewest is not None, "asked for where it is"
+            return self.fewest(stage, [order[at] for at in before], [order[at] for at in held])
 
         return UsedBytes(
-            of, self.by_place, self.of_many and of_many, least if self.least is not None else None
+            of, self.by_place, self.of_many and of_many, fewest if self.fewest is not None else None
         )
 
 
@@ -167,11 +167,11 @@ class StageLimits:
         return self.free_bytes + ROUNDING * abs(self.capacity_bytes)
 
     def may_hold(self, layers: int) -> bool:
-        """Whether the stage may have so many layers."""
+        """Whether the stage may have this number of layers."""
         most = layers if self.most_layers is None else self.most_layers
         return self.least_layers <= layers <= most
 
-    def held_bytes(self, option: Option) -> float:
+    def summed_bytes(self, option: Option) -> float:
         """Bytes of a layer that add up: all but its transient ones."""
         stored = self.in_flight * option.stored_bytes + self.waiting * option.kept_bytes
         return option.resident_bytes + stored
@@ -311,7 +311,7 @@ def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int])
     stage = instance.stages[s]
     return (
         stage.fixed_bytes
-        + sum(stage.held_bytes(o) for o in chosen)
+        + sum(stage.summed_bytes(o) for o in chosen)
         + max((o.transient_bytes for o in chosen), default=0.0)
     )
 
@@ -323,14 +323,11 @@ def stage_fits(instance: Instance, s: int, held: range, options: Sequence[int]) 
     return stage_bytes(instance, s, held, options) <= capacity_bytes + allowance
 
 
-def priced(
-    instance: Instance,
-    cuts: Sequence[int],
-    options: Sequence[int],
-    *,
-    lower_bound_s: float = 0.0,
-) -> Solution:
-    """Evaluate one split from the raw numbers of the instance, by the formulas of this module."""
+def priced(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
+    """Evaluate one split from the raw numbers of the instance, by the formulas of this module.
+
+    Nothing is proven of others: the bound is 0.
+    """
     count = len(instance.layers)
     seconds: list[float] = []
     forward: list[float] = []
@@ -362,7 +359,7 @@ def priced(
         stage_bytes=tuple(used),
         stage_sync_s=tuple(sync),
         objective_s=instance.steady * slowest_s + fill_s + max(sync),
-        lower_bound_s=lower_bound_s,
+        lower_bound_s=0.0,
     )
 
 
@@ -409,7 +406,7 @@ def leanest_bytes(instance: Instance, stage: StageLimits, held: range) -> float:
     return min(
         level
         + sum(
-            min(stage.held_bytes(o) for o in table if o.transient_bytes <= level)
+            min(stage.summed_bytes(o) for o in table if o.transient_bytes <= level)
             for table in tables
         )
         for level in levels

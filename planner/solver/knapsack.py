@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _MULTIPLIERS = 24
-# Beyond so many hulls the multipliers come from the whole option tables only.
+# Beyond this number of hulls the multipliers come from the whole option tables only.
 _HULLS = 64
 
 # Kind of layer and how many: the content of a stage, order forgotten.

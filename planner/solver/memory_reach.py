@@ -78,7 +78,7 @@ def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
         lean = np.array(
             [
                 min(
-                    (stage.held_bytes(o) for o in table if o.transient_bytes <= level),
+                    (stage.summed_bytes(o) for o in table if o.transient_bytes <= level),
                     default=np.inf,
                 )
                 for table in instance.kinds
@@ -95,7 +95,7 @@ def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
 
 
 def _reached(before: NDArray[np.bool_], end: NDArray[np.intp], least: int) -> NDArray[np.bool_]:
-    """Positions where a stage of at least so many layers can end if it begins at `before`."""
+    """Positions where a stage of `least` layers or more can end if it begins at `before`."""
     change = np.zeros(len(before) + 1, dtype=int)
     for first in np.flatnonzero(before[:-1]):
         if end[first] >= first + least:

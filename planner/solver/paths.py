@@ -51,14 +51,14 @@ class Paths:
         values = np.zeros(self._widths[-1])
         for s in range(len(self._ends) - 1, -1, -1):
             total = np.maximum(cost[self._levels[s]], values[self._ends[s]])
-            values = self._least(s, total)
+            values = self._minima(s, total)
         return float(values.min())
 
     def smallest_sum(self, cost: Floats) -> tuple[int, ...] | None:
         """Earliest path with the least sum of `cost`, None if there is no path."""
         values = [np.zeros(self._widths[-1])]
         for s in range(len(self._ends) - 1, -1, -1):
-            values.append(self._least(s, cost[self._levels[s]] + values[-1][self._ends[s]]))
+            values.append(self._minima(s, cost[self._levels[s]] + values[-1][self._ends[s]]))
         values.reverse()
         state = int(values[0].argmin())
         if not np.isfinite(values[0][state]):
@@ -79,7 +79,7 @@ class Paths:
         entries: list[float] = table[list(way)].tolist()
         return entries
 
-    def _least(self, level: int, total: Floats) -> Floats:
+    def _minima(self, level: int, total: Floats) -> Floats:
         """[state] Least `total` of the steps that start there; inf where none does."""
         starts, first, _ = self._starts[level]
         values = np.full(self._widths[level], np.inf)

@@ -73,7 +73,7 @@ class Requirement(Part):
         )
 
     def tie(self, numbers: Sequence[int], stages: int) -> Tie | None:
-        """Return what a solver keeps; None if no split into so many stages can.
+        """Return what a solver keeps; None if no split into this number of stages can.
 
         `numbers` are those of the layers in the order of the chain.
         """

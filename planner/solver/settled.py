@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -34,13 +35,13 @@ class SettledSteps(Protocol):
     def costs(self) -> Costs:
         """[step] What they cost, exactly or at least; inf where a step is impossible."""
 
-    def least_costs(self) -> Costs | None:
+    def bounding_costs(self) -> Costs | None:
         """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
 
     def settle(self, way: tuple[int, ...]) -> bool:
         """Make exact what a way costs; False if everything was."""
 
-    def least_sync_s(self) -> Floats:
+    def shortest_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
 
     def limit_sync(self, limit_s: float) -> None:
@@ -62,29 +63,43 @@ class Evaluated(Protocol):
 Answer = TypeVar("Answer", bound=Evaluated)
 
 
+@dataclass(slots=True)
+class WaysLeft:
+    """How many more ways may be settled, and what ways take at least that were not."""
+
+    number: float = math.inf
+    open_s: float = math.inf
+
+
 def best_split(
-    steps: SettledSteps, assemble: Callable[[Way], Answer], *, cutoff_s: float
+    steps: SettledSteps,
+    assemble: Callable[[Way], Answer],
+    *,
+    cutoff_s: float,
+    left: WaysLeft | None = None,
 ) -> Answer | None:
     """Best split along a way, None if there is none below `cutoff_s`.
+
+    Where no more ways are `left` it is the best of those that were settled.
 
     Where sync depends on the options, a falling limit on that of every stage enters the steps, as
     the ceilings do in `descent.cheapest`.
     """
     if not steps.sync_depends:
-        found = settled_way(steps, cutoff_s=cutoff_s)
+        found = settled_way(steps, cutoff_s=cutoff_s, left=left)
         return None if found is None else assemble(found)
     possible = np.isfinite(steps.costs().stage_s)
-    least_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.least_sync_s(), np.inf))
+    most_sync_s = steps.ways.smallest_maximum(np.where(possible, steps.shortest_sync_s(), np.inf))
     best: Answer | None = None
-    while least_sync_s < math.inf:
-        found = settled_way(steps, cutoff_s=cutoff_s - least_sync_s)
+    while most_sync_s < math.inf:
+        found = settled_way(steps, cutoff_s=cutoff_s - most_sync_s, left=left)
         if found is None:
             break
         answer = assemble(found)
         if answer.objective_s < cutoff_s:
             best, cutoff_s = answer, answer.objective_s
         largest_s = max(answer.stage_sync_s)
-        if largest_s <= least_sync_s * (1 + ROUNDING):
+        if largest_s <= most_sync_s * (1 + ROUNDING):
             break
         steps.limit_sync(largest_s * (1 - ROUNDING))
     return best
@@ -95,24 +110,34 @@ def loose_s(steps: SettledSteps, *, cutoff_s: float) -> float:
 
     inf if there is none.
     """
-    costs = steps.least_costs()
+    costs = steps.bounding_costs()
     found = None if costs is None else cheapest(steps.ways, costs, cutoff_s=cutoff_s)
     if found is None:
         return math.inf
-    return found.value_s + (steps.least_sync_s().min() if steps.sync_depends else 0.0)
+    return found.value_s + (steps.shortest_sync_s().min() if steps.sync_depends else 0.0)
 
 
-def settled_way(steps: SettledSteps, *, cutoff_s: float) -> Way | None:
+def settled_way(
+    steps: SettledSteps, *, cutoff_s: float, left: WaysLeft | None = None
+) -> Way | None:
     """Cheapest way below the cutoff, with all of its steps exact."""
-    known_s = cutoff_s
+    known_s, left = cutoff_s, left or WaysLeft()
+    best: Way | None = None
     while True:
         found = cheapest(steps.ways, steps.costs(), cutoff_s=known_s)
+        if found is not None and left.number <= 0:
+            once_s = steps.shortest_sync_s().min() if steps.sync_depends else 0.0
+            left.open_s = min(left.open_s, found.value_s + once_s)
+            return best
         if found is None or not steps.settle(found.way):
             return found
+        left.number -= 1
         # What the way really takes bounds the search; a hair more, so that it is found again.
         costs = steps.costs()
         actual = priced(steps.ways, costs, found.way)
         if not math.isfinite(actual.value_s):
             continue  # a step's options do not fit, whatever the sums of their bytes say
+        if actual.value_s < known_s:
+            best = actual
         hair_s = SETTLED * (costs.steady * actual.largest_s + abs(actual.fill_s) + actual.once_s)
         known_s = min(known_s, math.nextafter(actual.value_s + hair_s, math.inf))

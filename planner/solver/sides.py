@@ -29,7 +29,7 @@ class HostMemory:
 class Tie:
     """Exactly one of four: `layers` on one stage (`together`), on some of `stages`, with `options`.
 
-    Or, without layers, `at_most` so many of them on each of `stages`, or of all if none is named.
+    Or, without layers, `at_most` of them on each of `stages`, or of all if none is named.
     """
 
     layers: tuple[int, ...] = ()

@@ -186,7 +186,7 @@ def _relaxed(
     )
 
 
-def least_s(
+def split_bound_s(
     problem: GraphInstance,
     *,
     frontiers: FrontierStore | None = None,

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _CHUNK = 256
-# Beyond so many partial choices, to compare them takes longer than to carry them on.
+# Beyond this number of partial choices, to compare them takes longer than to carry them on.
 _COMPARED = 2048
 _SLACK_GROWS = 2.0
 # Of the search for the best multiplier: points of a grid, how often it narrows, where it ends.

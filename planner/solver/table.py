@@ -137,9 +137,9 @@ class StageSecondsTable(ABC):
             once_s.append(self.sync_s)
         return Costs(stage_s, self.fill_s(), tuple(once_s), instance.steady)
 
-    def least_costs(self) -> Costs | None:
+    def bounding_costs(self) -> Costs | None:
         """[entry] Costs that are no more than exact ones; None if those of `costs` are exact."""
-        return least_costs(self, (self,))
+        return bounding_costs(self, (self,))
 
     def fill_s(self) -> Floats:
         """[entry] What an entry adds to the sum over stages, credits taken off."""
@@ -172,7 +172,7 @@ class StageSecondsTable(ABC):
             return None
         return self._rounded(self._over(per_kind, np.ones(len(self._knapsacks.time_scale))))
 
-    def least_sync_s(self) -> Floats:
+    def shortest_sync_s(self) -> Floats:
         """[entry] Least seconds of synchronisation."""
         return np.zeros(len(self.stage_s)) if self.sync_s is None else self.sync_s
 
@@ -306,7 +306,7 @@ class StageSecondsTable(ABC):
                 kinds,
                 partial(used_bytes.of, *place),
                 used_by_many=used_bytes.of_many and partial(used_bytes.of_many, *place),
-                least_used=used_bytes.least and partial(used_bytes.least, *place),
+                fewest_bytes=used_bytes.fewest and partial(used_bytes.fewest, *place),
                 sync_limit_s=self.sync_limit_s,
                 limit_s=limit_s,
             )
@@ -319,7 +319,7 @@ class _Priced(Protocol):
         """[step] What the objective counts."""
 
 
-def least_costs(steps: _Priced, tables: Sequence[StageSecondsTable]) -> Costs | None:
+def bounding_costs(steps: _Priced, tables: Sequence[StageSecondsTable]) -> Costs | None:
     """Return the costs of steps with no more than exact seconds in the tables behind them.
 
     None if all seconds there are exact.

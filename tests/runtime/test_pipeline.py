@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import runtime.pipeline
-from planner.schedules.schedule import in_flight, orders, rank_of_stage
+from benchmarks.closed_forms import in_flight
+from planner.schedules.schedule import orders, rank_of_stage
 from runtime.pipeline import GRADIENTS_ON_THE_WAY, Pipeline, StagePart
 from runtime.weight_gradients import WeightGradients, defer
 from tests.runtime.ranks import on_ranks

@@ -38,12 +38,12 @@ Indices = NDArray[np.intp]
 Booleans = NDArray[np.bool_]
 
 _FEW = 4
-"""Up to so many options, every level of transient bytes is told apart; else the least is charged
+"""Up to this number of options every level of transient bytes counts; else the least is charged
 to all."""
 _HALVINGS = 8
 _PRICES = 5
 _NEAR = 2.0
-"""A ceiling is looked for below so many times the least one first."""
+"""A ceiling is looked for below this multiple of the least one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,7 +120,7 @@ def hosted(options: Options, stages: Stages, layers: int, least_s: Floats) -> tu
 def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
     """[pipeline] Whether all layers fit in their minimum-memory options, the least transient."""
     at = stages.pipeline
-    lean = _held(options, stages, at).min(axis=0)
+    lean = _layer_bytes(options, stages, at).min(axis=0)
     least = np.maximum(options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes)
     most = _whole(_quotient(stages.free_bytes - least, lean), layers)
     most[stages.free_bytes < stages.beside_transient_bytes] = -np.inf
@@ -128,7 +128,7 @@ def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
     return fits
 
 
-def _held(options: Options, stages: Stages, at: Indices) -> Floats:
+def _layer_bytes(options: Options, stages: Stages, at: Indices) -> Floats:
     """[option, stage] Bytes of a layer, its transient ones aside."""
     stored = stages.in_flight * options.stored_bytes[:, at]
     kept = stages.waiting * options.kept_bytes[:, at]
@@ -156,11 +156,11 @@ class _Room:
         self._stages, self._layers = stages, layers
         at = stages.pipeline
         time_s, transient = options.time_s[:, at], options.transient_bytes[:, at]
-        held = _held(options, stages, at)
-        told = len(transient) <= _FEW and bool((transient != transient[:1]).any())
-        if not told:
+        held = _layer_bytes(options, stages, at)
+        by_level = len(transient) <= _FEW and bool((transient != transient[:1]).any())
+        if not by_level:
             transient = np.broadcast_to(transient.min(axis=0), transient.shape)
-        levels = transient if told else transient[:1]
+        levels = transient if by_level else transient[:1]
         allowed = transient <= levels[:, None]
         forbidden = np.where(allowed, 0.0, np.inf)
         left = stages.free_bytes - np.maximum(levels, stages.beside_transient_bytes)

@@ -73,7 +73,7 @@ class Paces(NamedTuple):
         """Return those of some problems."""
         return Paces(*(column[:, problems] for column in self))
 
-    def each(self, number: int) -> list[Paces]:
+    def one_by_one(self, number: int) -> list[Paces]:
         """Return the first paces one by one."""
         return [Paces(*(column[at : at + 1] for column in self)) for at in range(number)]
 
@@ -149,7 +149,7 @@ class Rooms:
         found._chain = chain
         return found
 
-    def least_s(
+    def bounds_s(
         self,
         units: Sequence[Unit],
         settings: Indices,
@@ -489,7 +489,7 @@ _HELD = ((False, False), (False, True), (True, False))
 """How ranks hold states: counted by rank, all forwards first (`least_resident`)."""
 
 
-def how_held(layout: Layout) -> int:
+def holding_of(layout: Layout) -> int:
     """Return the place in `_HELD` of a layout."""
     whole = counted_by_rank(layout)
     return _HELD.index((whole, layout.executed.forwards_first and not whole))
@@ -541,7 +541,7 @@ def _ranks_of(
         shares = shares_of(kinds, name, ranks, virtual) if virtual > 1 else None
         uneven = shares is not None and shares.relieved(homes[-1][-1])
         relieved.append(shares if uneven else None)
-        holding.append(how_held(layout))
+        holding.append(holding_of(layout))
     depths = np.array([timetable.virtual_stages for timetable in timetables])
     sent = np.array([each[0].sent.min() for each in loads]) * keeps_sent
     least = np.array([each[0].alive.min() for each in loads]), sent + 2.0 * depths * (ranks > 1)

@@ -27,6 +27,8 @@ TRIED_FOR_S = 2.0
 """Seconds of the integer program of one layout's hosts where any split that fits will do."""
 PROGRAMS, MOVES = 160, 40
 """Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
+WAYS, MOST_WAYS = 4_000, 1_000
+"""Ways through downsets that are worked out exactly for all layouts, and for one."""
 
 
 def effort_of(programs: int = PROGRAMS, moves: int = MOVES) -> GraphEffort:
@@ -37,6 +39,8 @@ def effort_of(programs: int = PROGRAMS, moves: int = MOVES) -> GraphEffort:
         most_ideals=MOST_IDEALS,
         most_pairs=MOST_PAIRS,
         most_steps=MOST_STEPS,
+        ways=WAYS,
+        most_ways=MOST_WAYS,
     )
 
 

@@ -29,6 +29,7 @@ from planner.search.certificate import (
     DOMINATED,
     MEMORY,
     OUT_OF_MEMORY,
+    UNFINISHED,
     UNKEPT,
 )
 from planner.search.goals import SplitSolution, judged
@@ -44,7 +45,7 @@ from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.memory_reach import why_no_split
-from planner.solver.solve import least_s, solve
+from planner.solver.solve import solve, split_bound_s
 
 Split = GraphSolution | Infeasible | Fathomed | Unfinished
 
@@ -111,11 +112,11 @@ class MixedSpace(GroupSpace):
 
     def memory_s(self, layout: Layout) -> float:
         """Least seconds of a step with what stages can hold; inf if the layout does not fit."""
-        return self.least_split_s(self.instance(layout)) + self._step_s(layout)
+        return self.split_bound_s(self.instance(layout)) + self._step_s(layout)
 
-    def least_split_s(self, problem: GraphInstance) -> float:
+    def split_bound_s(self, problem: GraphInstance) -> float:
         """Least seconds of a split within memory; inf if none fits."""
-        return least_s(problem, frontiers=self.frontiers, effort=self.effort)
+        return split_bound_s(problem, frontiers=self.frontiers, effort=self.effort)
 
     def _step_s(self, layout: Layout) -> float:
         """Seconds once per step that no split of a layout changes."""
@@ -136,6 +137,8 @@ class MixedSpace(GroupSpace):
     def solve(self, layout: Layout, cutoff_s: float) -> SplitSolution[GraphSolution] | Lost:
         """Return the best order of groups, cuts and options of a layout."""
         step_s, problem = self._step_s(layout), self.instance(layout)
+        if self.effort.ways <= 0 and cutoff_s < math.inf:
+            return Lost(UNFINISHED, bound_s=self.candidates.communication_s(layout))
         answer = self.best_split(problem, cutoff_s - step_s)
         answer = self._in_rows(layout, problem, answer, cutoff_s - step_s)
         if isinstance(answer, Infeasible) and self.pins.require:

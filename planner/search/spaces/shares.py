@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from planner.costs.hosts import host_room_bytes
 from planner.costs.predict import predict
@@ -99,7 +99,7 @@ class ShareSpace(GroupSpace):
     def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
         for layout in filter(self.pins.allow, self._every_layout()):
-            yield 0.0, Bundle(layout, 1, partial(iter, (layout,)))
+            yield 0.0, Bundle((layout,))
 
     def _every_layout(self) -> Iterator[Layout]:
         """`micro_batches` is the mean share, rounded up."""
@@ -138,14 +138,10 @@ class ShareSpace(GroupSpace):
                     )
                     for saving, overlap, blocks_are, loss in every:
                         if overlap == "none" or blocks_are == "block":
-                            yield replace(
-                                plain,
-                                offload=saving.offload,
-                                gradient_wire=saving.wire,
-                                tensor_overlap=overlap,
-                                compile=blocks_are,
-                                loss=loss,
+                            one = replace(
+                                plain, tensor_overlap=overlap, compile=blocks_are, loss=loss
                             )
+                            yield saving.on(one)
 
     def _unsaved(self, layout: Layout) -> str | None:
         """Return why a layout cannot save what it does, or None if it can."""
@@ -207,11 +203,11 @@ class ShareSpace(GroupSpace):
         total_s, shares, split = best
         step_s = max(costs.step_s for costs in self.costs.costs(layout).values())
         rank_s = [least_s[group] for group in ranks]
-        least_sync_s = max(
+        shortest_sync_s = max(
             sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
             for chain in chains.values()
         )
-        bound_s = min(total_s, _end_s(self._shares(layout, rank_s), rank_s) + least_sync_s)
+        bound_s = min(total_s, _end_s(self._shares(layout, rank_s), rank_s) + shortest_sync_s)
         split = replace(split, objective_s=total_s, lower_bound_s=bound_s)
         return SplitSolution(
             total_s + step_s,

@@ -58,7 +58,7 @@ class BySimulation(Layouts):
     tried: Tried
 
     def may(self, level: int) -> bool:
-        """Whether an entry of a level may get another bound: so many layouts are solved."""
+        """Whether an entry of a level may get another bound: `Effort.solved` layouts are solved."""
         settled = self.groups + len(self.bounds) - 1
         if level == settled - 1:
             return self.tried.left(SOLVED, self.tried.effort.solved)

@@ -29,6 +29,7 @@ from planner.search.family_bounds import Bounded
 from planner.search.goals import Simulated, timetable
 from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
+from planner.search.savings import Saving
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
 from planner.search.space import LayoutFamily, canonical, kind, timetables
@@ -153,7 +154,7 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, least_s)
 
     def _cut_s(self, layout: Layout) -> float | Lost:
-        """Return the least of a layout's cuts by paths; 0 if that cannot be told."""
+        """Return the least of a layout's cuts by paths; 0 if that is not known."""
         if self._covered(layout):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
@@ -187,7 +188,7 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, most_s)
 
     def _program_s(self, layout: Layout) -> float:
-        """Return the least of a layout by its program; 0 if that cannot be told."""
+        """Return the least of a layout by its program; 0 if that is not known."""
         known_s = self._polished.pop(layout, None)
         return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
 
@@ -207,7 +208,7 @@ class SimulatedChain(Families):
         )
 
     def _choices(self, layout: Layout) -> Choices | None:
-        """Return what the ranks of a layout may hold, if that can be told."""
+        """Return what the ranks of a layout may hold, if that is known."""
         if layout not in self._known_choices:
             self._known_choices[layout] = of_chain(
                 self.closed_form.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways
@@ -333,4 +334,4 @@ def _shape(layout: Layout) -> tuple[object, ...]:
     """What layouts have in common whose costs can be compared."""
     degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
     chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
-    return *degrees, *chosen, layout.offload, layout.gradient_wire, layout.compile
+    return *degrees, *chosen, Saving.of(layout), layout.compile

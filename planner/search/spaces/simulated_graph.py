@@ -38,7 +38,6 @@ from planner.search.simulated_groups import fill_of
 from planner.search.simulated_program import (
     Column,
     Columns,
-    GraphPlaces,
     Links,
     Places,
     no_slower,
@@ -67,13 +66,13 @@ class GraphColumns(Columns):
         if self._sure(kinds, fastest) and self._fits(rank, (first, end), fastest):
             return [self._column(rank, first, end, fastest)]
         if self._too_many(kinds):
-            return self._least(rank, first, end, kinds)
+            return self._quickest(rank, first, end, kinds)
         return super()._new(rank, first, end, kinds)
 
-    def _least(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
+    def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
         if self._too_many(kinds):
             return [self._column(rank, first, end, self._fastest(kinds))]
-        return super()._least(rank, first, end, kinds)
+        return super()._quickest(rank, first, end, kinds)
 
     def _sure(self, kinds: tuple[int, ...], options: tuple[int, ...]) -> bool:
         """Whether each layer's option is the fastest in every part of its seconds."""
@@ -104,12 +103,12 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         places, readers = self._places, problem.readers()
         assert places is not None
         return [
-            [places.every.crossing(readers, np.array(output_s)) for output_s in row]
+            [places.downsets.crossing(readers, np.array(output_s)) for output_s in row]
             for row in problem.output_s
         ]
 
     @cached_property
-    def _places(self) -> GraphPlaces | None:
+    def _places(self) -> Places | None:
         return places_of(self.ordered)
 
     def read(
@@ -139,7 +138,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
         return replace(problem, output_s=output_s)
 
 
-def places_of(model: ModelGraph) -> GraphPlaces | None:
+def places_of(model: ModelGraph) -> Places | None:
     """Return where a graph of layers one by one can be cut, if its places are few."""
     every = ideals(readers_of(model), most=MOST_PLACES, colocated=colocated(model))
-    return None if every is None else GraphPlaces(every)
+    return None if every is None else Places(every)

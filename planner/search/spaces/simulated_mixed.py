@@ -55,6 +55,7 @@ from planner.search.spaces.simulated import (
 from planner.search.stage_rows import within
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, broken, priced
+from planner.solver.prefixes import Prefixes
 
 MOST_MOVES = 120
 """Splits near the best of a layout that are simulated."""
@@ -101,7 +102,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
             return 0.0
         if self.candidates.dominator(layout) is not None:
             return Lost(DOMINATED)
-        return max(map(self.least_split_s, self.problems(layout))) + self.step_s(layout)
+        return max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
@@ -199,7 +200,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     """What finds what ranks may hold on one group."""
 
     def columns(self, layout: Layout, limit_s: float) -> list[Columns] | None:
-        """Return what finds columns on every group; None where ranks cannot be told by themselves.
+        """Return what finds columns on every group; None where ranks are not known by themselves.
 
         They are for plans below a limit.
         """
@@ -225,7 +226,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def places(self, layout: Layout) -> Places | None:
         """Return where the layers can be cut; None where downsets are many."""
-        return Places(len(self.closed_form.instance(layout).chain.layers))
+        return Places(Prefixes(len(self.closed_form.instance(layout).chain.layers)))
 
     def links(self, layout: Layout) -> Links:
         """[group before][group after][place] Seconds of a transfer; inf where they never meet.
@@ -260,7 +261,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
         return closed(self.closed_form, layout, order, ends, options)
 
     def may_program(self, columns: int) -> bool:
-        """Whether the program of another layout, with so many columns, may be tried."""
+        """Whether the program of another layout, with this number of `columns`, may be tried."""
         most = self.tried.effort.programs
         return (columns <= FEW_COLUMNS or most > 1) and self.tried.may(PROGRAMS, most)
 
@@ -351,7 +352,7 @@ class _LayoutSearch:
         )
 
     def improve(self, each: Sequence[Columns], most: int) -> None:
-        """Let single entries move while the best split simulates faster, for so many trials.
+        """Let single entries move while the best split simulates faster, for `most` trials.
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """

@@ -98,7 +98,7 @@ def simulated_spaces(
 def look_near(every: Sequence[Any], goal: Simulated) -> None:
     """Simulate what is like the best plan: other schedules and micro-batches.
 
-    Layouts are told by the least seconds of cuts, which are cheap; the least of them are solved,
+    Layouts are judged by the least seconds of cuts, which are cheap; the least of them are solved,
     first those with the fewest stages a rank, then the fastest's schedule with others: what many
     stages of unequal ranks wait for each other is not seen in what ranks take by themselves.  Of
     the fastest the program chooses stages and recomputation.

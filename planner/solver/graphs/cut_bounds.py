@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 _NODES = 30  # of the search tree of one program
 _CEILINGS = 8
-_CLOSE = 1e-4  # ceilings this close, as a share, are not told apart
+_CLOSE = 1e-4  # ceilings this close, as a share, are not distinguished
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class _CutPlaces:
 class CutBounds:
     """Bounds for the splits of a graph whose outputs are relayed.
 
-    `fluid` is that of its layers, its cuts for nothing.  No program is begun after so many
-    `programs`, or after so many `iterations` of the simplex method in them.
+    `fluid` is that of its layers, its cuts for nothing.  No program is begun after this
+    number of `programs`, or of `iterations` of the simplex method in them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CutBounds:
         self._row, self._prices, self._total = 0, fluid.prices[0], 0.0
         self._readers = problem.readers()
 
-    def least_s(self, below_s: float, typical_s: float) -> float:
+    def bound_s(self, below_s: float, typical_s: float) -> float:
         """Seconds below which no split stays, at most `below_s`, which ends the search.
 
         `typical_s` is what a cut costs about: by it the price is chosen of which stages have least
@@ -154,7 +154,7 @@ class CutBounds:
         ceilings_s = np.linspace(least_s, highest_s, _CEILINGS + 1)
         found_s = below_s
         for above_s, under_s in pairwise(ceilings_s):
-            cuts_s = self._least_cuts_s(places, float(under_s))
+            cuts_s = self._cheapest_cuts_s(places, float(under_s))
             value_s = self._steady * above_s + fluid.fill_s + fluid.sync_s
             found_s = min(found_s, float(value_s + 2 * self._fill * cuts_s))
         return found_s, way
@@ -190,7 +190,7 @@ class CutBounds:
             way.append(at - 1)
         return way[::-1]
 
-    def _least_cuts_s(self, places: _CutPlaces, ceiling_s: float) -> float:
+    def _cheapest_cuts_s(self, places: _CutPlaces, ceiling_s: float) -> float:
         """Least sum of the cuts of ways under a ceiling; inf if there is none."""
         sums_s = np.full(len(places.low), np.inf)
         sums_s[0] = 0.0

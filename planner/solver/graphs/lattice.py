@@ -41,7 +41,7 @@ from planner.solver.graphs.sent import Sent
 from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.knapsack import Knapsacks
-from planner.solver.settled import best_split, loose_s
+from planner.solver.settled import WaysLeft, best_split, loose_s
 from planner.solver.step_bounds import StepBounds
 from planner.solver.table import Known
 
@@ -64,7 +64,7 @@ class GraphEffort:
     """What is left for graphs that have too many downsets; solving takes of it.
 
     `programs` are integer programs of one cut each, `iterations` those of the simplex method that
-    they take, and `most_programs` and `most_iterations` so many of them for one problem; `moves`
+    they take, and `most_programs` and `most_iterations` those for one problem; `moves`
     are of all cuts of a split at once.  `visited` counts parts of choices of options that were
     looked at where bytes are no sums (`planner.solver.checked` ends at its own number of them).
     """
@@ -79,6 +79,9 @@ class GraphEffort:
     """Downsets of a graph that are listed."""
     most_pairs: int = 100_000_000
     """Pairs of them that are compared at once."""
+    ways: float = math.inf
+    most_ways: float = math.inf
+    """Ways through them whose stages are worked out exactly, of all problems and of one."""
     most_steps: int = 2_000_000
     """On several types of devices: pairs of downsets, for every position and type."""
 
@@ -102,7 +105,11 @@ def split_alike(
     else:
         rival = _along_orders(problem, cutoff_s, store) if len(every) > _LARGE else None
         lattice = Lattice(problem, every, store)
-        best, bound_s = lattice.search(rival, effort.most_pairs, cutoff_s)
+        left = WaysLeft(min(effort.ways, effort.most_ways))
+        first = left.number
+        best, bound_s = lattice.search(rival, effort.most_pairs, cutoff_s, left)
+        if first < math.inf:
+            effort.ways -= first - left.number
     if bound_s < (cutoff_s if best is None else best.objective_s):
         best, bound_s = _closer(problem, best, bound_s, cutoff_s, store, effort)
     return best, bound_s
@@ -120,9 +127,9 @@ class Lattice:
         settled: int | None = None,
         visited: int = 0,
     ) -> None:
-        """With `settled` so many ways are looked at exactly, and the best of those is taken.
+        """With `settled` this number of ways is looked at exactly, and the best of those is taken.
 
-        So many parts of choices were `visited` before.
+        `visited` parts of choices were looked at before.
         """
         self._settled = settled
         self._problem = problem
@@ -148,7 +155,11 @@ class Lattice:
         return self._knapsacks.visited
 
     def search(
-        self, rival: GraphSolution | None, most_pairs: int, cutoff_s: float = math.inf
+        self,
+        rival: GraphSolution | None,
+        most_pairs: int,
+        cutoff_s: float = math.inf,
+        left: WaysLeft | None = None,
     ) -> tuple[GraphSolution | None, float]:
         """Return the best split below the cutoff, or else `rival`, and a bound of all splits.
 
@@ -181,11 +192,13 @@ class Lattice:
                 proven_s = target_s
                 rise_s = max(rise_s, _RISE_ON * (proven_s - least_s))
                 continue
-            found = best_split(table, partial(self._assembled, table), cutoff_s=target_s)
+            left = left or WaysLeft()
+            assemble = partial(self._assembled, table)
+            found = best_split(table, assemble, cutoff_s=target_s, left=left)
             known_s = target_s if found is None else found.objective_s
-            least_open_s = loose_s(table, cutoff_s=known_s)
+            least_open_s = min(loose_s(table, cutoff_s=known_s), left.open_s)
             if least_open_s < known_s:
-                return found or rival, least_open_s
+                return found or rival, max(proven_s, least_open_s)
             if found is not None:
                 return found, found.objective_s
             if target_s == most_s:
@@ -320,7 +333,7 @@ def _cut_bound_s(
     effort: GraphEffort,
     programs: int,
 ) -> float:
-    """Bound all splits by what cuts cost at least wherever they are, by so many programs."""
+    """Bound all splits by what cuts cost at least wherever they are, by a number of programs."""
     cuts_s = [0.0]
     if best is not None:
         along = problem.along(best.order).cut_s
@@ -334,7 +347,7 @@ def _cut_bound_s(
         programs=programs,
         iterations=min(effort.iterations, effort.most_iterations),
     )
-    least_s = bounds.least_s(below_s, sum(cuts_s) / len(cuts_s))
+    least_s = bounds.bound_s(below_s, sum(cuts_s) / len(cuts_s))
     effort.programs -= bounds.programs_run
     effort.iterations -= bounds.iterations_run
     return least_s

@@ -83,7 +83,7 @@ class Reach:
         self._seconds: list[Floats] = [own + meets_s[smaller] + meets_s[larger] for own in each]
 
     @property
-    def least_s(self) -> float:
+    def lowest_ceiling_s(self) -> float:
         """Ceiling below which the stages do not get to the end; inf if none does."""
         return float(self._from_start[self._full][-1])
 

@@ -30,7 +30,7 @@ class Replica:
             raise ValueError(f"steady_s is {self.steady_s}; use a finite number > 0")
 
     def end_s(self, microbatches: int) -> float:
-        """Seconds until so many micro-batches are done; 0 for none."""
+        """Seconds until this number of micro-batches is done; 0 for none."""
         return self.fill_s + (microbatches - 1) * self.steady_s if microbatches else 0.0
 
     def done(self, seconds: float) -> int:

@@ -77,7 +77,7 @@ class Search:
         # What a split takes besides its slowest stage.
         self._rest_s = self._fastest.weighed_s(chain.fill) + chain.fill * besides_s + self._sync_s
         self.whole_s = self._longest_stage_s()
-        self.least_s = self._reach.least_s
+        self.least_s = self._reach.lowest_ceiling_s
         self.bound_s = math.inf  # not 0 · inf, with one micro-batch
         if self.least_s < math.inf:
             self.bound_s = chain.steady * (1 - SLACK) * self.least_s + self._rest_s

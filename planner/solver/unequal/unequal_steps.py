@@ -20,7 +20,7 @@ from planner.solver.graphs.step_table import StepTable
 from planner.solver.paths import Paths
 from planner.solver.prefixes import Runs
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, least_costs
+from planner.solver.table import Known, bounding_costs
 from planner.solver.unequal.reach import Counts, Spans, changed
 
 Floats = NDArray[np.float64]
@@ -61,11 +61,11 @@ class UnequalSteps:
         self._link(spans.runs)
         self.sync_depends = any(table.sync_depends for table in self.tables)
         self.sync_limit_s = np.inf
-        self._sync_s = self._of_steps([table.least_sync_s() for table in self.tables])
+        self._sync_s = self._of_steps([table.shortest_sync_s() for table in self.tables])
 
-    def least_costs(self) -> Costs | None:
+    def bounding_costs(self) -> Costs | None:
         """[step] Costs that are no more than exact ones; None if those of `costs` are exact."""
-        return least_costs(self, self.tables)
+        return bounding_costs(self, self.tables)
 
     def costs(self) -> Costs:
         """[step] What the objective counts."""
@@ -83,7 +83,7 @@ class UnequalSteps:
         fill_s = fill_s + instance.fill * self._cut_s
         return Costs(stage_s, fill_s, tuple(once_s), instance.steady)
 
-    def least_sync_s(self) -> Floats:
+    def shortest_sync_s(self) -> Floats:
         """[step] Least seconds of synchronisation."""
         return self._sync_s
 

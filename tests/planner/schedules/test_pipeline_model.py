@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from benchmarks.closed_forms import closed_form, in_flight, uniform_step_s
 from planner.errors import DocumentError
-from planner.schedules.pipeline_model import closed_form, uniform_step_s
-from planner.schedules.schedule import in_flight, orders, rank_of_stage
+from planner.schedules.schedule import orders, rank_of_stage
 from planner.schedules.simulate import Timeline, timeline
 
 SHAPES = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.closed_forms import closed_form, in_flight, peak_alive
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
 from planner.costs.predict import placement_prediction, placements_of
@@ -20,10 +21,10 @@ from planner.requests.pins import Pins, read_pins
 from planner.requests.request import Request
 from planner.schedules import SCHEDULES, Schedule, Shape
 from planner.schedules.actions import Action, Order
-from planner.schedules.pipeline_model import closed_form, held, most_on_first_stage
+from planner.schedules.pipeline_model import held, most_on_first_stage
 from planner.schedules.record import DRAINED, SPLIT
-from planner.schedules.schedule import in_flight, obstacle, orders
-from planner.schedules.simulate import peak_alive, timeline
+from planner.schedules.schedule import obstacle, orders
+from planner.schedules.simulate import timeline
 from planner.search.formulation import instance_of, plan_of
 from planner.search.search import Answer, search
 from planner.solver.inner import solve

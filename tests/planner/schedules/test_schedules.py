@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.closed_forms import in_flight, weight_versions
 from planner.errors import DocumentError
 from planner.schedules.schedule import (
     SCHEDULES,
     Action,
-    in_flight,
     most_in_flight,
     obstacle,
     orders,
     rank_of_stage,
     splits_backward,
-    weight_versions,
 )
 from planner.schedules.simulate import timeline
 

@@ -73,8 +73,7 @@ class Known(Layouts):
         while left:
             some = [left.pop() for _ in range(min(len(left), self._rng.randint(1, 3)))]
             least_s = min(self._bound_s(0, one) for one in some)
-            first = min(some, key=complexity)
-            yield min(least_s, 1e9), Bundle(first, len(some), partial(iter, some))
+            yield min(least_s, 1e9), Bundle(tuple(sorted(some, key=complexity)))
 
     def refusal(self, _: Layout) -> None:
         return None

@@ -124,7 +124,7 @@ def test_the_ends_of_the_model_may_have_stages_of_their_own(
 ) -> None:
     shares = shares_of(("e", *"b" * blocks, "h"), name, ranks, virtual)
     assert shares is not None
-    cuts = list(itertools.accumulate(shares.least_entries, initial=0))
+    cuts = list(itertools.accumulate(shares.fewest_entries, initial=0))
     assert cuts[-1] == len(shares.entries)
 
     stages = shares.placed(cuts, [[0] * len(entry) for entry in shares.entries], [0])

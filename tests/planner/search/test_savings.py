@@ -141,8 +141,8 @@ def test_what_loses_something_must_be_allowed() -> None:
     free = savings(cluster, host, lambda _: True)
     allowed = savings(cluster, lossy, lambda _: True)
     assert [saving.offload for saving in free] == ["none", "optimizer", "parameters"]
-    assert {saving.wire for saving in free} == {"full"}
-    assert {saving.wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
+    assert {saving.gradient_wire for saving in free} == {"full"}
+    assert {saving.gradient_wire for saving in allowed} == {"full", "bf16", "fp16", "powersgd"}
     assert activations(cluster, Pins()) == ("keep",)
     assert activations(cluster, host) == ("keep", "offload")
     assert activations(cluster, lossy) == ("keep", "compress")

@@ -34,7 +34,7 @@ def vectors(shares: Shares) -> Iterator[tuple[int, ...]]:
     count, ranks = len(shares.entries), shares.ranks
     for cuts in itertools.combinations(range(1, count), ranks - 1):
         numbers = tuple(b - a for a, b in itertools.pairwise((0, *cuts, count)))
-        if all(n >= least for n, least in zip(numbers, shares.least_entries, strict=True)):
+        if all(n >= least for n, least in zip(numbers, shares.fewest_entries, strict=True)):
             yield numbers
 
 

@@ -346,7 +346,7 @@ def more_bytes(of: Instance, seed: int, *, by_place: bool) -> UsedBytes:
         rng = random.Random(f"{seed} {stage} {place} {list(options)}")
         room = of.stages[stage]
         chosen = [of.kinds[of.layers[at]][o] for at, o in zip(held, options, strict=True)]
-        sums = room.fixed_bytes + sum(room.held_bytes(o) for o in chosen)
+        sums = room.fixed_bytes + sum(room.summed_bytes(o) for o in chosen)
         sums += max(o.transient_bytes for o in chosen)
         return sums + rng.choice((0.0, 0.0, 1.0, 5.0, rng.uniform(0, 25)))
 

@@ -17,7 +17,7 @@ import pytest
 from planner.solver import inner
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, fits
-from planner.solver.solve import least_s, solve
+from planner.solver.solve import solve, split_bound_s
 from tests.conftest import kept_of
 from tests.planner.solver import small_graphs, small_instances
 from tests.planner.solver.small_graphs import (
@@ -48,7 +48,7 @@ def agrees_with_enumeration(problem: Problem) -> bool:
     else:
         best_s = small_graphs.least_objective_s(problem)
         if len(problem.types) > 1:  # whose stages differ by type alone
-            assert least_s(problem) <= best_s * (1 + 1e-9) + 1e-9
+            assert split_bound_s(problem) <= best_s * (1 + 1e-9) + 1e-9
     answer = solved(problem)
     if best_s == math.inf:
         assert isinstance(answer, Infeasible)

@@ -12,7 +12,7 @@ from planner.documents.profile import Recompute
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.candidates import Candidates
-from planner.search.joint.rooms import LayersTogether, how_held
+from planner.search.joint.rooms import LayersTogether, holding_of
 
 CASES = [
     ("llama-3.2-1b", "2x8xa100-sxm-40gb", Job(seq_len=2048, global_batch=16), ("keep",)),
@@ -42,7 +42,7 @@ def test_what_layers_hold_together_is_what_each_layout_says(
     layouts = list(Candidates(Request(model, machine, job)).layouts())
     some = layouts[:: max(1, len(layouts) // 150)]
     figures = tables.figures_together(some)
-    held, every = np.array([how_held(layout) for layout in some]), np.arange(len(some))
+    held, every = np.array([holding_of(layout) for layout in some]), np.arange(len(some))
     layers = LayersTogether(tables, figures, [some], every[:, None], recompute)
 
     for kind in figures:
@@ -109,7 +109,7 @@ def test_a_group_of_both_losses_has_the_choices_of_either_for_the_head_alone() -
     count = len(both)
     settings = np.stack([np.arange(count), np.arange(count) + count], axis=1)
     figures = tables.figures_together([layout for layouts in each for layout in layouts])
-    held, every = np.array([how_held(layout) for layout in each[0]]), np.arange(count)
+    held, every = np.array([holding_of(layout) for layout in each[0]]), np.arange(count)
 
     together = LayersTogether(tables, figures, each, settings, None)
 

@@ -6,20 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from planner.documents.plan import Layout
-from planner.search.queue import SolvedLayout
+from planner.search.queue import Layouts
 
 
-def layouts_of(space: SolvedLayout) -> list[Layout]:
+def layouts_of(space: Layouts) -> list[Layout]:
     """Return every layout of a space that can run."""
     every = (layout for _, group in space.bundles(Counter()) for layout in group.layouts())
     return [layout for layout in every if space.refusal(layout) is None]
 
 
-def bounded(space: SolvedLayout) -> Iterator[tuple[Layout, float]]:
+def bounded(space: Layouts) -> Iterator[tuple[Layout, float]]:
     """Yield every layout of bundles that can run, with what bounds its bundle."""
     for bound_s, bundle in space.bundles(Counter()):
-        dearer = getattr(bundle, "better_s", None)
-        better_s = bound_s if dearer is None else dearer()
         for layout in bundle.layouts():
             if space.refusal(layout) is None:
-                yield layout, max(bound_s, better_s)
+                yield layout, bound_s

@@ -45,8 +45,8 @@ def peak_bytes(costs: LayoutCosts, dynamic_bytes: float) -> float:
 def sums(instance: Instance, stage: int, held: Sequence[int], options: Sequence[int]) -> float:
     room = instance.stages[stage]
     chosen = [instance.options_of(at)[o] for at, o in zip(held, options, strict=True)]
-    held_bytes = sum(room.held_bytes(o) for o in chosen)
-    return room.fixed_bytes + held_bytes + max(o.transient_bytes for o in chosen)
+    summed_bytes = sum(room.summed_bytes(o) for o in chosen)
+    return room.fixed_bytes + summed_bytes + max(o.transient_bytes for o in chosen)
 
 
 def cut_at_random(rng: random.Random, layers: int, stages: int) -> list[int]:

@@ -39,10 +39,10 @@ def test_no_split_is_faster_than_its_cuts_allow(start: int) -> None:
             continue
         rng = random.Random(seed)
 
-        plain_s = bounds_of(problem, programs=0).least_s(math.inf, 0.0)
+        plain_s = bounds_of(problem, programs=0).bound_s(math.inf, 0.0)
         few = rng.randint(1, 12)
-        few_s = bounds_of(problem, programs=few).least_s(best_s + 1.0, rng.uniform(0, 3))
-        least_s = bounds_of(problem, programs=20).least_s(best_s + 1.0, rng.uniform(0, 3))
+        few_s = bounds_of(problem, programs=few).bound_s(best_s + 1.0, rng.uniform(0, 3))
+        least_s = bounds_of(problem, programs=20).bound_s(best_s + 1.0, rng.uniform(0, 3))
 
         assert least_s <= best_s * (1 + 1e-9) + 1e-9, seed
         assert max(plain_s, few_s) <= best_s * (1 + 1e-9) + 1e-9, seed
@@ -122,7 +122,7 @@ def test_programs_end_with_the_iterations_they_may_take() -> None:
     problem = wide(80, 1)
     limited, free = (bounds_of(problem, 20, iterations) for iterations in (500, 10**6))
 
-    limited_s, free_s = (bounds.least_s(1e9, 1.0) for bounds in (limited, free))
+    limited_s, free_s = (bounds.bound_s(1e9, 1.0) for bounds in (limited, free))
 
     # The last program begun may go over, no other is begun.
     assert 500 <= limited.iterations_run < free.iterations_run

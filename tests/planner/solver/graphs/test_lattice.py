@@ -47,7 +47,12 @@ def test_a_relay_costs_what_no_straight_way_does() -> None:
             assert straight.objective_s <= relayed.objective_s * (1 + 1e-9) + 1e-9
 
 
-TOO_FEW: list[dict[str, int]] = [{"most_ideals": 1}, {"most_pairs": 12}]
+TOO_FEW: list[dict[str, int]] = [
+    {"most_ideals": 1},
+    {"most_pairs": 12},
+    {"ways": 0},
+    {"ways": 2, "most_ways": 1},
+]
 
 
 @pytest.mark.spread(10)
