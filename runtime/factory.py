@@ -47,7 +47,7 @@ from runtime.script_stage import refuse_shared_memory
 from runtime.script_start import built
 from runtime.token_loss import token_loss
 from runtime.token_model import TokenModel, recording_of, samples, tried_samples
-from runtime.user_code import UserFiles
+from runtime.user_code import UserFiles, in_users_file
 
 TOKENS = "tokens"
 """What a module that reads the model's input names; no module has this name."""
@@ -181,7 +181,7 @@ def _loss_of(file: ModuleType) -> Callable[[Any, tuple[Tensor, ...]], Any]:
 
 def _load(files: UserFiles) -> ModuleType:
     """Import a user's file."""
-    module: ModuleType = _theirs(files.source, files.load)
+    module: ModuleType = in_users_file(files.source, files.load)
     return module
 
 
@@ -191,7 +191,7 @@ def _made(file: ModuleType, source: str) -> nn.Module:
     factory = getattr(file, name, None)
     if not callable(factory):
         raise DocumentError("", f"has no function '{name}'", file=source)
-    returned = _theirs(source, factory)
+    returned = in_users_file(source, factory)
     if isinstance(returned, dict):
         made: nn.Module = _branches(returned, name, source)
     elif isinstance(returned, nn.Sequential | nn.ModuleList | list | tuple):
@@ -252,13 +252,3 @@ def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGrap
     if list(reads)[-1] != ends[0]:
         raise refused(f"'{ends[0]}', which nobody reads, must stand last")
     return ModuleGraph(modules, reads, branches=True)
-
-
-def _theirs(source: str, call: Callable[[], Any]) -> Any:
-    """Run a user's code; what goes wrong there is reported as theirs."""
-    try:
-        return call()
-    except DocumentError:
-        raise
-    except Exception as error:
-        raise DocumentError("", f"raised {type(error).__name__}: {error}", file=source) from error

@@ -124,7 +124,7 @@ class OwnModel:
         self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
-        self._loss = loss
+        self.loss = loss
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
@@ -182,7 +182,7 @@ class OwnModel:
                 device=self._device,
                 styles=self._styles,
                 participation=self.participation,
-                loss=self._loss if isinstance(self._loss, token_loss) else None,
+                loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
             )
             for stage, own in zip(

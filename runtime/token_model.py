@@ -106,7 +106,6 @@ class TokenModel(OwnModel):
             self.example += (torch.arange(plan.seq_len).expand_as(tokens),)
         if documents:
             self.example += (torch.zeros_like(tokens),)
-        self.loss = loss
         super().__init__(
             lambda: module,
             plan,

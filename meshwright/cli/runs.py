@@ -95,6 +95,7 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Restart at most N times if a rank fails")
     ] = 0,
+    profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
 ) -> None:
@@ -112,6 +113,7 @@ def run(
         arguments or (),
         output=output,
         restarts=restarts,
+        profile=profile,
         where=where,
         dry_run=dry_run,
     )
