@@ -21,7 +21,7 @@ from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place, place_of
-from runtime.named_attention import SeenKeys, check_positions, divided, seeing
+from runtime.named_attention import SeenKeys, check_divisible, divided, seeing
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
@@ -143,22 +143,13 @@ class OwnModel:
             for path, one in found.items():
                 experts.check(one, path, degree)
         if plan.loss is not None:
-            check_chunks(plan, module, recorder, few, loss)
+            check_chunks(plan.loss, module, recorder, few, loss)
         if not self._sees_less(plan):
             return
         why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
-        norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         if self.sums or isinstance(loss, whole_batch):
             raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
-        if any(isinstance(part, norms) for part in module.modules()):
-            raise LaunchError(f"{why}, and BatchNorm has statistics of all positions; use 1")
-        drawing = next((node.name for node in recorder.first.nodes if node.draws), None)
-        if drawing is not None:
-            raise LaunchError(
-                f"{why}, and {drawing} draws random numbers, which are those of whole samples; "
-                "leave dropout out, or use 1"
-            )
-        check_positions(module, recorder, few, loss, why)
+        check_divisible(module, recorder, few, loss, why)
 
     def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """Return what attention sees while a node of a micro-batch is called."""

@@ -164,10 +164,10 @@ class HeldStates:
             if layout.expert > 1:
                 sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
                 apart = Apart(parameters=routed, sharing=sharing)
-            assert a is not None and a.experts is not None
+            hidden = a.hidden_size if a is not None else layer.experts and layer.experts.hidden
             # Ranks that experts do not fill divide every expert's hidden dim.
-            pieces = max(1, a.experts.count // layout.expert)
-            pieces = 0 if a.hidden_size % sharing.shard == 0 else pieces
+            pieces = max(1, self._model.expert_count // layout.expert)
+            pieces = 0 if hidden and hidden % sharing.shard == 0 else pieces
             states += (
                 flat_units.states(routed, sharing)
                 if self._flat(sharing)
