@@ -38,6 +38,7 @@ from runtime.gradients import Slot
 from runtime.language_model import adapter_of
 from runtime.loss import counted
 from runtime.mesh import Place
+from runtime.named_attention import divided
 from runtime.optimizer import adamw, slots_of
 from runtime.own_model import OwnModel
 from runtime.own_script import OwnScript
@@ -192,6 +193,7 @@ class Chain:
             self.every[name] = part = RecordedStage(
                 recorded.module, recorded.recorder, at, at + 1
             ).train()
+            part.around = recorded.around(plan)
             taken[kinds[name]] = taken.get(kinds[name], 0) + 1
             passes = [*map(_alike, part.received(recording))]
             alike = bool(at) and passes == [*map(_alike, part.sent(recording))]
@@ -274,7 +276,7 @@ class Chain:
         assert isinstance(part, RecordedStage) and self._recorded is not None
         at = [layer.name for layer in self._recorded.recorder.first.layers].index(name)
         made = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
-        made.micro_batches, made.loss = part.micro_batches, part.loss
+        made.micro_batches, made.loss, made.around = part.micro_batches, part.loss, part.around
         for path, unit in part.units.items():
             if is_block(unit):
                 own = recomputing.wrapped(_OwnForward(unit), recompute)
@@ -296,7 +298,8 @@ class Chain:
             if isinstance(part, RecordedStage):  # it replays a micro-batch
                 part.micro_batches = (MicroBatch(given),)
         if self._recorded is None:
-            return given
+            tokens, targets = given
+            return tokens, targets
         return next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), given
 
     def _samples(self, micro_batch: int) -> Any:
@@ -312,13 +315,18 @@ class Chain:
 
         every = few_samples(self.script.batch, begin + micro_batch)
         own = part_of(every, range(begin, begin + micro_batch))
-        return tree_map(on_device, self._recorded.batch(own))
+        return tree_map(on_device, divided(own, self.place.context))
 
-    def _tokens(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def _tokens(self, micro_batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(micro_batch + MOST_SAMPLES * self._data_rank)
         shape = (micro_batch, self.seq_len + 1)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if isinstance(self._recorded, TokenModel):
+            given: tuple[Tensor, ...] = inputs, targets
+            if len(self._recorded.example) > 2:
+                given += (torch.arange(self.seq_len).expand_as(inputs),)
+            return tuple(one.to(self.device) for one in divided(given, self.place.context))
         if self.division.context > 1:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         return inputs.to(self.device), targets.to(self.device)

@@ -257,7 +257,8 @@ def _agreed(
         counts=counts,
         groups=measured_groups,
         wishes=tuple(wishes(plans, divisions=of_layers, micro_batches=micro_batches(wanted_job))),
-        heads=tuple(head_wishes(plans, divisions=of_layers)),
+        # Heads of adapters alone are run by themselves.
+        heads=tuple(head_wishes(plans, divisions=of_layers)) if model.architecture else (),
         stages=tuple(stage_wishes(model, plans, divisions=of_layers)),
         budget=budget(budget_s, groups=len(measured_groups)),
     ), said

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +151,7 @@ class OwnModel:
             raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
         check_divisible(module, recorder, few, loss, why)
 
-    def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+    def _seeing(self, batch: Any) -> AbstractContextManager[None]:
         """Return what attention sees while a node of a micro-batch is called."""
         return seeing(SeenKeys(context=self.place.context, batch=batch))
 
@@ -182,10 +182,13 @@ class OwnModel:
                 strict=True,
             )
         )
-        if self._sees_less(plan) or plan.loss is not None:
-            for part in parts:
-                part.module.around = self._seeing
+        for part in parts:
+            part.module.around = self.around(plan)
         return parts
+
+    def around(self, plan: Plan) -> Callable[[Any], AbstractContextManager[None]] | None:
+        """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
+        return self._seeing if self._sees_less(plan) or plan.loss is not None else None
 
     def _sees_less(self, plan: Plan) -> bool:
         """Tell whether attention sees less than a sample: some positions, or a document."""
