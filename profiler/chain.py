@@ -43,6 +43,7 @@ from runtime.optimizer import adamw, slots_of
 from runtime.own_model import OwnModel
 from runtime.own_script import OwnScript
 from runtime.parallelize import activation_type
+from runtime.participation import Participation
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.script_model import few_samples
 from runtime.token_model import TokenModel
@@ -146,7 +147,6 @@ class Chain:
         """Kind by layer, in order."""
         self.whole = list(self.kinds)[-1] == list(every)[-1]
         """It ends in the model's last layer, and so in a loss."""
-        self._positions = self.place.context.positions(seq_len)
         self._data_rank = self.place.data_rank
 
     def _plan(self, names: Sequence[str]) -> Plan:
@@ -243,6 +243,11 @@ class Chain:
             return self._recorded.groups(slots)
         return adamw(slots, Training(), device=self.device)
 
+    @property
+    def participation(self) -> Participation | None:
+        """What an optimizer of the script's own waits for; None where it decides on the device."""
+        return self._recorded.participation if self.script and self._recorded else None
+
     def anew(self, plan: Plan, place: Place) -> Staged:
         """Return the same layers under a plan that has all of them in one stage."""
         if self._recorded is not None:
@@ -328,7 +333,8 @@ class Chain:
                 given += (torch.arange(self.seq_len).expand_as(inputs),)
             return tuple(one.to(self.device) for one in divided(given, self.place.context))
         if self.division.context > 1:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
+            held = self.place.context.positions(self.seq_len)
+            inputs, targets = inputs[:, held], targets[:, held]
         return inputs.to(self.device), targets.to(self.device)
 
     def loss_context(self) -> contextlib.AbstractContextManager[object]:

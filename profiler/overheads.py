@@ -332,6 +332,7 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     slots = chain.slots()
     groups = chain.groups(slots)
     optimizer = TorchOptimizers(slots, groups, place, device=clock.device, divisor=1.0)
+    optimizer.participation = chain.participation
     totals = torch.ones(2, dtype=torch.float64, device=clock.device)
 
     def update() -> None:
