@@ -92,11 +92,6 @@ class TokenModel(OwnModel):
                     f"{what}, and {plan.model.name} gets no positions with its tokens; let its "
                     "forward take tokens and positions, and call meshwright.attention"
                 )
-            if plan.compile != "none":
-                raise LaunchError(
-                    f"compile: is {plan.compile}, and no graph has attention that is given what it "
-                    f"sees ({what}); use none"
-                )
         self.vocabulary = _vocabulary(module)
         """Numbers of tokens that all tables know."""
         shape = (plan.global_batch, plan.seq_len)

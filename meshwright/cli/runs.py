@@ -211,8 +211,8 @@ def profile(
         print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
     said = CommandDefaults({})
-    if measured.layers:
+    if measured.layers and measured.layers[0].seq_len > 1:  # a script's batch says it
         said.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
     written = [name for name in (output, cluster_output) if name]
-    for part in profile_parts(measured, said.said, written, explain=explain):
+    for part in profile_parts(measured, model, said.said, written, explain=explain):
         out.print(part)
