@@ -133,6 +133,8 @@ class HeldStates:
         if self._job.lora is not None:
             return self._frozen(layer, layout, sharing, dense, routed)
         largest = arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor)
+        if layer.trace is not None:  # which is an expert's, where those have ranks of their own
+            largest = min(largest, dense)
         sides = 0.0
         if sharing.wire == "powersgd":
             sides = arithmetic.matrix_sides(self._model, layer, tensor=layout.tensor)
