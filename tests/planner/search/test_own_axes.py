@@ -150,10 +150,10 @@ def test_the_search_chooses_among_them() -> None:
 
 def test_logits_that_do_not_fit_are_made_in_chunks() -> None:
     def longer(trace: LayerTrace) -> LayerTrace:
-        return LayerTrace(**{name: 256 * value for name, value in trace})  # type: ignore[arg-type]
+        return LayerTrace(**{name: 512 * value for name, value in trace})  # type: ignore[arg-type]
 
     assert HEAD.trace is not None
-    logits = LOGITS.model_copy(update={"rows": 256 * 1024, "trace": longer(LOGITS.trace)})
+    logits = LOGITS.model_copy(update={"rows": 512 * 1024, "trace": longer(LOGITS.trace)})
     head = HEAD.model_copy(update={"trace": longer(HEAD.trace), "logits": logits})
     model = MODEL.model_copy(update={"layers": (BLOCK, head), "positions": None})
 
