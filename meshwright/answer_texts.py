@@ -379,9 +379,17 @@ def link_table(curves: Sequence[CollectiveCurve]) -> Table:
 
 
 def profile_parts(
-    measured: Profile, defaults: Sequence[str], written: Sequence[str], *, explain: bool
+    measured: Profile,
+    model: str,
+    defaults: Sequence[str],
+    written: Sequence[str],
+    *,
+    explain: bool,
 ) -> Iterator[RenderableType]:
-    """Yield what a profile says: how much was measured, findings; with `explain` every figure."""
+    """Yield what a profile says: how much was measured, findings; with `explain` every figure.
+
+    `model` is how it was named.
+    """
     curves = [curve for curve in measured.collectives if curve.fit]
     facts = [
         Fact(
@@ -397,7 +405,7 @@ def profile_parts(
     facts += [Fact(label="finding", text=one.text, style="yellow") for one in measured.findings]
     facts += defaults_facts(defaults)
     facts.append(Fact(label="written", text=f"{', '.join(written)} (on node 0)"))
-    then = f"meshwright plan {measured.model} --profile {written[0]} ..."
+    then = f"meshwright plan {model} --profile {written[0]} ..."
     title = f"{measured.model} on {measured.birth.device}, {measured.birth.ranks} ranks"
     yield Summary(title, [*facts, next_fact(then, explain=explain)], whole=explain)
     if explain:

@@ -7,7 +7,7 @@ torch is imported only inside the calls that need it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +23,7 @@ from meshwright.inputs import (
     own_code,
     plan_model,
     profile_for,
+    script_of,
 )
 from planner import catalog as shelves
 from planner.catalog.expressions import resolve_model
@@ -32,7 +33,7 @@ from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents import plugins as installed
 from planner.documents.cluster import ClusterSpec, Precision
-from planner.documents.model import ModelGraph, is_factory
+from planner.documents.model import BatchLeaf, ModelGraph, is_factory
 from planner.documents.plan import Job, Plan
 from planner.documents.prediction import Certificate, Prediction
 from planner.documents.profile import Profile, Profiles
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from planner.formats.imported import Imported
     from profiler.profile import Intended
     from runtime.export import Exported
+    from runtime.own_script import OwnScript
     from runtime.report import Comparison
 
 MOST_TOP = 1_000
@@ -76,7 +78,7 @@ MOST_TOP = 1_000
 
 
 def plan(
-    model: str,
+    model: str | OwnScript,
     cluster: str,
     *,
     seq_len: int | None = None,
@@ -118,10 +120,13 @@ def plan(
     `backend` is the stack that trains: its own space is searched, priced as it trains.  Of a
     profile another stack than ours takes constants of the cluster; layers measured in our runtime
     are not that framework's, and are left out.
+
+    A module that a script builds is planned for its example of a global batch, in fp32.
     """
     if not 1 <= top <= MOST_TOP:
         raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
-    graph = model_of(model, seq_len=seq_len)
+    script = script_of(model) if isinstance(model, str) else model
+    graph = script.graph() if script is not None else model_of(str(model), seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     names = [name for name, _ in graph.chain]
@@ -130,7 +135,7 @@ def plan(
         machine,
         seq_len=seq_len,
         document_len=document_len,
-        global_batch=global_batch,
+        global_batch=script.samples if script is not None and not global_batch else global_batch,
         precision=precision,
         lora=lora,
         pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
@@ -140,6 +145,8 @@ def plan(
         fit_probability=fit_probability,
     )
     answer = answer_to(request, prefer, solver=solver, top=top, prove=prove, progress=progress)
+    if script is not None:
+        answer = _of_samples(answer, script.leaves)
     if output is not None:
         document.write(answer.plan, output)
     if html is not None:
@@ -155,6 +162,15 @@ def plan(
         )
         document.write_text(page, html)
     return answer
+
+
+def _of_samples(answer: Answer, batch: dict[str, BatchLeaf]) -> Answer:
+    """Return an answer whose plans say what a sample is, in place of a length in tokens."""
+    return replace(
+        answer,
+        plan=answer.plan.with_batch(batch),
+        top=tuple(replace(one, plan=one.plan.with_batch(batch)) for one in answer.top),
+    )
 
 
 def answer_to(
@@ -573,21 +589,17 @@ def profile(
     from profiler.profile import profile as measure  # noqa: PLC0415
     from runtime.nodes import node_rank_of  # noqa: PLC0415 - starts ranks
 
-    graph = model_of(model, seq_len=seq_len)
+    script = script_of(model)
+    graph = script.graph() if script is not None else model_of(model, seq_len=seq_len)
     if trust_code and is_factory(graph.source or "") and not is_factory(model):
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
     node_rank = node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous)
-
-    def job(machine: ClusterSpec) -> Job:
-        return Request.of(
-            graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
-        ).job
-
     found = measure(
         graph,
         cluster,
-        job,
+        _measured_job(graph, script, seq_len, global_batch, precision),
+        script=None if script is None else (script.source, script.files),
         budget_s=BUDGET_S if budget is None else duration_s(budget),
         fresh=fresh,
         node_rank=node_rank,
@@ -600,6 +612,24 @@ def profile(
         if cluster_output is not None:
             document.write(found.cluster, cluster_output)
     return measured
+
+
+def _measured_job(
+    graph: ModelGraph,
+    script: OwnScript | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    precision: Precision | None,
+) -> Callable[[ClusterSpec], Job]:
+    """Return what makes the job to measure for, once the machine is known."""
+    samples = script.samples if script is not None and not global_batch else global_batch
+
+    def job(machine: ClusterSpec) -> Job:
+        return Request.of(
+            graph, machine, seq_len=seq_len, global_batch=samples, precision=precision
+        ).job
+
+    return job
 
 
 def profile_agenda(
@@ -618,17 +648,12 @@ def profile_agenda(
     from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
     from runtime.nodes import node_rank_of  # noqa: PLC0415
 
-    graph = model_of(model, seq_len=seq_len)
-
-    def job(machine: ClusterSpec) -> Job:
-        return Request.of(
-            graph, machine, seq_len=seq_len, global_batch=global_batch, precision=precision
-        ).job
-
+    script = script_of(model)
+    graph = script.graph() if script is not None else model_of(model, seq_len=seq_len)
     found: Intended = intended(
         graph,
         cluster,
-        job,
+        _measured_job(graph, script, seq_len, global_batch, precision),
         budget_s=BUDGET_S if budget is None else duration_s(budget),
         node_rank=node_rank_of(os.environ, nodes=nodes, node=node, rendezvous=rendezvous),
     )

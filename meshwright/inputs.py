@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 from planner.accuracy.calibrate.constants import calibrated
 from planner.catalog import stack, stacks
@@ -18,12 +19,18 @@ from planner.documents.units import MOST_TOKENS
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import FACTORY_SEQ_LEN
 
+if TYPE_CHECKING:
+    from runtime.own_script import OwnScript
+
 
 def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
     """Return the model that a catalogue name, a configuration or `file.py:factory` names.
 
     A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
     """
+    script = script_of(text)
+    if script is not None:
+        return script.graph()
     if is_factory(text):
         need_torch(f"{text}: reading a Python factory")
         from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
@@ -43,6 +50,20 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
             return _recorded(f"{text}{RECORDED}", seq_len)
         except DocumentError as refused:
             raise error from refused
+
+
+def script_of(text: str) -> OwnScript | None:
+    """Return what the script of `script.py:build` trains; None for another MODEL."""
+    if not is_factory(text):
+        return None
+    from runtime.user_code import trains_in_script  # noqa: PLC0415 - the runtime
+
+    if not trains_in_script(text):
+        return None
+    need_torch(f"{text}: building a module")
+    from runtime.own_script import OwnScript  # noqa: PLC0415 - needs torch
+
+    return OwnScript.of_file(text)
 
 
 def _recorded(source: str, seq_len: int | None) -> ModelGraph:

@@ -10,12 +10,11 @@ torch is imported only where a module is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import commands, studies
-from meshwright.inputs import machine_of, need_torch, profile_for
+from meshwright.inputs import need_torch
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec, Precision
 from planner.documents.document import Document
@@ -25,12 +24,10 @@ from planner.documents.prediction import Certificate, Prediction
 from planner.documents.profile import Profile
 from planner.documents.stack import Stack
 from planner.errors import DocumentError
-from planner.requests.pins import read_pins
-from planner.requests.request import SURE_TO_FIT, Request
+from planner.requests.request import SURE_TO_FIT
 from planner.search.answer import Alternative, Answer
 from planner.search.effort import Prove
 from planner.search.preferred import Prefer
-from planner.solver.requirements import read_requirements
 from planner.whatif.run import Result
 from planner.whatif.study import Study
 
@@ -145,66 +142,40 @@ def search(
     (True, True)
     """
     if isinstance(model, str):
-        return commands.plan(
-            model,
-            cluster,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision,
-            profile=profile,
-            fix=fix,
-            allow=allow,
-            require=require,
-            top=top,
-            backend=backend,
-            prefer=prefer,
-            prove=prove,
-            fit_probability=fit_probability,
-        )
-    if seq_len is not None:
-        raise DocumentError("seq-len", "is given by the shapes of the example batch")
-    if backend != "native":
-        raise DocumentError("backend", f"is {backend}; a module of your own is trained natively")
-    if batch is None:
-        raise DocumentError("batch", "is missing; give an example of a global batch")
-    need_torch("building a module")
-    from runtime.batches import samples_in  # noqa: PLC0415 - needs torch
-    from runtime.script_model import DEGREES, batch_leaves, script_model  # noqa: PLC0415
-    from runtime.script_start import built  # noqa: PLC0415
-    from runtime.trial import untouched  # noqa: PLC0415
+        own = {"batch": batch, "loss": loss, "inputs": inputs, "optimizer": optimizer}
+        own |= {"groups": groups, "units": units}
+        said = next((name for name, value in own.items() if value is not None), None)
+        if said is not None:
+            raise DocumentError(said, "goes with a function that builds a module")
+        trained: str | OwnScript = model
+    else:
+        need_torch("building a module")
+        from runtime.own_script import OwnScript  # noqa: PLC0415 - needs torch
 
-    with untouched(model):
-        graph: ModelGraph = script_model(
-            built(model, {}),
-            batch,
-            inputs,
+        trained = OwnScript(
+            build=model,
+            batch=batch,
             loss=loss,
-            units=units,
-            name=_name(model),
+            inputs=inputs,
             optimizer=optimizer,
             groups=groups,
-            degrees=DEGREES,
+            units=units,
         )
-    measured = profile_for(graph, profile)
-    machine = machine_of(cluster, measured)
-    names = [name for name, _ in graph.chain]
-    request = Request.of(
-        graph,
-        machine,
-        seq_len=1,
-        global_batch=samples_in(batch) if global_batch is None else global_batch,
-        precision=precision or "fp32",
-        pins=replace(read_pins(fix, allow), require=read_requirements(require, names)),
-        profile=measured,
-        called=cluster,
+    return commands.plan(
+        trained,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        profile=profile,
+        fix=fix,
+        allow=allow,
+        require=require,
+        top=top,
+        backend=backend,
+        prefer=prefer,
+        prove=prove,
         fit_probability=fit_probability,
-    )
-    answer = commands.answer_to(request, prefer, top=top, prove=prove)
-    leaves = batch_leaves(batch)
-    return replace(
-        answer,
-        plan=answer.plan.with_batch(leaves),
-        top=tuple(replace(one, plan=one.plan.with_batch(leaves)) for one in answer.top),
     )
 
 
@@ -429,8 +400,3 @@ def _likeness(kind: type[Document], keys: set[str]) -> tuple[int, int]:
     """Tell how well keys fit a kind of document: required ones that are missing count first."""
     required = {name for name, field in kind.model_fields.items() if field.is_required()}
     return -len(required - keys), len(keys & set(kind.model_fields)) - len(keys)
-
-
-def _name(build: Callable[[], Any]) -> str:
-    name = getattr(build, "__name__", type(build).__name__)
-    return name if name.isidentifier() else "build"

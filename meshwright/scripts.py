@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.inputs import machine_of, need_torch
+from meshwright.inputs import machine_of, need_torch, plan_model, profile_for
 from meshwright.jobs import Command, Submission, submit
 from meshwright.options import written
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Plan
+from planner.documents.profile import Profiles
 from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.errors.shown import lines
@@ -40,6 +41,7 @@ def run_script(
     *,
     output: str | None = None,
     restarts: int = 0,
+    profile: str | None = None,
     where: Where = HERE,
     dry_run: bool = False,
     quiet: bool = False,
@@ -48,6 +50,7 @@ def run_script(
 
     The script makes a meshwright.Engine without naming a plan.  Where a rank fails, all are started
     again up to `restarts` times, and a script that calls `engine.resume` goes on where it saved.
+    A `profile` of its layers makes the prediction.
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
 
@@ -56,11 +59,16 @@ def run_script(
     wanted = document.read(Plan, plan_path)
     folder = Path(output) if output else Path("runs", file_name(wanted.model.name))
     if where.on != "local":
+        if profile is not None:
+            raise DocumentError("profile", "is of these machines, where no job runs; leave it out")
         machine = machine_of(wanted.cluster, None)
         command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
         return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
     if where.job or dry_run:
         raise DocumentError("job" if where.job else "dry-run", "goes with --on slurm or kubernetes")
+    measured = None
+    if profile is not None:
+        measured = profile_for(plan_model(wanted, plan_path), profile)
     need_torch("running a script")
     from runtime import script_run  # noqa: PLC0415 - the runtime
 
@@ -82,7 +90,7 @@ def run_script(
         nodes=devices,
         say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
     )
-    return None if done is None else Ran(run=done, rows=_compared(wanted, done))
+    return None if done is None else Ran(run=done, rows=_compared(wanted, done, measured))
 
 
 def _devices(wanted: Plan) -> list[int]:
@@ -119,13 +127,13 @@ def _command(
     )
 
 
-def _compared(wanted: Plan, done: ScriptRun) -> list[Comparison]:
+def _compared(wanted: Plan, done: ScriptRun, measured: Profiles) -> list[Comparison]:
     """Compare with the prediction of a plan that has its module's figures."""
     if wanted.model.graph is None:
         return []
     try:
-        machine = machine_of(wanted.cluster, None)
-        prediction = predict_plan(wanted, wanted.model.graph, machine, None)
+        machine = machine_of(wanted.cluster, measured)
+        prediction = predict_plan(wanted, wanted.model.graph, machine, measured)
     except MeshwrightError:
         return []  # the cluster's file is not where the script runs
     return done.comparison(prediction)

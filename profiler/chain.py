@@ -21,24 +21,33 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.documents.cluster import Precision
 from planner.documents.model import ModelGraph, is_own
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.profile import Recompute
+from planner.documents.training import Training
 from planner.schedules import PLAIN
 from runtime import recompute as recomputing
 from runtime.adapter import Adapter
+from runtime.batches import part_of, samples_in
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel
 from runtime.gradients import Slot
 from runtime.language_model import adapter_of
 from runtime.loss import counted
 from runtime.mesh import Place
-from runtime.optimizer import slots_of
+from runtime.named_attention import divided
+from runtime.optimizer import adamw, slots_of
+from runtime.own_model import OwnModel
+from runtime.own_script import OwnScript
 from runtime.parallelize import activation_type
+from runtime.participation import Participation
 from runtime.recorded_stage import MicroBatch, RecordedStage
+from runtime.script_model import few_samples
 from runtime.token_model import TokenModel
+from runtime.torch_optimizers import ParameterGroup
 from runtime.train import trained_model
 from runtime.transforms import Staged, is_block, language_stage, repeats
 
@@ -115,7 +124,9 @@ class Chain:
         context: int = 1,
         expert: int = 1,
         layers: Sequence[str] | None = None,
+        script: OwnScript | None = None,
     ) -> None:
+        """`script` builds the module, where the model is one that a script trains."""
         self.seq_len = seq_len
         self.precision = precision
         self.division = Division(tensor=tensor, context=context, expert=expert)
@@ -124,7 +135,7 @@ class Chain:
         # Mixed precision belongs to data parallelism in the runtime; here the layers themselves
         # are in the type that they compute in.
         self._dtype = activation_type(precision)
-        self._model = model
+        self._model, self.script = model, script
         self._compiled: dict[tuple[Recompute, int], dict[str, nn.Module]] = {}
         if is_own(model.source or ""):
             names = list(every) if layers is None else list(layers)
@@ -136,7 +147,6 @@ class Chain:
         """Kind by layer, in order."""
         self.whole = list(self.kinds)[-1] == list(every)[-1]
         """It ends in the model's last layer, and so in a loss."""
-        self._positions = self.place.context.positions(seq_len)
         self._data_rank = self.place.data_rank
 
     def _plan(self, names: Sequence[str]) -> Plan:
@@ -159,7 +169,7 @@ class Chain:
             context=self.place.context,
         )
         """What made the layers."""
-        self._recorded: TokenModel | None = None
+        self._recorded: OwnModel | None = None
         stage = whole_stage(plan, self.adapter, self.place, self.device)
         self.parts: dict[str, nn.Module] = stage.layers
         """The layers by name, in order; each takes what the one before it made."""
@@ -172,7 +182,7 @@ class Chain:
     def _record(self, plan: Plan, names: Sequence[str], *, short: bool) -> None:
         """Cut a module that is recorded into its layers."""
         self.place = _place(plan, self.device)
-        self._recorded = recorded = _recorded_model(plan, self._model, self.device, self.place)
+        self._recorded = recorded = self._anew(plan, self.place)
         (self._stage,) = recorded.stages(None)
         self.module = self._stage.module.to(self._dtype)
         recording = recorded.recorder.first
@@ -183,6 +193,7 @@ class Chain:
             self.every[name] = part = RecordedStage(
                 recorded.module, recorded.recorder, at, at + 1
             ).train()
+            part.around = recorded.around(plan)
             taken[kinds[name]] = taken.get(kinds[name], 0) + 1
             passes = [*map(_alike, part.received(recording))]
             alike = bool(at) and passes == [*map(_alike, part.sent(recording))]
@@ -191,21 +202,29 @@ class Chain:
                 self.parts[name] = part
             if at == len(kinds) - 1:
                 part.loss = lambda made, micro: self._total(made, micro.batch)
-        self.vocabulary = recorded.vocabulary
+        self.vocabulary = recorded.vocabulary if isinstance(recorded, TokenModel) else 0
 
-    def _total(self, made: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _anew(self, plan: Plan, place: Place) -> OwnModel:
+        """Return the module recorded anew, under a plan."""
+        if self.script is not None:
+            return self.script.model(plan, device=self.device, place=place)
+        made = trained_model(plan, self._model, device=self.device, place=place)
+        assert isinstance(made, TokenModel)
+        return made
+
+    def _total(self, made: Any, batch: Any) -> Tensor:
         assert self._recorded is not None
-        return counted(self._recorded.loss(made, batch), len(batch[1])).total
+        return counted(self._recorded.loss(made, batch), samples_in(batch)).total
 
-    def loss(self, made: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, made: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of what the last layer made."""
         return made if self._recorded is not None else self.adapter.loss(made, targets)[0]
 
-    def whole_loss(self, module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    def whole_loss(self, module: nn.Module, tokens: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of all layers as one stage."""
-        batch = tokens, targets
-        made = module(micro=MicroBatch(batch))
-        return self._total(made, batch) if self._recorded else self.adapter.loss(made, targets)[0]
+        if self._recorded is not None:
+            return self._total(module(micro=MicroBatch(targets)), targets)
+        return self.adapter.loss(module(micro=MicroBatch((tokens, targets))), targets)[0]
 
     def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what a layer makes."""
@@ -218,10 +237,21 @@ class Chain:
             return self._recorded.slots([self._stage])
         return tuple(slots_of(self.module, self.adapter, Place(degrees=Mesh(), mesh=None)))
 
+    def groups(self, slots: Sequence[Slot]) -> Sequence[ParameterGroup]:
+        """Return what the script's own optimizer has of them, or AdamW."""
+        if self.script is not None and self._recorded is not None:
+            return self._recorded.groups(slots)
+        return adamw(slots, Training(), device=self.device)
+
+    @property
+    def participation(self) -> Participation | None:
+        """What an optimizer of the script's own waits for; None where it decides on the device."""
+        return self._recorded.participation if self.script and self._recorded else None
+
     def anew(self, plan: Plan, place: Place) -> Staged:
         """Return the same layers under a plan that has all of them in one stage."""
         if self._recorded is not None:
-            return _recorded_model(plan, self._model, self.device, place).stages(None)[0]
+            return self._anew(plan, place).stages(None)[0]
         return whole_stage(plan, self.adapter, place, self.device)
 
     def layers(self, case: Case) -> dict[str, nn.Module]:
@@ -251,7 +281,7 @@ class Chain:
         assert isinstance(part, RecordedStage) and self._recorded is not None
         at = [layer.name for layer in self._recorded.recorder.first.layers].index(name)
         made = RecordedStage(self._recorded.module, self._recorded.recorder, at, at + 1).train()
-        made.micro_batches, made.loss = part.micro_batches, part.loss
+        made.micro_batches, made.loss, made.around = part.micro_batches, part.loss, part.around
         for path, unit in part.units.items():
             if is_block(unit):
                 own = recomputing.wrapped(_OwnForward(unit), recompute)
@@ -259,22 +289,53 @@ class Chain:
                 made.place(path, own)
         return made
 
-    def batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's tokens and targets of one micro-batch.
+    def batch(self, micro_batch: int) -> tuple[Tensor, Any]:
+        """Return this rank's tokens of one micro-batch, and the targets.
 
-        Ranks of one tensor group have the same; those of a context group have parts of the same.
+        Of a recorded module those are all of the batch, and for a script's own, whose samples are
+        those of its example, the first are any tensor of it.  Ranks of one tensor group have the
+        same; those of a context group have parts of the same.
         """
+        given = self._samples(micro_batch) if self.script is not None else None
+        if given is None:
+            given = self._tokens(micro_batch)
+        for part in self.parts.values():
+            if isinstance(part, RecordedStage):  # it replays a micro-batch
+                part.micro_batches = (MicroBatch(given),)
+        if self._recorded is None:
+            tokens, targets = given
+            return tokens, targets
+        return next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), given
+
+    def _samples(self, micro_batch: int) -> Any:
+        """Return samples of a script's example, in the type that layers compute in."""
+        assert self.script is not None and self._recorded is not None
+        begin = micro_batch * self._data_rank
+
+        def on_device(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            narrow = leaf.is_floating_point() and self._dtype != torch.float32
+            return leaf.to(self.device, self._dtype if narrow else None)
+
+        every = few_samples(self.script.batch, begin + micro_batch)
+        own = part_of(every, range(begin, begin + micro_batch))
+        return tree_map(on_device, divided(own, self.place.context))
+
+    def _tokens(self, micro_batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(micro_batch + MOST_SAMPLES * self._data_rank)
         shape = (micro_batch, self.seq_len + 1)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if isinstance(self._recorded, TokenModel):
+            given: tuple[Tensor, ...] = inputs, targets
+            if len(self._recorded.example) > 2:
+                given += (torch.arange(self.seq_len).expand_as(inputs),)
+            return tuple(one.to(self.device) for one in divided(given, self.place.context))
         if self.division.context > 1:
-            inputs, targets = inputs[:, self._positions], targets[:, self._positions]
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
-        for part in self.parts.values():
-            if isinstance(part, RecordedStage):  # it replays a micro-batch
-                part.micro_batches = (MicroBatch((inputs, targets)),)
-        return inputs, targets
+            held = self.place.context.positions(self.seq_len)
+            inputs, targets = inputs[:, held], targets[:, held]
+        return inputs.to(self.device), targets.to(self.device)
 
     def loss_context(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the runtime computes a loss over a divided vocabulary."""
@@ -315,14 +376,6 @@ class _OwnForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.layer(*args, **kwargs)
-
-
-def _recorded_model(
-    plan: Plan, model: ModelGraph, device: torch.device, place: Place
-) -> TokenModel:
-    made = trained_model(plan, model, device=device, place=place)
-    assert isinstance(made, TokenModel)
-    return made
 
 
 def _alike(value: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -54,7 +54,7 @@ def layer_bytes(chain: Chain, case: Case) -> dict[str, MeasuredLayerBytes]:
     return result
 
 
-def _loss(chain: Chain, targets: Tensor, output: Tensor) -> Tensor:
+def _loss(chain: Chain, targets: Any, output: Tensor) -> Tensor:
     return chain.loss(output, targets)
 
 
@@ -108,7 +108,8 @@ def bytes_of(
             own_bytes += root.nbytes
         begin_bytes = live.current_bytes
         live.reset_peak()
-        root.backward(one)
+        if root.requires_grad:  # what is frozen has nothing to do
+            root.backward(one)
         backward_bytes = live.peak_of_rest_bytes - begin_bytes
         for hook in hooks:
             hook.remove()

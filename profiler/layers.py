@@ -340,6 +340,8 @@ def looked_at_again(
             middle = clock.moment()
             _note_all(made, arrived, name, clock)
             trained = [value for value in made if value.requires_grad]
+            if not trained:
+                return first
             torch.autograd.backward(trained, [torch.ones_like(value) for value in trained])
             end = clock.moment()
         forwards.append(clock.between_s(begin, middle))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.documents.cluster import Precision
 from planner.documents.document import Document, Part
-from planner.documents.model import ModelGraph
+from planner.documents.model import FileDigest, ModelGraph
 from planner.documents.profile import (
     ChunkedLoss,
     CollectiveCurve,
@@ -23,7 +23,7 @@ from planner.documents.profile import (
     Recompute,
     StageMeasurement,
 )
-from planner.documents.units import Amount, Count, Flag, Positive, Text
+from planner.documents.units import Amount, Count, Flag, Line, Positive, Text
 from profiler import devices, layers, links, machine
 from profiler.cache import Parts
 from profiler.chain import WHOLE, Case, Chain, Division
@@ -34,6 +34,7 @@ from profiler.overheads import overheads
 from profiler.ranks import Tell, versions
 from profiler.stages import stages
 from runtime.exchange import all_gather_json
+from runtime.own_script import OwnScript
 
 OVERHEADS_S = 12.0
 """What the runtime's own costs take, about; only the progress bar needs it."""
@@ -94,6 +95,9 @@ class MeasurementRequest(Document):
     kind_of_document: ClassVar[str] = "measuring order"
 
     model: ModelGraph
+    script: Text | None = None
+    """`script.py:build` that builds the module, if a script does; `files` are their digests."""
+    files: dict[Line, FileDigest] | None = None
     seq_len: Positive
     precision: Precision
     cases: tuple[CaseOrder, ...]
@@ -192,9 +196,13 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
         )
     cases = [Case(**case.model_dump()) for case in wanted.cases]
     of_heads = [_head_case(order) for order in wanted.heads]
+    script = None
+    if wanted.script is not None:
+        script = OwnScript.of_file(wanted.script, wanted.files)
     chains = [
         Chain(
             wanted.model,
+            script=script,
             seq_len=wanted.seq_len,
             precision=wanted.precision,
             tensor=division.tensor,
@@ -227,6 +235,7 @@ def measure(arguments: dict[str, Any], tell: Tell) -> dict[str, Any]:
             stages(
                 [(Case(**order.case.model_dump()), order.layers) for order in wanted.stages],
                 wanted.model,
+                script=script,
                 seq_len=wanted.seq_len,
                 precision=wanted.precision,
                 device=device,

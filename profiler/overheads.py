@@ -42,7 +42,6 @@ from profiler.clock import Clock, median, slowest
 from profiler.layers import trial
 from runtime.gradients import Slot
 from runtime.mesh import Place, place_of
-from runtime.optimizer import adamw
 from runtime.parallelize import activation_type
 from runtime.replicas import Replicas
 from runtime.torch_optimizers import TorchOptimizers
@@ -319,7 +318,9 @@ def _updated(chain: Chain, model: ModelGraph) -> Chain:
     """Return layers as the optimizer sees them: in 32 bits, whatever type they compute in."""
     if activation_type(chain.precision) == torch.float32:
         return chain
-    return Chain(model, seq_len=chain.seq_len, precision="fp32", device=chain.device)
+    return Chain(
+        model, seq_len=chain.seq_len, precision="fp32", device=chain.device, script=chain.script
+    )
 
 
 def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
@@ -329,8 +330,9 @@ def optimizer_s_per_parameter(chain: Chain, clock: Clock) -> float:
     """
     place = Place(degrees=Mesh(), mesh=None)
     slots = chain.slots()
-    groups = adamw(slots, Training(), device=clock.device)
+    groups = chain.groups(slots)
     optimizer = TorchOptimizers(slots, groups, place, device=clock.device, divisor=1.0)
+    optimizer.participation = chain.participation
     totals = torch.ones(2, dtype=torch.float64, device=clock.device)
 
     def update() -> None:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ from runtime.run import Device
 
 JobOf = Job | Callable[[ClusterSpec], Job]
 """The work of a step, or what makes it once the machine is known."""
+ScriptFile = tuple[str, Mapping[str, str]]
+"""`script.py:build`, and the digests of its files, as runtime.own_script has them."""
 BUDGET_S = 75.0
 """Of a whole profile, unless another is given; a busy machine takes longer, not less care."""
 LEAST_CASES = 6
@@ -99,6 +101,7 @@ def profile(
     cluster: str,
     job: JobOf,
     *,
+    script: ScriptFile | None = None,
     budget_s: float = BUDGET_S,
     fresh: bool = False,
     node_rank: NodeRank = ALONE,
@@ -110,8 +113,14 @@ def profile(
     `cluster` is `local`, `local:N` for N ranks on each node, or a document of just these nodes.
     What was measured before, of the same model by the same software on the same machines, is not
     measured again unless `fresh`; one that was cut short goes on.  Several nodes measure their
-    links always.
+    links always.  A module that a script builds is measured from its file.
     """
+    if script is None and is_script(model.source or ""):
+        raise DocumentError(
+            "model.source",
+            f"is {model.source}, whose module its own script builds; name its file, as "
+            "script.py:build",
+        )
     if model.edges and not is_factory(model.source or ""):
         raise DocumentError(
             "model.edges",
@@ -136,7 +145,7 @@ def profile(
         device = _device_here(wanted.machine, cluster, ranks=count)
         found = result_of(
             "profiler.measure:measure",
-            _order(model, wanted, folder),
+            _order(model, script, wanted, folder),
             ranks=count,
             device=device,
             title=f"profile of {model.name}",
@@ -213,12 +222,6 @@ def _agreed(
     model: ModelGraph, cluster: str, job: JobOf, budget_s: float, rendezvous: Rendezvous
 ) -> tuple[Intended, list[dict[str, Any]]]:
     """Meet the other nodes; return what all will measure, and what each said of itself."""
-    if is_script(model.source or ""):
-        raise DocumentError(
-            "model.source",
-            f"is {model.source}, whose module its own script builds, and is not measured here; "
-            "plan without a profile, or with one of the cluster's constants",
-        )
     own = resolve_cluster(cluster)
     said = rendezvous.all_gather(
         {
@@ -254,7 +257,8 @@ def _agreed(
         counts=counts,
         groups=measured_groups,
         wishes=tuple(wishes(plans, divisions=of_layers, micro_batches=micro_batches(wanted_job))),
-        heads=tuple(head_wishes(plans, divisions=of_layers)),
+        # Heads of adapters alone are run by themselves.
+        heads=tuple(head_wishes(plans, divisions=of_layers)) if model.architecture else (),
         stages=tuple(stage_wishes(model, plans, divisions=of_layers)),
         budget=budget(budget_s, groups=len(measured_groups)),
     ), said
@@ -287,10 +291,15 @@ def _folder(
     )
 
 
-def _order(model: ModelGraph, wanted: Intended, folder: Path) -> dict[str, Any]:
+def _order(
+    model: ModelGraph, script: ScriptFile | None, wanted: Intended, folder: Path
+) -> dict[str, Any]:
     """Return what the ranks get."""
+    source, files = script or (None, None)
     return {
         "model": model.model_dump(mode="json", exclude_none=True),
+        "script": source,
+        "files": None if files is None else dict(files),
         "seq_len": wanted.job.seq_len,
         "precision": wanted.job.precision,
         "cases": [_setting(wish) for wish in wanted.wishes],

@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from planner.documents.cluster import Precision
 from planner.documents.model import ModelGraph
@@ -23,6 +25,7 @@ from profiler.clock import Clock, median, slowest, spread
 from profiler.layer_bytes import looks_at
 from runtime.exchange import all_gather_json
 from runtime.live_memory import LiveMemory
+from runtime.own_script import OwnScript
 
 WARM_UP = 1
 LEAST_LOOKS = 3
@@ -36,6 +39,7 @@ def stages(
     orders: Sequence[Order],
     model: ModelGraph,
     *,
+    script: OwnScript | None = None,
     seq_len: int,
     precision: Precision,
     device: torch.device,
@@ -55,6 +59,7 @@ def stages(
             break
         stage = Chain(
             model,
+            script=script,
             seq_len=seq_len,
             precision=precision,
             device=device,
@@ -132,7 +137,7 @@ def _through(
 
 
 def _rooted(
-    stage: Chain, made: tuple[Tensor, ...], targets: Tensor
+    stage: Chain, made: tuple[Tensor, ...], targets: Any
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return from where backward goes, and the gradients that arrive there."""
     if stage.whole:
@@ -153,7 +158,8 @@ def _looked(stage: Chain, case: Case) -> tuple[int, int, int]:
     tokens, targets = stage.batch(case.micro_batch)
     layers = stage.layers(case)
     gc.collect()
-    existing = [*stage.module.parameters(), *stage.module.buffers(), tokens, targets]
+    given = (leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+    existing = [*stage.module.parameters(), *stage.module.buffers(), tokens, *given]
     with LiveMemory(existing=existing) as live, stage.loss_context():
         hooks = list(_left_out(live, stage.module.parameters()))
         empty_bytes = live.current_bytes

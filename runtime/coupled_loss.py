@@ -22,8 +22,8 @@ from runtime.batches import part_of
 from runtime.loss import counted, plain
 from runtime.recorder import Recorder, arguments, has_data, own_tensors
 from runtime.recording import Leaf, ModuleTensor, Recording, Value
-from runtime.script_model import MOST_CHECKED, SAMPLES, Loss, few_samples
-from runtime.trial import copied, untouched
+from runtime.script_model import SAMPLES, Loss, few_samples
+from runtime.trial import MOST_CHECKED, copied, untouched
 from runtime.whole_batch import whole_batch
 
 MOST_SAMPLES = 32

@@ -62,6 +62,7 @@ from runtime.snapshot import Snapshot, taken
 from runtime.stale_pipeline import LateUpdates, StalePipeline
 from runtime.torch_habits import LossValue, missing, refuse_zero_grad
 from runtime.torch_optimizers import Factory, GroupOf, TorchOptimizers
+from runtime.user_code import refuse_while_imported
 from runtime.whole_batch import whole_batch
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class Engine:
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
+        refuse_while_imported()
         device = device_of(device)
         check_functions(loss, optimizer)
         wanted = plan_or_layout(plan)

@@ -3,7 +3,7 @@
     def factory():                       # nn.Sequential, or a list of modules
         return nn.Sequential(Embedding(...), Block(...), ..., Head(...))
 
-    def factory():                       # or a module with any forward(tokens)
+    def factory():                       # or a module with any forward(tokens[, positions])
         return UNet(...)
 
     def factory():                       # or a dict: each with the names of what it reads
@@ -15,6 +15,8 @@
         }
 
 Modules of a chain or a dict take one tensor, or those that they read in that order, and return one.
+Where one takes `positions` too, or reads "positions" in a dict, ranks may divide them, if its
+attention is meshwright.attention.
 `tokens` are token numbers [sample, position], what the first module of a chain gets.  The last
 module, which nobody reads, returns logits [sample, position, vocabulary]; or the file has its own
 `loss(output, targets)`, a sum and what it counts or a mean over the samples, for targets
@@ -28,6 +30,7 @@ without data, to learn shapes and costs.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,10 +50,10 @@ from runtime.script_stage import refuse_shared_memory
 from runtime.script_start import built
 from runtime.token_loss import token_loss
 from runtime.token_model import TokenModel, recording_of, samples, tried_samples
-from runtime.user_code import UserFiles
+from runtime.user_code import UserFiles, in_users_file
 
-TOKENS = "tokens"
-"""What a module that reads the model's input names; no module has this name."""
+TOKENS, POSITIONS = "tokens", "positions"
+"""What a module that reads the model's inputs names; no module has these names."""
 
 
 class ModuleGraph(nn.Module):
@@ -65,15 +68,16 @@ class ModuleGraph(nn.Module):
     ) -> None:
         super().__init__()
         self._reads = reads
+        self.reads_positions = any(POSITIONS in inputs for inputs in reads.values())
         self.order: Sequence[str] = list(reads)
         self.branches = branches
         """Whether a plan may take them in another order."""
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return what the last module makes of tokens [sample, position]."""
-        held = {TOKENS: tokens}
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return what the last module makes of tokens [sample, position] at these positions."""
+        held: dict[str, Any] = {TOKENS: tokens, POSITIONS: positions}
         for name in self.order:
             module = self.get_submodule(name)
             made = module(*(held[one] for one in self._reads[name]))
@@ -87,7 +91,8 @@ class ModuleGraph(nn.Module):
         """Run the modules in the order of a plan's layers: what has no parameters goes with one."""
         if list(layers) == [name for name in self.order if name in set(layers)]:
             return
-        recording = Recorder(self, samples(seq_len), _inputs, units=self.order).first
+        given = samples(seq_len, numbered=_takes_positions(self))
+        recording = Recorder(self, given, _inputs, units=self.order).first
         of_layer = {
             layer.name: [at for at in range(layer.first, layer.last) if at not in recording.derived]
             for layer in recording.layers
@@ -129,6 +134,8 @@ class FactoryModel(TokenModel):
             loss=_loss_of(file),
             device=device,
             documents=documents,
+            numbered=_takes_positions(module),
+            always=_takes_positions(module),
             units=_units(module),
             place=place,
         )
@@ -148,15 +155,17 @@ def graph_of_factory(
         with torch.device("meta"):
             module = _made(file, source)
         refuse_shared_memory(module)
+        numbered = _takes_positions(module)
         graph = script_model(
             module,
-            samples(seq_len),
+            samples(seq_len, numbered=numbered),
             _inputs,
             loss=_loss_of(file),
             units=_units(module),
             name=source,
             degrees=DEGREES,
-            tried=tried_samples(seq_len),
+            tried=tried_samples(seq_len, numbered=numbered),
+            named=numbered,
             branches=isinstance(module, ModuleGraph) and module.branches,
         )
     return graph.model_copy(update={"source": source, "files": dict(known or files.imported)})
@@ -167,8 +176,14 @@ def _units(module: nn.Module) -> Sequence[str] | None:
     return module.order if isinstance(module, ModuleGraph) else None
 
 
-def _inputs(batch: tuple[Tensor, ...]) -> Tensor:
-    return batch[0]
+def _takes_positions(module: nn.Module) -> bool:
+    if isinstance(module, ModuleGraph):
+        return module.reads_positions
+    return POSITIONS in inspect.signature(module.forward).parameters
+
+
+def _inputs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (batch[0], *batch[2:3])
 
 
 def _loss_of(file: ModuleType) -> Callable[[Any, tuple[Tensor, ...]], Any]:
@@ -181,7 +196,7 @@ def _loss_of(file: ModuleType) -> Callable[[Any, tuple[Tensor, ...]], Any]:
 
 def _load(files: UserFiles) -> ModuleType:
     """Import a user's file."""
-    module: ModuleType = _theirs(files.source, files.load)
+    module: ModuleType = in_users_file(files.source, files.load)
     return module
 
 
@@ -191,7 +206,7 @@ def _made(file: ModuleType, source: str) -> nn.Module:
     factory = getattr(file, name, None)
     if not callable(factory):
         raise DocumentError("", f"has no function '{name}'", file=source)
-    returned = _theirs(source, factory)
+    returned = in_users_file(source, factory)
     if isinstance(returned, dict):
         made: nn.Module = _branches(returned, name, source)
     elif isinstance(returned, nn.Sequential | nn.ModuleList | list | tuple):
@@ -232,13 +247,13 @@ def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGrap
     for name, entry in returned.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise refused(f"{name!r} is no name; write letters, digits and _")
-        if name == TOKENS or name in dir(ModuleGraph):
+        if name in (TOKENS, POSITIONS) or name in dir(ModuleGraph):
             raise refused(f"'{name}' is taken; choose another name")
         module, *inputs = entry if isinstance(entry, tuple) else (entry,)
         if not isinstance(module, nn.Module) or not inputs:
             raise refused(f"'{name}' is not (module, name of what it reads, ...)")
         for one in inputs:
-            if one != TOKENS and one not in reads:
+            if one not in (TOKENS, POSITIONS) and one not in reads:
                 raise refused(
                     f"'{name}' reads {one!r}, which does not stand before it; "
                     f"before it are {', '.join([TOKENS, *reads])}"
@@ -252,13 +267,3 @@ def _branches(returned: dict[Any, Any], factory: str, source: str) -> ModuleGrap
     if list(reads)[-1] != ends[0]:
         raise refused(f"'{ends[0]}', which nobody reads, must stand last")
     return ModuleGraph(modules, reads, branches=True)
-
-
-def _theirs(source: str, call: Callable[[], Any]) -> Any:
-    """Run a user's code; what goes wrong there is reported as theirs."""
-    try:
-        return call()
-    except DocumentError:
-        raise
-    except Exception as error:
-        raise DocumentError("", f"raised {type(error).__name__}: {error}", file=source) from error

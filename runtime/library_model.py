@@ -25,11 +25,11 @@ from planner.errors import LaunchError
 from runtime.export import DType
 from runtime.mesh import Place
 from runtime.named_attention import library_attention
-from runtime.script_model import DEGREES, MOST_CHECKED, script_model
+from runtime.script_model import DEGREES, script_model
 from runtime.script_start import built
 from runtime.token_loss import token_loss
 from runtime.token_model import TokenModel, recording_of, samples, tried_samples
-from runtime.trial import copied
+from runtime.trial import MOST_CHECKED, copied
 
 _NAMED_ATTENTION = "meshwright_named"
 """What the library calls attention that can be divided and restricted to documents."""
@@ -41,8 +41,9 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
     `source` is `PATH:recorded`.  Raises DocumentError where the library or the recording refuses.
     """
     with recording_of(source):
+        config = _configuration(source)
         with torch.device("meta"):
-            module = _built(_configuration(source))
+            module = _built(config)
         name = name_of(recorded_file(source))
         graph = script_model(
             module,
@@ -52,8 +53,22 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
             name=name,
             degrees=DEGREES,
             tried=tried_samples(seq_len),
+            named=_takes_our_attention(config),
         )
     return graph.model_copy(update={"source": source})
+
+
+def _takes_our_attention(config: Any) -> bool:
+    """Tell whether the library's class takes another attention by its name, and positions."""
+    try:
+        with torch.device("meta"):
+            return _takes_positions(_built(config, named=True))
+    except (KeyError, ValueError):
+        return False
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 class LibraryModel(TokenModel):
@@ -88,7 +103,7 @@ class LibraryModel(TokenModel):
             loss=_loss,
             device=device,
             documents=documents,
-            numbered="position_ids" in inspect.signature(module.forward).parameters,
+            numbered=_takes_positions(module),
             place=place,
         )
         if named:

@@ -48,7 +48,7 @@ class _Now:
 
     seen = SeenKeys()
     calls: list[int] | None = None
-    """Windows of the calls that are noted, while a trial runs."""
+    """Bytes of keys and values of the calls that are noted, while a trial runs."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def seen_now() -> SeenKeys:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """Note the window of every call; 0 is none."""
+    """Note the bytes of keys and values of every call."""
     before, _Now.calls = _Now.calls, []
     try:
         yield _Now.calls
@@ -100,7 +100,7 @@ def attention(
     torch.Size([2, 4, 3, 8])
     """
     if _Now.calls is not None:
-        _Now.calls.append(window)
+        _Now.calls.append(bytes_of(key, value))
     width, seen = value.shape[-1], _Now.seen
     starts = seen.starts if starts is None else starts
     if seen.itself:
@@ -131,6 +131,11 @@ def attention(
             starts=starts,
         )
     return mixed[..., :width]
+
+
+def bytes_of(key: Tensor, value: Tensor) -> int:
+    """Return the bytes of keys and values, which ranks with other positions need whole."""
+    return key.numel() * key.element_size() + value.numel() * value.element_size()
 
 
 def _scale(query: Tensor) -> float:
@@ -181,6 +186,25 @@ def library_attention(
 
 
 # --- where a module may be divided ----------------------------------------------------------------
+
+
+def check_divisible(
+    module: nn.Module, recorder: Recorder, batch: Any, loss: Callable[[Any, Any], Any], why: str
+) -> None:
+    """Refuse a module of which ranks cannot have parts of samples, for what it does between units.
+
+    Raises LaunchError, which begins with `why`, the place in the plan.
+    """
+    norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+    if any(isinstance(part, norms) for part in module.modules()):
+        raise LaunchError(f"{why}, and BatchNorm has statistics of all positions; use 1")
+    drawing = next((node.name for node in recorder.first.nodes if node.draws), None)
+    if drawing is not None:
+        raise LaunchError(
+            f"{why}, and {drawing} draws random numbers, which are those of whole samples; "
+            "leave dropout out, or use 1"
+        )
+    check_positions(module, recorder, batch, loss, why)
 
 
 @torch.no_grad()

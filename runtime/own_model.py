@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place, place_of
-from runtime.named_attention import SeenKeys, check_positions, divided, seeing
+from runtime.named_attention import SeenKeys, check_divisible, divided, seeing
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.recorder import Inputs, Recorder
@@ -124,7 +124,7 @@ class OwnModel:
         self._styles = styles_by_name(plan, module, recorder, tensor, self._tried(few))
         # Last: a plan that no module goes with needs no ranks.
         self.place = place or place_of(plan, device)
-        self._loss = loss
+        self.loss = loss
         self._holders = holders_of(plan, recorder, self.place)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
@@ -143,24 +143,15 @@ class OwnModel:
             for path, one in found.items():
                 experts.check(one, path, degree)
         if plan.loss is not None:
-            check_chunks(plan, module, recorder, few, loss)
+            check_chunks(plan.loss, module, recorder, few, loss)
         if not self._sees_less(plan):
             return
         why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
-        norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
         if self.sums or isinstance(loss, whole_batch):
             raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
-        if any(isinstance(part, norms) for part in module.modules()):
-            raise LaunchError(f"{why}, and BatchNorm has statistics of all positions; use 1")
-        drawing = next((node.name for node in recorder.first.nodes if node.draws), None)
-        if drawing is not None:
-            raise LaunchError(
-                f"{why}, and {drawing} draws random numbers, which are those of whole samples; "
-                "leave dropout out, or use 1"
-            )
-        check_positions(module, recorder, few, loss, why)
+        check_divisible(module, recorder, few, loss, why)
 
-    def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+    def _seeing(self, batch: Any) -> AbstractContextManager[None]:
         """Return what attention sees while a node of a micro-batch is called."""
         return seeing(SeenKeys(context=self.place.context, batch=batch))
 
@@ -182,7 +173,7 @@ class OwnModel:
                 device=self._device,
                 styles=self._styles,
                 participation=self.participation,
-                loss=self._loss if isinstance(self._loss, token_loss) else None,
+                loss=self.loss if isinstance(self.loss, token_loss) else None,
                 compiler=compiler,
             )
             for stage, own in zip(
@@ -191,10 +182,13 @@ class OwnModel:
                 strict=True,
             )
         )
-        if self._sees_less(plan) or plan.loss is not None:
-            for part in parts:
-                part.module.around = self._seeing
+        for part in parts:
+            part.module.around = self.around(plan)
         return parts
+
+    def around(self, plan: Plan) -> Callable[[Any], AbstractContextManager[None]] | None:
+        """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
+        return self._seeing if self._sees_less(plan) or plan.loss is not None else None
 
     def _sees_less(self, plan: Plan) -> bool:
         """Tell whether attention sees less than a sample: some positions, or a document."""

@@ -229,8 +229,8 @@ def called_name(call: Callable[..., Any] | None) -> str:
     named = resolve_name(call) if call is not None else None
     if named is not None:
         return str(named)
-    module = getattr(call, "__module__", "")
-    return f"{module}.{getattr(call, '__qualname__', type(call).__name__)}"
+    # Not its file, which is another module where it is imported than where it is run.
+    return str(getattr(call, "__qualname__", type(call).__name__))
 
 
 def _word(leaf: Any) -> str:

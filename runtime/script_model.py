@@ -6,34 +6,48 @@ A forward that cannot be recorded is one layer, which a plan may train without a
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from planner.documents.model import BatchLeaf, DividedLayer, Edge, Layer, LayerTrace, ModelGraph
+from planner.documents.model import (
+    BatchLeaf,
+    DividedLayer,
+    Edge,
+    Layer,
+    LayerTrace,
+    ModelGraph,
+    TracedExperts,
+    TracedLogits,
+)
 from planner.documents.plan import Plan
+from planner.documents.profile import ChunkedLoss
 from planner.documents.units import name_of
-from planner.errors import BatchError, PlanError, RecordError
+from planner.errors import BatchError, LaunchError, PlanError, RecordError
+from runtime import experts
 from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
 from runtime.divided import take_parts
 from runtime.loss import counted
+from runtime.named_attention import bytes_of, check_divisible, noted, positions_in
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, has_data, own_tensors
 from runtime.recording import Recording, called_name
+from runtime.token_loss import check_chunks, head_of, token_loss
 from runtime.torch_optimizers import Factory, GroupOf, gathered_names, grouped, state_bytes
 from runtime.trace import traced_call
-from runtime.trial import Changes, RandomNumbers, copied, untouched
+from runtime.trial import MOST_CHECKED, Changes, RandomNumbers, copied, untouched
 
-MOST_CHECKED = 200_000_000
-"""Parameters of a module whose forward on the host costs seconds at most."""
 SAMPLES = 2
 """Of the batch that is priced: with one alone, a norm over samples has no variance."""
 DEGREES = (2, 4, 8)
@@ -55,13 +69,15 @@ def script_model(
     degrees: Sequence[int] = (),
     tried: Any = None,
     branches: bool = False,
+    named: bool = True,
 ) -> ModelGraph:
     """Return the ModelGraph of a module whose batch looks like `batch`.
 
     An `optimizer` is tried for the bytes of its state; without one they are AdamW's.  `degrees`
     are those of a tensor axis, for which units are tried on random numbers, of a batch like `tried`
     if one is given.  With `branches` the layers form a graph: the module takes its units in any
-    order that a plan chose.
+    order that a plan chose.  `named` says that attention is by name under a plan that divides
+    positions, or that the module calls it so.
 
     Raises RecordError where the forward runs neither without data nor with it, and BatchError where
     the batch has no samples.
@@ -79,6 +95,7 @@ def script_model(
             degrees=degrees,
             tried=few if tried is None else tried,
             branches=branches,
+            named=named,
         )
 
 
@@ -94,9 +111,11 @@ def _graph_of(
     degrees: Sequence[int],
     tried: Any,
     branches: bool,
+    named: bool,
 ) -> ModelGraph:
     recording = recorder.first
-    figures = [_halved(figures) for figures in _figures(recorder, few, loss)]
+    traced, shared = zip(*_figures(recorder, few, loss), strict=True)
+    figures = [_halved(trace) for trace in traced]
     if branches:  # what a layer passes on of others is theirs
         figures = [
             trace.model_copy(update={"output_bytes": size // SAMPLES})
@@ -120,7 +139,9 @@ def _graph_of(
         for names in own
     ]
     counts = [_count(module, names) for names in own]
-    kinds = _kinds(module, recording, figures, list(zip(counts, matrices, strict=True)))
+    logits = [None] * (len(own) - 1) + [_logits(module, recorder, few, loss, shared[-1])]
+    beside = list(zip(counts, matrices, shared, strict=True))
+    kinds = _kinds(module, recording, figures, beside)
     layers = [
         Layer(
             name=layer.name,
@@ -131,18 +152,68 @@ def _graph_of(
             tied=_count(module, (name for name in layer.parameters if name not in names)) or None,
             largest=max((module.get_parameter(name).numel() for name in names), default=0),
             whole_matrices=whole or None,
+            keys_bytes=also.keys_bytes // SAMPLES or None,
+            experts=also.experts,
+            logits=product,
         )
-        for layer, kind, trace, names, count, parts, whole in zip(
-            recording.layers, kinds, figures, own, counts, divided, matrices, strict=True
+        for layer, kind, trace, names, count, parts, whole, also, product in zip(
+            recording.layers,
+            kinds,
+            figures,
+            own,
+            counts,
+            divided,
+            matrices,
+            shared,
+            logits,
+            strict=True,
         )
     ]
     return ModelGraph(
         name=name_of(name),
         source=f"script:{name}",
         recording=None if branches else recording.digest,
+        positions=_positions(module, recorder, few, loss, shared) if named else None,
         optimizer_bytes=_optimizer_bytes(module, optimizer, groups) if optimizer else None,
         layers=tuple(layers),
         edges=_edges(recording) if branches else (),
+    )
+
+
+def _positions(
+    module: nn.Module, recorder: Recorder, few: Any, loss: Loss | None, shared: Sequence[RankShares]
+) -> int | None:
+    """Return how many positions a sample has, where ranks can have some of them each."""
+    if loss is None or not any(one.keys_bytes for one in shared):
+        return None
+    try:
+        check_divisible(module, recorder, few, loss, "mesh.context")
+        return positions_in(few)
+    except LaunchError:
+        return None
+
+
+def _logits(
+    module: nn.Module, recorder: Recorder, few: Any, loss: Loss | None, last: RankShares
+) -> TracedLogits | None:
+    """Return the product of the last layer whose loss can be made in chunks, if there is one."""
+    if not isinstance(loss, token_loss) or last.without_loss is None:
+        return None
+    try:
+        check_chunks(ChunkedLoss(), module, recorder, few, loss)
+        path = head_of(recorder.first, module)
+    except LaunchError:
+        return None
+    recording, head = recorder.first, module.get_submodule(path)
+    assert isinstance(head, nn.Linear)
+    if path not in recording.layers[-1].units:
+        return None
+    (made,) = (node.made for node in recording.nodes if node.unit == path)
+    return TracedLogits(
+        rows=recording.values[made[0][1]].shape.numel() // head.out_features // SAMPLES,
+        width=head.in_features,
+        outputs=head.out_features,
+        trace=_halved(last.without_loss),
     )
 
 
@@ -326,11 +397,92 @@ def few_samples(batch: Any, samples: int) -> Any:
     return tree_map(cut, batch)
 
 
-def _figures(recorder: Recorder, batch: Any, loss: Loss | None) -> Iterator[LayerTrace]:
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    """What of a layer ranks can share beside its positions and its matrices' features."""
+
+    keys_bytes: int
+    """Of keys and values of SAMPLES."""
+    experts: TracedExperts | None
+    without_loss: LayerTrace | None = None
+    """Of the last layer, of SAMPLES."""
+
+
+def _figures(
+    recorder: Recorder, batch: Any, loss: Loss | None
+) -> Iterator[tuple[LayerTrace, RankShares]]:
     """Yield what each layer costs, forward and backward, the loss with the last one."""
     with recorder.without_data(batch) as (module, given):
-        for figures, _ in _figures_of_layers(module, recorder, given, loss, None):
-            yield figures
+        exchanged = _exchanges(module)
+        count = len(recorder.first.layers)
+        with noted() as named, _KeysOfAttention() as any_attention:
+            for at, (figures, _) in enumerate(
+                _figures_of_layers(module, recorder, given, loss, None)
+            ):
+                found = RankShares(
+                    sum(named) or sum(any_attention.sizes),
+                    _experts(module, recorder.first.layers[at].units, exchanged),
+                )
+                for notes in (named, any_attention.sizes, exchanged):
+                    notes.clear()
+                if at == count - 1 and isinstance(loss, token_loss):
+                    found = replace(found, without_loss=_last(module, recorder, given))
+                yield figures, found
+
+
+def _last(module: nn.Module, recorder: Recorder, batch: Any) -> LayerTrace:
+    """Return what the last layer costs without the loss."""
+    count = len(recorder.first.layers)
+    stage = RecordedStage(module, recorder, count - 1, count)
+    device = next(iter(module.parameters())).device
+    taken = tuple(
+        torch.empty_like(x, device=device).requires_grad_(x.is_floating_point())
+        for x in stage.received(recorder.first)
+    )
+    return _figures_of(stage, taken, batch, loss=None)[0]
+
+
+class _KeysOfAttention(TorchFunctionMode):
+    """Notes the bytes of keys and values of torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            self.sizes.append(bytes_of(given["key"], given["value"]))
+        return func(*args, **(kwargs or {}))
+
+
+def _exchanges(module: nn.Module) -> dict[str, int]:
+    """Return bytes of the tokens chosen for each experts module, once they were called."""
+    found: dict[str, int] = {}
+
+    def note(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        hidden, index = args[:2]
+        found[path] = index.numel() * hidden.shape[-1] * hidden.element_size()
+
+    for path, one in experts.modules_of(module).items():
+        one.register_forward_pre_hook(functools.partial(note, path))
+    return found
+
+
+def _experts(
+    module: nn.Module, units: Sequence[str], exchanged: Mapping[str, int]
+) -> TracedExperts | None:
+    """Return the experts inside a layer's units that were called."""
+    inside = [path for path in exchanged if any(f"{path}.".startswith(f"{u}.") for u in units)]
+    if not inside:
+        return None
+    parts = [module.get_submodule(path) for path in inside]
+    return TracedExperts(
+        count=math.gcd(*map(experts.count_of, parts)),
+        hidden=int(parts[0].get_parameter("down_proj").shape[1]),
+        parameters=sum(p.numel() for one in parts for p in one.parameters()),
+        exchanged_bytes=sum(exchanged.values()) // SAMPLES,
+    )
 
 
 def _figures_of_layers(

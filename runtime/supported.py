@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.documents.model import ModelGraph, is_factory, is_recorded, is_script
+from planner.documents.model import ModelGraph, is_factory, is_own, is_recorded, is_script
 from planner.documents.plan import Plan
 from planner.schedules import PLAIN, schedule_of
 from planner.stacks.native import layer_obstacle, obstacle
@@ -31,9 +31,8 @@ def foreign(plan: Plan) -> str | None:
 
 def documents_refused(plan: Plan, model: ModelGraph) -> str | None:
     """Return why attention cannot be restricted to documents of a sample, or None if it can."""
-    own, a = is_recorded(plan.model.source), model.architecture
-    reference = not own and (a is None or a.family == "reference")
-    if reference or is_factory(plan.model.source):
+    own, a = is_own(plan.model.source), model.architecture
+    if not own and (a is None or a.family == "reference"):
         return (
             f"documents: {plan.model.name} is no model of transformers, and attention of others is "
             "not restricted to documents here; train on text, or with meshwright.Engine"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from planner.documents.plan import Plan
 from planner.documents.profile import ChunkedLoss
 from planner.errors import LaunchError
 from runtime import lora
@@ -27,8 +26,7 @@ from runtime.loss import IGNORED
 from runtime.named_attention import SeenKeys, seeing, seen_now
 from runtime.recorder import Recorder, arguments, has_data
 from runtime.recording import Recording, Value, values_of
-from runtime.script_model import MOST_CHECKED
-from runtime.trial import copied, untouched
+from runtime.trial import MOST_CHECKED, copied, untouched
 
 
 class token_loss:  # noqa: N801 - read as the function that it is to its user
@@ -109,13 +107,14 @@ def head_of(recording: Recording, module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def check_chunks(plan: Plan, module: nn.Module, recorder: Recorder, few: Any, loss: Any) -> None:
+def check_chunks(
+    how: ChunkedLoss, module: nn.Module, recorder: Recorder, few: Any, loss: Any
+) -> None:
     """Refuse a module or a loss that cannot be computed in chunks; `few` is what was recorded.
 
     The sum is compared with that of whole logits.  A module that is too large for a trial is not
     tried.
     """
-    assert plan.loss is not None
     if not isinstance(loss, token_loss):
         raise LaunchError(
             "loss: is in chunks, and Engine(loss=...) is a function of logits; give "
@@ -133,7 +132,7 @@ def check_chunks(plan: Plan, module: nn.Module, recorder: Recorder, few: Any, lo
         whole = loss(twin(*args, **kwargs), few)[0]
         head = twin.get_submodule(name)
         assert isinstance(head, nn.Linear)
-        ChunkedHead(head, plan.loss, loss)
+        ChunkedHead(head, how, loss)
         with seeing(SeenKeys(batch=few)):
             total = loss(twin(*args, **kwargs), few)[0]
     if not torch.allclose(total.float(), whole.float(), rtol=1e-4):

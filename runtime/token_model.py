@@ -34,15 +34,15 @@ TRIED_POSITIONS = 16
 """Of samples on which units are tried in parts: what is divided does not depend on their length."""
 
 
-def samples(seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets without data, as many as a recording is of."""
+def samples(seq_len: int, *, numbered: bool = False) -> tuple[Tensor, ...]:
+    """Return inputs and targets without data, as many as a recording is of; positions behind."""
     tokens = torch.empty(SAMPLES, seq_len, dtype=torch.int64, device="meta")
-    return tokens, tokens
+    return (tokens, tokens, tokens) if numbered else (tokens, tokens)
 
 
-def tried_samples(seq_len: int) -> tuple[Tensor, Tensor]:
+def tried_samples(seq_len: int, *, numbered: bool = False) -> tuple[Tensor, ...]:
     """Return samples like `samples` that trials of a tensor axis take, which are short."""
-    return samples(min(seq_len, TRIED_POSITIONS))
+    return samples(min(seq_len, TRIED_POSITIONS), numbered=numbered)
 
 
 @contextlib.contextmanager
@@ -79,26 +79,22 @@ class TokenModel(OwnModel):
         device: torch.device,
         documents: bool,
         numbered: bool = False,
+        always: bool = False,
         units: Sequence[str] | None = None,
         place: Place | None = None,
     ) -> None:
         """`place` is this rank's if it is not that of all ranks in the plan.
 
         `numbered` says that `inputs` give the module positions, the third of a batch, and that its
-        attention is runtime.named_attention's.
+        attention is runtime.named_attention's; `always`, that it takes them under any plan.
         """
-        self._documents = documents
+        self._documents, self._always = documents, always
         if self._sees_less(plan):
             what = "documents" if documents else f"mesh.context: is {plan.mesh.context}"
             if not numbered:
                 raise LaunchError(
-                    f"{what}, and {plan.model.name} gets no positions with its tokens; train it "
-                    "from a script with meshwright.attention"
-                )
-            if plan.compile != "none":
-                raise LaunchError(
-                    f"compile: is {plan.compile}, and no graph has attention that is given what it "
-                    f"sees ({what}); use none"
+                    f"{what}, and {plan.model.name} gets no positions with its tokens; let its "
+                    "forward take tokens and positions, and call meshwright.attention"
                 )
         self.vocabulary = _vocabulary(module)
         """Numbers of tokens that all tables know."""
@@ -106,11 +102,10 @@ class TokenModel(OwnModel):
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
         self.example: tuple[Tensor, ...] = (tokens, tokens)
-        if self._sees_less(plan):
+        if always or self._sees_less(plan):
             self.example += (torch.arange(plan.seq_len).expand_as(tokens),)
         if documents:
             self.example += (torch.zeros_like(tokens),)
-        self.loss = loss
         super().__init__(
             lambda: module,
             plan,
@@ -141,7 +136,7 @@ class TokenModel(OwnModel):
         if (starts is not None) != self._documents:
             raise LaunchError("starts are given if and only if the engine was made for documents")
         made: tuple[Tensor, ...] = (inputs, targets)
-        if self._sees_less(self.plan):
+        if self._always or self._sees_less(self.plan):
             places = torch.arange(self.plan.seq_len, device=inputs.device).expand_as(inputs)
             if starts is not None:
                 starts = starts.to(inputs.device, non_blocking=True)

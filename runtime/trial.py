@@ -39,6 +39,8 @@ LIBRARIES = frozenset(
     (*sys.stdlib_module_names, "torch", "numpy", "functorch", "planner", "runtime", "meshwright")
 )
 """Packages whose functions and classes keep nothing of a user's; installed ones are others."""
+MOST_CHECKED = 200_000_000
+"""Parameters of a module whose forward on the host costs seconds at most."""
 ITERATORS = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, zip)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Classes of Python whose objects have attributes of the user's."""

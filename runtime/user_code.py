@@ -9,11 +9,13 @@ No torch here, and nothing is run by `check_files`.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.machinery import (
     BuiltinImporter,
     FrozenImporter,
@@ -23,13 +25,17 @@ from importlib.machinery import (
 )
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.documents.document import is_file
 from planner.errors import DocumentError
 
 OUR_PACKAGES = ("planner", "runtime", "profiler", "meshwright")
 TRUST = "read it, then plan again or add --trust-code"
+_IMPORTED: ContextVar[str] = ContextVar("imported", default="")
+"""The source whose file is being imported, and not run."""
+
+Made = TypeVar("Made")
 
 
 class UserFiles:
@@ -62,7 +68,11 @@ class UserFiles:
         spec = importlib.util.spec_from_file_location(name, self.main, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        token = _IMPORTED.set(self.source)
+        try:
+            loader.exec_module(module)
+        finally:
+            _IMPORTED.reset(token)
         return module
 
     def text_of(self, path: Path) -> bytes:
@@ -85,6 +95,51 @@ def check_files(source: str, known: Mapping[str, str] | None) -> None:
         )
     for name in known:
         _compare(name, _read(main.parent / name, source), known, source)
+
+
+def trains_in_script(source: str) -> bool:
+    """Tell whether the file of a MODEL has a `batch` of its own, without running it.
+
+    Its module is then one that a script gives its Engine, and no factory's, which takes tokens.
+    """
+    try:
+        body = ast.parse(_read(_file_of(source), source)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # whoever imports it says so
+    names: list[str] = []
+    for one in body:
+        match one:
+            case ast.FunctionDef(name=name):
+                names.append(name)
+            case ast.Assign(targets=targets):
+                every = [node for target in targets for node in ast.walk(target)]
+                names += [node.id for node in every if isinstance(node, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.append(name)
+            case ast.ImportFrom(names=aliases):
+                names += [alias.asname or alias.name for alias in aliases]
+    return "batch" in names
+
+
+def in_users_file(source: str, call: Callable[[], Made]) -> Made:
+    """Run a user's code; what goes wrong there is reported as theirs."""
+    try:
+        return call()
+    except DocumentError:
+        raise
+    except Exception as error:
+        raise DocumentError("", f"raised {type(error).__name__}: {error}", file=source) from error
+
+
+def refuse_while_imported() -> None:
+    """Refuse to train where a user's file is imported, and not run."""
+    source = _IMPORTED.get()
+    if source:
+        raise DocumentError(
+            "",
+            'makes an Engine when it is imported; put what trains under if __name__ == "__main__":',
+            file=source,
+        )
 
 
 def _file_of(source: str) -> Path:

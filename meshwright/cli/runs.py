@@ -95,6 +95,7 @@ def run(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="Restart at most N times if a rank fails")
     ] = 0,
+    profile: ProfileOption = None,
     where: Where = HERE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print that job only")] = False,
 ) -> None:
@@ -112,6 +113,7 @@ def run(
         arguments or (),
         output=output,
         restarts=restarts,
+        profile=profile,
         where=where,
         dry_run=dry_run,
     )
@@ -209,8 +211,8 @@ def profile(
         print(as_json(measured.model_dump(mode="json", exclude_none=True)))
         return
     said = CommandDefaults({})
-    if measured.layers:
+    if measured.layers and measured.layers[0].seq_len > 1:  # a script's batch says it
         said.left_open({"seq-len": (seq_len, measured.layers[0].seq_len)})
     written = [name for name in (output, cluster_output) if name]
-    for part in profile_parts(measured, said.said, written, explain=explain):
+    for part in profile_parts(measured, model, said.said, written, explain=explain):
         out.print(part)

@@ -19,7 +19,7 @@ class Boundaries:
     def output_bytes(self, setting: Setting) -> dict[str, float]:
         """Bytes of an output, by kind of layer."""
         stream = self._stream_bytes(setting)
-        scale = setting.micro_batch * setting.element_bytes / FP32
+        scale = setting.micro_batch / setting.context * setting.element_bytes / FP32
         return {
             kind: layer.trace.output_bytes * scale if layer.trace else stream
             for kind, layer in self._layers.items()
@@ -27,7 +27,7 @@ class Boundaries:
 
     def crossing_bytes(self, setting: Setting) -> tuple[float, float]:
         """Most and least bytes that cross a boundary."""
-        scale = setting.micro_batch * setting.element_bytes / FP32
+        scale = setting.micro_batch / setting.context * setting.element_bytes / FP32
         if self._model.edges and self._model.architecture is None:
             widest, narrowest = self._sample_crossings
             return widest * scale, narrowest * scale

@@ -133,6 +133,8 @@ class HeldStates:
         if self._job.lora is not None:
             return self._frozen(layer, layout, sharing, dense, routed)
         largest = arithmetic.largest_matrix(self._model, layer, tensor=layout.tensor)
+        if layer.trace is not None:  # which is an expert's, where those have ranks of their own
+            largest = min(largest, dense)
         sides = 0.0
         if sharing.wire == "powersgd":
             sides = arithmetic.matrix_sides(self._model, layer, tensor=layout.tensor)
@@ -164,10 +166,10 @@ class HeldStates:
             if layout.expert > 1:
                 sharing = of_experts(sharing, layout.tensor, layout.expert, layout.expert_tensor)
                 apart = Apart(parameters=routed, sharing=sharing)
-            assert a is not None and a.experts is not None
+            hidden = a.hidden_size if a is not None else layer.experts and layer.experts.hidden
             # Ranks that experts do not fill divide every expert's hidden dim.
-            pieces = max(1, a.experts.count // layout.expert)
-            pieces = 0 if a.hidden_size % sharing.shard == 0 else pieces
+            pieces = max(1, self._model.expert_count // layout.expert)
+            pieces = 0 if hidden and hidden % sharing.shard == 0 else pieces
             states += (
                 flat_units.states(routed, sharing)
                 if self._flat(sharing)

@@ -61,10 +61,6 @@ Groups = tuple[Levels, Levels, Levels, Levels, Levels, Levels]
 """By `GroupAxis`."""
 
 
-LOSS = "head"
-"""The kind of layer that computes the loss, whose figures alone depend on how."""
-
-
 class LayerFigures:
     """The figures of a model's layer kinds on a cluster, each setting worked out once."""
 
@@ -91,6 +87,7 @@ class LayerFigures:
         ]
         self._devices_per_node = cluster.groups[0].devices_per_node
         self._layers = {layer.kind: layer for layer in model.layers}
+        self._loss = model.loss_kind
         self._kinds = {name: layer.kind for name, layer in model.chain}
         self._known: dict[tuple[object, ...], tuple[KindFigures, tuple[Assumption, ...]]] = {}
         self._together: dict[tuple[object, ...], tuple[KindFigures, int]] = {}
@@ -144,9 +141,10 @@ class LayerFigures:
         else:
             plain = [replace(setting, loss=None) for setting in each]
             without = [(setting, *key[1:]) for setting, key in zip(plain, keys, strict=True)]
-            others = [kind for kind in self._layers if kind != LOSS]
+            others = [kind for kind in self._layers if kind != self._loss]
             found = self._rows_of(without, plain, groups, others)
-            found |= self._rows_of(keys, each, groups, [LOSS] if LOSS in self._layers else [])
+            last = [self._loss] if self._loss in self._layers else []
+            found |= self._rows_of(keys, each, groups, last)
             figures = {kind: found[kind] for kind in self._layers}
         for index, key in enumerate(keys):
             self._together[key] = figures, index
@@ -167,9 +165,10 @@ class LayerFigures:
         def worked_out(own: Sequence[str], new: Sequence[int]) -> KindFigures:
             return self._worked_out(own, [each[at] for at in new], [groups[at] for at in new])
 
-        for own in ([kind for kind in kinds if kind != LOSS], [LOSS] if LOSS in kinds else []):
+        others = [kind for kind in kinds if kind != self._loss]
+        for own in (others, [self._loss] if self._loss in kinds else []):
             if own:
-                rows = self._rows.setdefault((alike, own == [LOSS]), Rows())
+                rows = self._rows.setdefault((alike, own == [self._loss]), Rows())
                 found |= rows.of(keys, partial(worked_out, own))
         return found
 
@@ -417,7 +416,7 @@ class LayerFigures:
         The runtime puts off Linears alone: not experts, whose matrices lie in one parameter, nor
         the transposed ones of GPT-2's blocks, nor what a loss in chunks multiplies by.
         """
-        if layer.kind == "head" and setting.loss is not None:
+        if layer.kind == self._loss and setting.loss is not None:
             return False
         if operator.kind != "matmul" or operator.name.startswith("expert"):
             return False

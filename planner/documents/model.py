@@ -7,6 +7,7 @@ Figures of a transformer stand in `architecture`, under the names of its public 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
@@ -232,6 +233,37 @@ class DividedLayer(Part):
     """Of the layer's, those that the axis divides."""
 
 
+class TracedExperts(Part):
+    """Experts of a traced layer, in two matrices for all of a module (runtime.experts)."""
+
+    count: Positive
+    """Of each module, or what divides that of all."""
+    hidden: Positive
+    """Features of a token."""
+    parameters: Positive
+    exchanged_bytes: Count
+    """Of one sample's tokens on the way to the experts chosen for them, in fp32."""
+
+
+class TracedLogits(Part):
+    """The product that makes a traced layer's logits, and the layer without its loss.
+
+    A plan may make logits and loss in chunks of rows.
+    """
+
+    rows: Positive
+    """Of one sample."""
+    width: Positive
+    """Features that a row is made of."""
+    outputs: Positive
+    trace: LayerTrace
+
+    @property
+    def flops(self) -> float:
+        """Of the product, forward, of one sample."""
+        return 2.0 * self.rows * self.width * self.outputs
+
+
 class Layer(Part):
     """One layer, or `repeat` layers in a row that are alike."""
 
@@ -249,6 +281,11 @@ class Layer(Part):
     """By degree of a tensor axis that divides it; it is whole on each rank of others."""
     largest: Count | None = None
     """Elements of a traced layer's largest parameter; None: not known, as large as the layer."""
+    keys_bytes: Positive | None = None
+    """Of the keys and values of one sample in a traced layer, in fp32: ranks that divide positions
+    bring them together."""
+    experts: TracedExperts | None = None
+    logits: TracedLogits | None = None
     tied: Positive | None = None
     """Parameters of other layers that it reads too, of which a stage without those has copies."""
     whole_matrices: tuple[Positive, ...] | None = None
@@ -282,6 +319,8 @@ class ModelGraph(Document):
     from its folder.  Paths are relative to that folder.  No other content of them is run."""
     recording: FileDigest | None = None
     """What the forward of a script's module does with which shapes (runtime.recording)."""
+    positions: Positive | None = None
+    """Of a traced sample, where ranks can divide them."""
     optimizer_bytes: Amount | None = None
     """Of state per parameter, a mean over the model, where a script's optimizer is not AdamW."""
     architecture: Architecture | None = None
@@ -403,6 +442,19 @@ class ModelGraph(Document):
     def tensor_degrees(self) -> tuple[int, ...]:
         """Degrees of a tensor axis that divide some of the traced layers."""
         return tuple(sorted({one.tensor for layer in self.layers for one in layer.divided or ()}))
+
+    @property
+    def expert_count(self) -> int:
+        """Experts that ranks can share, 0 where there are none."""
+        a = self.architecture
+        if a is not None:
+            return a.experts.count if a.experts is not None else 0
+        return math.gcd(*(one.experts.count for one in self.layers if one.experts is not None))
+
+    @property
+    def loss_kind(self) -> str:
+        """The kind of layer that makes the loss of logits, whose figures depend on how."""
+        return next((one.kind for one in self.layers if one.logits is not None), "head")
 
     @property
     def parameters(self) -> int:

@@ -19,13 +19,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.documents.cluster import EIGHT_BITS
-from planner.documents.model import Architecture, DividedLayer, Layer, LayerTrace, ModelGraph
+from planner.documents.model import (
+    Architecture,
+    DividedLayer,
+    Layer,
+    LayerTrace,
+    ModelGraph,
+    TracedLogits,
+)
+from planner.documents.profile import ChunkedLoss
 from planner.layers.attention import attention, attention_width, window
-from planner.layers.ends import embedding, embedding_width, head
+from planner.layers.ends import chunked_loss, embedding, embedding_width, head
 from planner.layers.feed_forward import experts, mlp
 from planner.layers.kernels import MODULES, compiled
-from planner.layers.operator_table import FP32, Operator, OperatorTable, Setting, either
-from planner.layers.operators import norm
+from planner.layers.operator_table import (
+    FP32,
+    Operator,
+    OperatorTable,
+    Setting,
+    either,
+    larger,
+    smaller,
+)
+from planner.layers.operators import matmul, norm
 from planner.layers.parameters import (
     OPT_POSITION_OFFSET,
     norm_parameters,
@@ -113,7 +129,8 @@ def local_parameters(
     """
     architecture = model.architecture
     if architecture is None or layer.trace is not None:
-        return _traced_parameters(layer, tensor), 0.0
+        routed = layer.experts.parameters if layer.experts is not None and expert > 1 else 0
+        return _traced_parameters(layer, tensor) - routed, routed / expert
     routed = _routed_parameters(architecture) if routes(layer.kind) else 0
     whole = _undivided_parameters(architecture, layer.kind)
     if shared_whole and expert > 1 and routes(layer.kind):
@@ -295,10 +312,13 @@ def traced(layer: Layer, setting: Setting) -> OperatorTable:
     """One operator of a layer that was traced in fp32; times its samples, in the job's type.
 
     A tensor axis that divides the layer adds its sums: of activations in forward, of gradients in
-    backward.  They are summed in place, one by one.
+    backward.  They are summed in place, one by one.  A context axis divides all but keys and
+    values, which it gathers; experts on ranks of their own are sent tokens, and send them back.
     """
+    if setting.loss is not None and layer.logits is not None:
+        return _logits_in_chunks(layer, layer.logits, setting, setting.loss)
     trace = layer.trace
-    samples = 1.0 * setting.micro_batch
+    samples = setting.micro_batch / setting.context
     scale = samples * setting.element_bytes / FP32
     figure = functools.partial(_figure, layer, setting)
     stored = figure(lambda of: of.stored_bytes) * scale
@@ -322,6 +342,8 @@ def traced(layer: Layer, setting: Setting) -> OperatorTable:
             for name, size in _sums(layer, setting)
         ]
         operators, outside = (*sums[:-1], operator, sums[-1]), 1
+    before, behind = _crossing_ranks(layer, setting, scale)
+    operators = (*before, *operators, *behind)
     return OperatorTable(
         kind=layer.kind,
         operators=operators,
@@ -329,6 +351,87 @@ def traced(layer: Layer, setting: Setting) -> OperatorTable:
         output="out",
         outside=outside,
         backward_peak=operator.workspace_bytes,
+    )
+
+
+def _crossing_ranks(
+    layer: Layer, setting: Setting, scale: float
+) -> tuple[list[Operator], list[Operator]]:
+    """Return what a traced layer gets from ranks that have other positions or experts, and sends.
+
+    `scale` makes bytes of a micro-batch of those of one sample in fp32.
+    """
+    before: list[Operator] = []
+    behind: list[Operator] = []
+    if setting.divides_sequence and layer.keys_bytes:
+        local = layer.keys_bytes * scale
+        whole = local * setting.context
+        gathered = Operator(
+            name=f"{layer.name}_keys",
+            kind="all_gather",
+            inputs=(),
+            outputs={"keys": whole},
+            saved=("keys",),
+            moved_bytes=whole,
+            copied_bytes=2 * (local + whole),
+            workspace_bytes=local + whole,
+            axis="context",
+        )
+        before.append(gathered)
+    if setting.spreads_experts and layer.experts is not None:
+        size = layer.experts.exchanged_bytes * scale
+        there, back = (
+            Operator(
+                name=f"{layer.name}_{made}",
+                kind="all_to_all",
+                inputs=(),
+                outputs={made: size},
+                saved=(made,),
+                moved_bytes=size,
+                backward_moved_bytes=size,
+                axis="expert",
+            )
+            for made in ("sent", "returned")
+        )
+        before.append(there)
+        behind.append(back)
+    return before, behind
+
+
+def _logits_in_chunks(
+    layer: Layer, logits: TracedLogits, setting: Setting, loss: ChunkedLoss
+) -> OperatorTable:
+    """Return a traced layer that makes its logits and their loss a few rows at a time."""
+    e = setting.element_bytes
+    samples = setting.micro_batch / setting.context
+    scale = samples * e / FP32
+    rows = samples * logits.rows
+    hidden, weights = rows * logits.width * e, logits.width * logits.outputs
+    whole = rows * logits.outputs
+    kept = larger(0.0, logits.trace.stored_bytes * scale - hidden)
+    before = Operator(
+        name=layer.name,
+        kind="matmul",
+        inputs=("x",),
+        outputs={"kept": kept, "hidden": hidden},
+        saved=("kept",),
+        flops=larger(0.0, (logits.trace.forward_flops - logits.flops) * samples),
+        moved_bytes=2 * (kept + hidden),
+        backward_moved_bytes=4 * (kept + hidden),
+    )
+    product = matmul(
+        "logits",
+        ("hidden",),
+        {"logits": whole * e},
+        flops=logits.flops * samples,
+        moved_bytes=hidden + (weights + whole) * e,
+        weights=weights,
+    )
+    each = FP32 + (e if e != FP32 else 0)
+    chunk = each * smaller(float(loss.rows), rows) * logits.outputs
+    chunks = chunked_loss(product, loss, whole, chunk, hidden + weights * e)
+    return OperatorTable(
+        kind=layer.kind, operators=(before, *chunks), input_bytes=hidden, output="loss"
     )
 
 

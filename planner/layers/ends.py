@@ -185,7 +185,7 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
         chunk = each * smaller(float(setting.loss.rows), rows) * outputs / t
         sizes = (rows * width + width * outputs / t) * e
         product = replace(product, frozen=setting.kernels.frozen is not None)
-        operators += _chunked(product, setting.loss, logits, chunk, sizes)
+        operators += chunked_loss(product, setting.loss, logits, chunk, sizes)
         return OperatorTable("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
     if kernels is not MODULES:
@@ -287,7 +287,7 @@ def _as_trained(setting: Setting, product: Operator, source: str) -> Operator:
     )
 
 
-def _chunked(
+def chunked_loss(
     product: Operator, loss: ChunkedLoss, logits: float, working: float, gradients: float
 ) -> list[Operator]:
     """The output projection and its loss, with `working` bytes for the chunk of logits at hand.

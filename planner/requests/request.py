@@ -17,7 +17,7 @@ from planner.catalog import native
 from planner.catalog import stack as stack_called
 from planner.documents.cluster import ClusterSpec, DeviceGroup, Precision
 from planner.documents.document import nearest
-from planner.documents.model import ModelGraph
+from planner.documents.model import ModelGraph, is_script
 from planner.documents.plan import INSIDE_OUT, Job, Layout, Plan, Scales, check_size
 from planner.documents.profile import Profile, Profiles
 from planner.documents.stack import Stack
@@ -87,8 +87,17 @@ class Request:
         """Return a request; what is None takes the default that suits the model and the devices.
 
         `lora` are settings of adapters, as `rank=16`; `stack` is a name or an alias.  Layers are
-        measured in our runtime, so that a `profile` is of no other stack.
+        measured in our runtime, so that a `profile` is of no other stack.  Of a script's module a
+        sample is what its batch says, and it trains in fp32 unless a precision is named.
         """
+        if is_script(model.source or ""):
+            if seq_len not in (None, 1):
+                raise DocumentError("seq-len", "is given by the shapes of the example batch")
+            if stack != "native":
+                raise DocumentError(
+                    "backend", f"is {stack}; a module of your own is trained natively"
+                )
+            seq_len, precision = 1, precision or "fp32"
         for name, value, most in (
             ("seq-len", seq_len, MOST_TOKENS),
             ("global-batch", global_batch, MOST_SAMPLES),

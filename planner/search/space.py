@@ -272,7 +272,8 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
     for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
             continue
-        contexts = within("context", _context_degrees(job, devices // tensor, pins))
+        length = model.positions or job.seq_len
+        contexts = within("context", _context_degrees(length, devices // tensor, pins))
         for context in _allowed(contexts, pins.context):
             pipelines = within("pipeline", divisors(devices // tensor // context))
             for pipeline in _allowed(pipelines, pins.pipeline):
@@ -564,7 +565,8 @@ def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
     if request.pins.loss is not None:
         return (request.pins.chunks,)
     known, a = request.model, request.model.architecture
-    if a is None or a.classes or known.edges or not (request.space.chunked_loss and gpus(request)):
+    makes = any(layer.logits for layer in known.layers) if a is None else not a.classes
+    if not makes or known.edges or not (request.space.chunked_loss and gpus(request)):
         return (None,)
     if schedule_of(schedule).stale:
         return (None,)
@@ -623,20 +625,19 @@ def tiers_of(cluster: ClusterSpec) -> tuple[int, ...]:
     return tuple(tier.devices for tier in cluster.tiers)
 
 
-def _context_degrees(job: Job, ranks: int, pins: Pins) -> list[int]:
-    """Return degrees that divide the sequence, up to the largest worth a look."""
+def _context_degrees(length: int, ranks: int, pins: Pins) -> list[int]:
+    """Return degrees that divide a sequence, up to the largest worth a look."""
     return [
         degree
         for degree in divisors(ranks)
-        if job.seq_len % degree == 0 and (degree <= LARGEST_CONTEXT or pins.context is not None)
+        if length % degree == 0 and (degree <= LARGEST_CONTEXT or pins.context is not None)
     ]
 
 
 def _expert_degrees(model: ModelGraph, ranks: int, most: int | None) -> list[int]:
-    a = model.architecture
-    if a is None or a.experts is None:
+    if not model.expert_count:
         return [1]
-    every = [degree for degree in divisors(a.experts.count) if ranks % degree == 0]
+    every = [degree for degree in divisors(model.expert_count) if ranks % degree == 0]
     return every if most is None else [degree for degree in every if degree <= most]
 
 

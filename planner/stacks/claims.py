@@ -102,13 +102,9 @@ SCRIPT: Mapping[str, Claim] = {
             "dispatch",
             "relay",
             "loss",
+            "compile",
         ),
         Claim(_any),
-    ),
-    "compile": _not_by_engine(
-        "it goes with tensor, context and expert 1: what divides your modules calls collectives "
-        "that no graph has",
-        lambda layout: layout.tensor * layout.context * layout.expert == 1,
     ),
     "tensor_overlap": _not_by_engine("use none"),
     "expert_tensor": _EXPERT_TENSOR,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from planner.catalog import native
 from planner.documents.cluster import EIGHT_BITS, ClusterSpec
-from planner.documents.model import Architecture, ModelGraph, is_own, trains_as_module
+from planner.documents.model import Architecture, ModelGraph, is_own
 from planner.documents.plan import Activations, Job, Layout
 from planner.documents.prediction import Assumption
 from planner.documents.profile import Recompute
@@ -177,16 +177,7 @@ def _unplanned(
     """Yield what is not priced; the runtime may train it all the same."""
     a = model.architecture
     if a is None:
-        for name in ("context", "expert"):
-            degree = getattr(layout, name)
-            if degree > 1:
-                yield Obstacle(
-                    f"mesh.{name}",
-                    f"is {degree}, which is not priced for modules of one's own; use 1, or write "
-                    "it into a plan",
-                )
-        if layout.loss is not None:
-            yield Obstacle("loss", "is in chunks, which is not priced for modules of one's own")
+        yield from _own_limits(model, layout)
     if job.lora is None:
         return
     if a is None:
@@ -194,6 +185,33 @@ def _unplanned(
     elif families and a.family not in families:
         yield Obstacle(
             "training.lora", f"adapters are planned for the families {', '.join(families)}"
+        )
+
+
+def _own_limits(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
+    """Yield what was not found in a module of one's own when it was recorded."""
+    if layout.context > 1 and model.positions is None:
+        yield Obstacle(
+            "mesh.context",
+            f"is {layout.context}, and no attention of {model.name} is known to be divisible over "
+            "positions; call meshwright.attention, and give positions with the batch",
+        )
+    if layout.expert > 1 and model.expert_count % layout.expert:
+        yield Obstacle(
+            "mesh.expert", f"{layout.expert} does not divide {model.expert_count} experts"
+        )
+    if layout.expert > 1 and not model.expert_count:
+        yield Obstacle("mesh.expert", f"is {layout.expert}, and {model.name} has no experts")
+    if layout.expert > 1 and (layout.relay is not None or layout.dispatch != "alltoall"):
+        name = "dispatch" if layout.relay is None else "relay"
+        yield Obstacle(
+            name, f"is {getattr(layout, name)}, which is not priced for modules of one's own"
+        )
+    if layout.loss is not None and not any(layer.logits for layer in model.layers):
+        yield Obstacle(
+            "loss",
+            f"is in chunks, and {model.name} returns no logits of one nn.Linear with "
+            "meshwright.token_loss as its loss",
         )
 
 
@@ -277,16 +295,8 @@ def _obstacles(model: ModelGraph, job: Job, layout: Layout) -> Iterator[Obstacle
     yield from _unit_obstacles(layout)
     if layout.relay is not None:
         yield from _relay_obstacles(layout, layout.relay)
-    if a is None and not trains_as_module(model.source or ""):
-        for name in ("context", "expert"):
-            if getattr(layout, name) > 1:
-                yield Obstacle(
-                    f"mesh.{name}",
-                    f"a user's own modules cannot be divided by {name} parallelism; use 1, or a "
-                    "script with meshwright.Engine",
-                )
     if layout.context > 1:
-        yield from _context_obstacles(a, job, layout)
+        yield from _context_obstacles(a, model.positions or job.seq_len, layout)
     yield from _limits(model, job, layout, native().space or EVERYTHING)
     if a is not None and a.experts is not None:
         yield from _grouped_obstacles(a.experts.ffn_size, job, layout)
@@ -378,7 +388,7 @@ def _schedule_obstacles(a: Architecture | None, layout: Layout) -> Iterator[Obst
         )
 
 
-def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iterator[Obstacle]:
+def _context_obstacles(a: Architecture | None, length: int, layout: Layout) -> Iterator[Obstacle]:
     place, degree = "mesh.context", layout.context
     if a is not None:  # a module of one's own is tried by the runtime
         if not a.causal or a.patches is not None or a.classes:
@@ -388,13 +398,12 @@ def _context_obstacles(a: Architecture | None, job: Job, layout: Layout) -> Iter
                 place, "context parallelism supports neither latent attention nor ALiBi; use 1"
             )
     # Each rank has one chunk from the front and one from the back, divided by tensor ranks again.
-    if job.seq_len % (2 * degree):
-        yield Obstacle(place, f"{degree} ranks need 2 x {degree} chunks of seq_len {job.seq_len}")
-    elif job.seq_len // degree % layout.tensor:
+    if length % (2 * degree):
+        yield Obstacle(place, f"{degree} ranks need 2 x {degree} chunks of seq_len {length}")
+    elif a is not None and length // degree % layout.tensor:
         yield Obstacle(
             place,
-            f"leaves {job.seq_len // degree} positions, which tensor={layout.tensor} does not "
-            "divide",
+            f"leaves {length // degree} positions, which tensor={layout.tensor} does not divide",
         )
 
 
@@ -426,8 +435,9 @@ def _limits(model: ModelGraph, job: Job, layout: Layout, space: Space) -> Iterat
         yield Obstacle(
             "mesh.data_shard", f"is 1, which leaves ZeRO-{layout.zero} nothing to shard; use more"
         )
-    if layout.context > 1 and job.seq_len % layout.context:
-        yield Obstacle("mesh.context", f"{layout.context} does not divide seq_len {job.seq_len}")
+    length = model.positions or job.seq_len
+    if layout.context > 1 and length % layout.context:
+        yield Obstacle("mesh.context", f"{layout.context} does not divide seq_len {length}")
     if layout.expert > 1 and not is_own(model.source or ""):
         yield from _expert_limits(model.architecture, layout.expert)
     if layout.tensor > 1:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from runtime import preflight
+from runtime import compiled, preflight
 from tests.runtime.rooms import Room
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace and differentiate graphs, and run the same kernels as eager."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    logging.disable(logging.WARNING)  # torch's, of what it takes for unusual
+    yield
+    logging.disable(logging.NOTSET)
+    torch._dynamo.reset()
 
 
 @pytest.fixture

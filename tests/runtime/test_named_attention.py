@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,10 +86,12 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 Run = tuple[list[tuple[float, float]], dict[str, Tensor], Tensor, int]
 
 
-def trained(build: Any, every: list[dict[str, Any]]) -> list[Run]:
+def trained(
+    build: Any, every: list[dict[str, Any]], new: Callable[..., Engine] = Engine
+) -> list[Run]:
     runs = []
     for fields in every:
-        engine = Engine(build, fields, loss=loss, optimizer=adamw, batch=batch_of(0))
+        engine = new(build, fields, loss=loss, optimizer=adamw, batch=batch_of(0))
         results = [engine.step(engine.slice(batch_of(step))) for step in range(STEPS)]
         held = engine.slice(batch_of(9))
         assert engine.evaluate(held).loss > 0
@@ -142,6 +145,39 @@ def test_positions_and_experts_over_ranks_train_as_one_process(build: Any, ranks
                 torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
             own = made[first : first + len(outputs)]
             torch.testing.assert_close(outputs, own, rtol=1e-4, atol=1e-5)
+
+
+COMPILED: list[tuple[Any, dict[str, Any]]] = [
+    (Net, {"context": 2}),
+    (mixture, {"expert": 2, "context": 2, "zero": 3, "recompute": "full"}),
+    (mixture, {"expert": 2, "zero": 1}),
+]
+
+
+def not_compiled(build: Any, every: list[dict[str, Any]]) -> tuple[list[Run], list[dict[str, str]]]:
+    engines: list[Engine] = []
+
+    def kept(*args: Any, **settings: Any) -> Engine:
+        engines.append(Engine(*args, **settings))
+        return engines[-1]
+
+    runs = trained(build, [{**fields, "compile": "block"} for fields in every], new=kept)
+    return runs, [dict(engine.not_compiled) for engine in engines]
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("build", [Net, mixture])
+def test_divided_blocks_are_graphs_that_train_as_one_process(build: Any) -> None:
+    ((expected, _, _, _),) = trained(build, [{}])
+    layouts = [fields for of, fields in COMPILED if of is build]
+
+    for runs, eager in on_ranks(2, not_compiled, build, layouts):
+        for layout, (found, *_), reasons in zip(layouts, runs, eager, strict=True):
+            assert reasons == {}, layout
+            for one, other in zip(found, expected, strict=True):
+                assert one == pytest.approx(other, rel=1e-5), layout
 
 
 def test_a_loss_that_is_not_made_of_one_product_is_not_made_in_chunks() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import LaunchError
-from runtime import compiled
 from runtime.engine import Engine
 from runtime.torch_internals import compiled_graphs
 from tests.parts import some_and_others
@@ -29,18 +27,9 @@ COMPILED: dict[str, dict[str, Any]] = {
         "activations": "offload",
     },
     "two stages": {"pipeline": 2},
+    "tensor, selective": {"tensor": 2, "recompute": "selective"},
     "zero bubble, selective": {"pipeline": 2, "schedule": "zb-h1", "recompute": "selective"},
 }
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace and differentiate graphs, and run the same kernels as eager."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    logging.disable(logging.WARNING)  # torch's, of what it takes for unusual
-    yield
-    logging.disable(logging.NOTSET)
-    torch._dynamo.reset()
 
 
 Compiled = tuple[script.Run, int, dict[str, str]]
