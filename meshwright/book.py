@@ -74,7 +74,9 @@ class Book:
     def solve(self, fit: LaunchablePlan, left: int) -> BookEntry:
         """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
         folder = self._folder()
-        path = for_fewer(fit.movable(), fit.graph, fit.machine, fit.measured, left=left, folder=folder)
+        path = for_fewer(
+            fit.movable(), fit.graph, fit.machine, fit.measured, left=left, folder=folder
+        )
         again = fit.at(str(path))
         predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
         entry = BookEntry(

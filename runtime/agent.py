@@ -108,7 +108,7 @@ class Register:
 
 
 class Sockets:
-    """Where an agent hears others and takes copies; a port kept for ranks that it will lead."""
+    """Where an agent hears others and takes copies; a port reserved for ranks that it will lead."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,4 @@
-"""A state gathered from copies: each rank gets what it holds from ranks that have parts of it.
+"""A state gathered from copies: each rank gets what it needs from ranks that have parts of it.
 
 Copies lie on nodes: those of its own ranks, and those of a ward's.  Ranks tell which of them they
 have found whole, agree on the newest step of which each finds all that it needs, and send each
@@ -61,7 +61,7 @@ def gathered(
     Beside it stands the label of one of its parts.
 
     `slots` are those that this rank looks at, no other rank the same, and `needed` are the boxes
-    that it holds.
+    that it needs.
     """
     labels = [(slot, label) for slot in slots if (label := slot.label()) is not None]
     every = all_gather_json([key_of(label) for _, label in labels])

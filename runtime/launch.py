@@ -65,7 +65,7 @@ from runtime.zygote import Zygote
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
 PACE_S = 1.0
-"""Between looks at the pace of ranks where no step is told."""
+"""Between looks at the pace of ranks where no step is reported."""
 TOLD_S = 3600.0
 """A longer run says before it what share of the time it should train."""
 MOST_WAITING = 3
@@ -97,7 +97,7 @@ class RankFailed(LaunchError):  # noqa: N818 - reads as the sentence that it is
 
 
 class EndsToGrow(RankFailed):
-    """The ranks have ended behind a save, so that the run goes on on more nodes."""
+    """The ranks have ended after a save, so that the run goes on on more nodes."""
 
 
 class RanksHang(RankFailed):
@@ -138,7 +138,7 @@ def launch(
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
     `peak_step_s` is what a step would take with every device at its peak; with it the report has
     the MFU.  With `saves` the steps between checkpoints are computed again from what is measured.
-    `expect` says where the seconds of so many steps should go; the report compares.
+    `expect` says where the seconds of a number of steps should go; the report compares.
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
@@ -196,10 +196,7 @@ def launch(
                 _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
-            if agent is not None:
-                shared |= growth.environment(ready.output)
-            if slots is not None:
-                shared |= slots.environment(len(ready.ranks.devices))
+            shared |= _of_survival(ready, agent, slots)
             refresh = _Refresh(ready, shown, agent, begun, meanwhile)
             _supervise(
                 ready,
@@ -222,6 +219,16 @@ def launch(
             ) from error
         finally:
             shown.close()
+
+
+def _of_survival(ready: Preflight, agent: NodeAgent | None, slots: Slots | None) -> dict[str, str]:
+    """Return what ranks are given to copy their state, and to end where the run grows."""
+    found: dict[str, str] = {}
+    if agent is not None:
+        found |= growth.environment(ready.output)
+    if slots is not None:
+        found |= slots.environment(len(ready.ranks.devices))
+    return found
 
 
 def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
@@ -355,7 +362,7 @@ def happened(ready: Preflight, event: Event) -> None:
 def _expect(
     ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
 ) -> None:
-    """Write down what a run should take, before its first attempt; a long one is told too."""
+    """Write down what a run should take, before its first attempt; a long one is printed too."""
     if run.expected_of(ready.output) is not None:
         return
     done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
@@ -741,7 +748,7 @@ def _way_on(ready: Preflight) -> str:
     return f"; {saved} is complete and can be resumed" if saved else "; nothing was saved"
 
 
-_GROWS = "to go on on more nodes, ranks have ended behind a save"
+_GROWS = "to go on on more nodes, ranks have ended after a save"
 
 
 def _report(

@@ -1,7 +1,7 @@
 """Mirrors: the state of ranks behind their newest steps, in memory that outlives them.
 
 Behind a step each rank copies its parts of the state into a slot of its launcher, which sends them
-to a partner on another node (`runtime.partner`).  A state is copied once the one before is kept on
+to a partner on another node (`runtime.partner`).  A state is copied once the one before is stored on
 all nodes.  Ranks that are started again, under any plan, go on from the newest state of which they
 find all parts that they hold (`runtime.gathered`).  How many steps lie between two copies follows
 from what the first ones take, so that they cost at most a hundredth of training.
@@ -72,7 +72,7 @@ class Mirror:
     def newest(self, needed: Mapping[str, Box]) -> MirroredState | None:
         """Return the newest state that all ranks can go on from; all of them call it.
 
-        `needed` are the boxes that this rank holds.
+        `needed` are the boxes that this rank needs.
         """
         # Each slot of a node is looked at by one of its ranks.
         pairs = [*self._node.own, *self._node.wards]

@@ -1,13 +1,13 @@
-"""Partners: what the ranks of one node have copied is kept on another node, too.
+"""Partners: what the ranks of one node have copied is stored on another node, too.
 
 The launcher of each node sends what its ranks write into their slots to that of its partner, as it
 finds it there, and keeps what that of its ward sends.  Training waits for neither; it copies a
-state only when the one before is kept everywhere (`runtime.mirror`), so that of two generations one
+state only when the one before is stored everywhere (`runtime.mirror`), so that of two generations one
 is always whole.  A node that is lost then costs the steps since the last copy.
 
     ward     -> partner     {"run", "epoch", "from"}, then for each slot {"rank", "label", "size",
                             "code"} and its bytes
-    partner  -> ward        {"kept": rank} when they are whole, {"refused": why}
+    partner  -> ward        {"stored": rank} when they are whole, {"refused": why}
 
 Who does not know the job's secret is not heard (`runtime.channel`).  Nothing here imports torch.
 """
@@ -212,7 +212,7 @@ class KeptCopies:
             self._places.release()
 
     def _keep_one(self, channel: Channel, pairing: Pairing) -> None:
-        """Take one rank's copy into the slot that holds no state that is needed."""
+        """Take one rank's copy into the slot that has no state that is needed."""
         said = channel.receive(limit=MOST_LABEL_BYTES, until=time.monotonic() + GREET_S)
         begin_s = time.thread_time()
         rank, text, size = int(said["rank"]), str(said["label"]), int(said["size"])
@@ -234,7 +234,7 @@ class KeptCopies:
             return
         self._received_s = time.thread_time() - begin_s
         self._holds(_held(label))
-        channel.send({"kept": rank})
+        channel.send({"stored": rank})
 
 
 def to_write(slots: Sequence[StateSlot], label: dict[str, Any]) -> StateSlot:
@@ -298,6 +298,6 @@ def _sent(channel: Channel, rank: int, slot: StateSlot) -> bool:
     channel.send({"rank": rank, "label": label, "size": len(content), "code": code})
     channel.send_content(content)
     answer = channel.receive(limit=MAX_INTRODUCTION_BYTES)
-    if answer != {"kept": rank}:
-        raise ConnectionError(f"the partner has not kept it: {answer}")
+    if answer != {"stored": rank}:
+        raise ConnectionError(f"the partner has not stored it: {answer}")
     return True

@@ -44,7 +44,7 @@ def within(box: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def boxes(state: Mapping[str, Tensor]) -> dict[str, Box]:
-    """Return which part of each tensor of its state a rank holds."""
+    """Return which part of each tensor of its state a rank has."""
     found = {}
     for name, tensor in state.items():
         local, shape, offset = _box(tensor)

@@ -309,7 +309,7 @@ class Loop:
                 self._ahead.shutdown(cancel_futures=True)
 
     def _held_bytes(self) -> dict[str, int]:
-        """Return what this rank holds, by kind; on a GPU with what else its allocator has."""
+        """Return the bytes on this rank, by kind; on a GPU with what else its allocator has."""
         sizes = {name: _local_bytes(one) for name, one in self.engine.state().items()}
         model = sum(size for name, size in sizes.items() if name.startswith("model."))
         held = {

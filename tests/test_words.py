@@ -31,6 +31,9 @@ INSTEAD = {
     r"birth of": "provenance",
     r"wishes\b": "measurement requests",
     r"by e\+0\d %|\de\+0\d %": "a share above 100 % as a factor",
+}
+"""By pattern, what the field says; CHANGELOG.md says what was, and is not read."""
+RECENT = {
     r"(?<!`)told\b(?!\.py|`)": "shown, known, distinguished, gets",
     r"[Ss]o many\b": "a number of, or the name of the argument",
     r"held (against|back|to|by|now)\b": "compared with, not reusable, in flight, of a rank",

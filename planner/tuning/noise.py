@@ -31,7 +31,7 @@ class Steadiness:
         return math.sqrt(self.squares / self.degrees)
 
     def noise(self, steps: int) -> float:
-        """Return the standard error of a median of so many steps, as a share.
+        """Return the standard error of a median of `steps` steps, as a share.
 
         >>> round(Steadiness().noise(4), 5)
         0.00625
