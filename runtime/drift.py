@@ -1,8 +1,8 @@
 """Drift: steps that leave their predicted range, and ranks that are slower than their peers.
 
-A launcher looks at what its ranks have written into their beacons: the seconds of a step that go into
-reading the batch, into work of the rank's own, and the whole, of which the rest is waiting for
-others.  No message is sent for it.
+A launcher looks at what its ranks have written into their beacons: the seconds of a step that go
+into reading the batch, into work of the rank's own, and the whole, of which the rest is waiting
+for others.  No message is sent for it.
 
     50 steps outside the range      the part with the largest miss, and where it is, is named
     z > 5 and > 5 % of a step,      a rank in one part, among ranks that have equal work, or

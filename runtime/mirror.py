@@ -1,7 +1,7 @@
 """Mirrors: the state of ranks behind their newest steps, in memory that outlives them.
 
-Behind a step each rank copies its parts of the state into a slot of its launcher, which sends them
-to a partner on another node (`runtime.partner`).  A state is copied once the one before is stored on
+After a step each rank copies its parts of the state into a slot of its launcher, which sends them
+to a partner on another node (`runtime.partner`).  A state is copied once the one before is on
 all nodes.  Ranks that are started again, under any plan, go on from the newest state of which they
 find all parts that they hold (`runtime.gathered`).  How many steps lie between two copies follows
 from what the first ones take, so that they cost at most a hundredth of training.

@@ -2,8 +2,8 @@
 
 The launcher of each node sends what its ranks write into their slots to that of its partner, as it
 finds it there, and keeps what that of its ward sends.  Training waits for neither; it copies a
-state only when the one before is stored everywhere (`runtime.mirror`), so that of two generations one
-is always whole.  A node that is lost then costs the steps since the last copy.
+state only when the one before is stored everywhere (`runtime.mirror`), so that of two
+generations one is always whole.  A node that is lost then costs the steps since the last copy.
 
     ward     -> partner     {"run", "epoch", "from"}, then for each slot {"rank", "label", "size",
                             "code"} and its bytes
