@@ -4,12 +4,15 @@
     python -m benchmarks.tune_real tune FOLDER --minutes 10       # runs one after the other
     python -m benchmarks.tune_real measure FOLDER --minutes 10    # all candidates, in rounds
     python -m benchmarks.tune_real score FOLDER
+    python -m benchmarks.tune_real simulate FOLDER --spread 0.32 --between 0.15
 
 `prepare` describes the machine once and lists the plans that `tune` may try.  Each of the RUNS runs
 of `tune` has a folder of its own and knows nothing of the others.  `measure` runs every plan that
 may be tried by ranks that live as long as it does, in rounds, so that a slow minute meets all of
-them; the least step of each counts.  Both stop after --minutes and go on when called again.  With
---rate ranks are on two hosts (benchmarks.rig), whose cables are shaped to it.
+them; the least step of each counts.  `simulate` draws trials about those steps, as an unsteady
+machine gives them: each step is longer by a share of --spread, and all steps of a trial by one of
+--between (half-normal).  `tune` and `measure` stop after --minutes and go on when called again.
+With --rate ranks are on two hosts (benchmarks.rig), whose cables are shaped to it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
+import random
 import shlex
 import statistics
 import subprocess
@@ -29,14 +34,20 @@ from typing import Any
 
 from benchmarks import rig
 from benchmarks.link_truth import steps_s
-from meshwright.tuning import tune
+from meshwright.trials import enough
+from meshwright.tuning import Tuned, tune
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec, LinkTier
 from planner.documents.plan import Plan
+from planner.tuning.noise import noise_of
+from planner.tuning.tuner import NEAR, Outcome, Tuner
 
 MODEL, SEQ_LEN, GLOBAL_BATCH = "local-25m", 32, 8
-BUDGET = "8 trials"
+TRIALS = 8
+BUDGET = f"{TRIALS} trials"
+SIMULATED, SIMULATED_START_S = 40, 10.0
+"""Runs of `simulate`, and the seconds before the first step of their trials."""
 HOSTS = 2
 RUNS = 5
 ROUND_STEPS = 3
@@ -48,11 +59,15 @@ PORT = "29518"
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    asked.add_argument("what", choices=["prepare", "tune", "measure", "score", "node", "rank"])
+    asked.add_argument(
+        "what", choices=["prepare", "tune", "measure", "score", "simulate", "node", "rank"]
+    )
     asked.add_argument("folder", type=Path)
     asked.add_argument("--ranks", type=int, default=2)
     asked.add_argument("--rate", help="of the cables between two hosts: 200mbit; default: one host")
     asked.add_argument("--minutes", type=float, default=10.0)
+    asked.add_argument("--spread", type=float, default=0.32)
+    asked.add_argument("--between", type=float, default=0.15)
     args = asked.parse_args()
     folder = args.folder.resolve()
     until = time.time() + 60 * args.minutes
@@ -65,6 +80,8 @@ def main() -> None:
             measure(folder, until)
         case "score":
             print(json.dumps(scored(folder), indent=1))
+        case "simulate":
+            print(json.dumps(simulated(folder, args.spread, args.between), indent=1))
         case "node":
             sys.exit(node(folder))
         case _:
@@ -76,7 +93,15 @@ def prepare(folder: Path, ranks: int, rate: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     document.write(machine(ranks, rate), folder / "cluster.yaml")
     document.write_text(json.dumps({"ranks": ranks, "rate": rate}), folder / "setting.json")
-    found = tune(
+    found = untried(folder)
+    for at, one in enumerate(found.candidates):
+        document.write(one.plan, folder / f"plan-{at:02}.yaml")
+    print(f"{len(found.candidates)} plans may be tried")
+
+
+def untried(folder: Path) -> Tuned:
+    """Return what `tune` knows before any trial."""
+    return tune(
         MODEL,
         str(folder / "cluster.yaml"),
         seq_len=SEQ_LEN,
@@ -85,9 +110,6 @@ def prepare(folder: Path, ranks: int, rate: str | None) -> None:
         trials=str(folder / "none"),
         dry_run=True,
     )
-    for at, one in enumerate(found.candidates):
-        document.write(one.plan, folder / f"plan-{at:02}.yaml")
-    print(f"{len(found.candidates)} plans may be tried")
 
 
 def machine(ranks: int, rate: str | None) -> ClusterSpec:
@@ -274,6 +296,42 @@ def scored(folder: Path) -> dict[str, Any]:
         "worst_regret": max((run["regret"] for run in runs), default=None),
         "runs": runs,
         "least_s": dict(enumerate(least)),
+    }
+
+
+def simulated(folder: Path, spread: float, between: float) -> dict[str, float]:
+    """Return what SIMULATED runs end with where trials are drawn about the measured steps."""
+    options = untried(folder).tuner.options
+    true_s = [min(each) for each in zip(*rounds(folder), strict=True)]
+    regrets, trials = [], []
+    for seed in range(SIMULATED):
+        rng, tuner = random.Random(seed), Tuner(options)
+        while len(tuner.outcomes) < TRIALS and not tuner.done:
+            chosen = tuner.next_trial()
+            if chosen is None:
+                break
+            base_s = true_s[chosen] * math.exp(abs(rng.gauss(0, between)))
+            steps_s: list[float] = []
+            while not enough(
+                steps_s, tuner.best, steadiness=tuner.steadiness, start_s=SIMULATED_START_S
+            ):
+                steps_s.append(base_s * math.exp(abs(rng.gauss(0, spread))))
+            tuner = tuner.after(
+                Outcome(
+                    option=chosen,
+                    step_s=statistics.median(steps_s),
+                    noise=noise_of(steps_s),
+                    steps=len(steps_s),
+                )
+            )
+        regrets.append(true_s[tuner.answer] / min(true_s) - 1)
+        trials.append(len(tuner.outcomes))
+    return {
+        "runs": SIMULATED,
+        "regret": statistics.fmean(regrets),
+        "worst_regret": max(regrets),
+        "above_2_percent": sum(one > NEAR for one in regrets) / SIMULATED,
+        "trials": statistics.fmean(trials),
     }
 
 

@@ -39,7 +39,8 @@ START_S = 30.0
 """Of a trial, before its first step, where none has shown better."""
 STEPS = 12
 """Of a trial, with warm-up."""
-QUANTILES = np.array([NormalDist().inv_cdf((k + 0.5) / 16) for k in range(16)])
+USUAL = NormalDist()
+QUANTILES = np.array([USUAL.inv_cdf((k + 0.5) / 16) for k in range(16)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +202,27 @@ class Tuner:
         return self._start_s + self._steps * math.exp(self._mean(option))
 
     def _gain(self, option: int) -> float:
-        """Return by how much a trial is expected to lower the logarithm of the answer's step."""
+        """Return by how much a trial is expected to make the answer faster, as a logarithm.
+
+        The answer gains where another that ran, or the one that is tried, passes it; the gain is
+        that of the likeliest of those passes (exact where there is one).
+        """
         if self._stand_ins:
             return self._told(option)
-        lower = self._mean(self.answer) - self._moved([*self.ran, option], option).min(axis=0)
-        return float(np.maximum(0.0, lower).mean() * self.fits[option])
+        mean, covariance, answer = self.posterior.mean, self.posterior.covariance, self.answer
+        told = math.hypot(self.posterior.spread(option), self._next_noise)
+        gain = 0.0
+        for other in {*self.ran, option} - {answer}:
+            moves = abs(float(covariance[other, option] - covariance[answer, option])) / told
+            if moves:
+                behind = float(mean[other] - mean[answer]) / moves
+                gain = max(gain, moves * (USUAL.pdf(behind) - behind * USUAL.cdf(-behind)))
+        return gain * float(self.fits[option])
+
+    @property
+    def _next_noise(self) -> float:
+        """How far the step of another trial may lie off."""
+        return max(NOISE, self.steadiness.noise(self._steps))
 
     def _told(self, option: int) -> float:
         """Return the same of the plan that is believed fastest after it, measured or not."""
@@ -215,7 +232,7 @@ class Tuner:
     def _moved(self, options: Sequence[int], option: int) -> Array:
         """[option, quantile] Return where means may lie after the trial of one."""
         mean, covariance = self.posterior.mean, self.posterior.covariance
-        told = math.sqrt(float(covariance[option, option]) + NOISE**2)
+        told = math.hypot(self.posterior.spread(option), self._next_noise)
         moved: Array = (
             mean[options][:, None] + covariance[options, option][:, None] / told * QUANTILES
         )

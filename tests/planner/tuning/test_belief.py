@@ -188,6 +188,20 @@ def test_few_steps_that_are_alike_are_known_no_better_than_those_of_all_trials()
     assert Tuner(options, [unsteady, alike]).sure < Tuner(options, [steady, alike]).sure
 
 
+@pytest.mark.parametrize(("rival_s", "untried_s"), [(1.2, 1.2), (1.3, 1.1), (2.0, 1.1)])
+def test_an_answer_whose_rivals_are_not_near_is_not_tried_again(
+    rival_s: float, untried_s: float
+) -> None:
+    """That its own step may turn out shorter makes the answer no faster."""
+    options = [option(1.0), option(1.0, pipeline=2), option(untried_s, pipeline=4)]
+    outcomes = [
+        Outcome(option=0, step_s=1.0, noise=0.1, steps=10),
+        Outcome(option=1, step_s=rival_s, noise=0.1, steps=10),
+    ]
+
+    assert Tuner(options, outcomes).next_trial() == 2
+
+
 def test_a_plan_that_may_not_fit_is_not_tried_while_others_are_left() -> None:
     tuner = Tuner([option(0.5, fit=0.5), option(1.0), option(1.2, pipeline=2)])
 
