@@ -254,6 +254,20 @@ def test_a_refusal_of_several_lines_begins_with_what_to_do(
     assert {*words_of(message.lower())} <= {*words_of(" ".join(said).lower())}
 
 
+def test_the_end_of_a_log_is_shown_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "talk", terminal)
+
+    with terminal.capture() as captured:
+        console.refuse("rank 1 stopped; see its log:\n  ValueError: a\n  b")
+
+    assert captured.get().splitlines() == [
+        "meshwright: rank 1 stopped; see its log:",
+        "  ValueError: a",
+        "  b",
+    ]
+
+
 def test_every_command_has_examples_which_it_takes() -> None:
     assert set(examples.EXAMPLES) == set(GROUP.commands)
     for name, lines in examples.EXAMPLES.items():
