@@ -200,7 +200,7 @@ TRIED = (
     "A quarter of a GB that lies beside tensors, however many they are, in ranges of memory, for a "
     "share of the peak alone: megatron_ci, whose models are small, 73 to 77 %, nanotron_usp 77 to "
     "78 %. One spread of 0.15 for all stacks: 84 and 77 %, and Megatron's plans would have 62 of "
-    "80 GiB. The first was kept.",
+    "80 GiB. The first is used.",
     "Figures of nanotron's host taken as derived: median without figures of one source 13.0 to "
     "12.4 %, tau 0.850 to 0.854. Dropped, they are fitted.",
     "What fsdp_qlora reserves beside its tensors by a replay of its step in a model of torch's "
@@ -219,7 +219,7 @@ TRIED_LEFT_OUT = (
     "10.4 %. Kept.",
     "Square roots of all second moments at once in an eager AdamW (torch's _multi_tensor_adamw): "
     "memory of fms_acceleration 11.1 to 7.0 %, its full fine-tuning within 1 %. Kept.",
-    "16 bytes a logit for Hugging Face trainers, as fsdp_qlora holds them: memory of "
+    "16 bytes a logit for Hugging Face trainers, as in fsdp_qlora: memory of "
     "fms_acceleration 10.8 to 11.1 %. Dropped for what each release's code has (12 before 4.46, 14 "
     "until 4.49, 12 since) and 4 less with a kernel that writes gradients over logits: 7.0 to "
     "1.8 %. Kept.",
@@ -265,8 +265,8 @@ TRIED_LEFT_OUT = (
     "Memory of Megatron within 0.08 of its prediction (standard deviation of the logarithm) for "
     "0.15, by residuals of three sources above 20 GiB and the runs of six: Brier score of those "
     "sources 0.0058 with both. Kept, so that plans that fit with 95 % have 70 of 80 GiB, not 62.",
-    "Inputs of frozen blocks that reentrant checkpoints recompute, and their gradients, kept "
-    "until the backward ends under FSDP1, whose hook of a frozen unit holds the leaf (torch, "
+    "Inputs of frozen blocks that reentrant checkpoints recompute, and their gradients, alive "
+    "until the backward ends under FSDP1, whose hook of a frozen unit refers to the leaf (torch, "
     "distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook; a block more "
     "of each here, on two processes): LoRA and QLoRA on Mistral-7B under FSDP from -13 to -30 to "
     "within 5 %, out-of-memory calls of fms_acceleration 90.0 to 97.5 %, over sources 97.4 to "
@@ -572,9 +572,10 @@ MISSED = (
     "allocator (in-sample 5.7 to 4.0 %; it rests on 16 runs of one source, so that left out it "
     "changes nothing); polled transfers of nanotron above 32 nodes, of which its runs alone tell "
     "(its regret is 39.0 % with and without); products at the rate of the slowest device (6.9 to "
-    "6.2 %, kept); one law of hosts (6.2 to 5.7 %, kept). Of the 5.7 %, 4.1 are nanotron_usp's: of "
-    "14 sweeps five chose runs that wait where their like do not, two of them at every transfer "
-    "of a pipeline of two. 1.1 are internevo's tie of two settings that the table does not tell "
+    "6.2 %, adopted); one law of hosts (6.2 to 5.7 %, adopted). Of the 5.7 %, 4.1 are "
+    "nanotron_usp's: of 14 sweeps five chose runs that wait where their like do not, two of them "
+    "at every transfer of a pipeline of two. 1.1 are internevo's tie of two settings that the "
+    "table does not tell "
     "apart. Without these two it is below 1 %.",
 )
 """What goals are missed, and what was tried."""
@@ -738,7 +739,7 @@ def _ranking(result: Validation) -> None:
         "does not name. *Perfect* is what a model that knows these times would score if all were "
         f"measured once more with deviations drawn from those, mean of {DRAWS} draws. "
         "*Close* is the share of misordered pairs whose measured times "
-        f"differ by less than {CLOSE:.0%}; behind it stand the choices that misordered pairs "
+        f"differ by less than {CLOSE:.0%}; after it come the choices that misordered pairs "
         "differ in, as shares of them (several may differ). *Ratio* is how far the measured ratio "
         f"of two layouts predicted within {NEAR_PAIRS:.0%} of each other lies from the predicted "
         "one, in 80 of 100 pairs: what their model and machine share cancels in it, and ties are "

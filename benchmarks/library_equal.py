@@ -192,7 +192,9 @@ def _said(row: dict[str, Any], folder: str) -> Iterator[None]:
     """Put what stops a type into its row, without paths of this machine."""
     try:
         yield
-    except Exception as error:
+    except Exception as refused:
+        late = isinstance(refused.__cause__, TimeoutError)  # ours, in the midst of its own code
+        error = refused.__cause__ if late else refused
         said = str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: "
         said += "" if isinstance(error, MeshwrightError) else str(error)
         said = said.replace(f"{folder}:recorded: ", "").replace(folder, "FOLDER")

@@ -482,7 +482,7 @@ def main() -> None:
     print(kept_text())
     facts = [more_memory(), faster_memory(), scaling(), wide_domain()]
     print("## Hardware, both sides planned again\n")
-    print("| what | public | ours | holds |\n|---|---|---|---|")
+    print("| what | public | ours | true |\n|---|---|---|---|")
     for fact in facts:
         said = "yes" if fact.holds else "no"
         print(f"| {fact.what} | {fact.public} | {fact.ours} | {said} |")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from planner.documents.units import bytes_text, seconds_text
 from planner.report.facts import MOST_LINES, Fact, Summary, plain_table
-from planner.report.text import answer_text, choices_table, job_text
+from planner.report.text import SURE, answer_text, choices_table, job_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +126,7 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
     mine, best = told.prediction, told.best.prediction
     of_s = mine.step_time_s
     both = " -> ".join(seconds_text(one.step_time_s) for one in (mine, best))
-    memory = " -> ".join(bytes_text(_peak(one)) for one in (mine, best))
+    memory = " -> ".join(map(_memory_text, (mine, best)))
     facts = [
         Fact(label="yours", text=told.mine.layout.text()),
         Fact(label="best", text=told.best.plan.layout.text()),
@@ -188,6 +188,13 @@ def _changes_table(told: Improved) -> Table:
             memory if change.prediction.fits else f"{memory}, does not fit",
         )
     return table
+
+
+def _memory_text(prediction: Prediction) -> str:
+    """Return memory of the fullest device, with the probability that it fits where that is low."""
+    odds = prediction.fit_probability
+    said = "" if odds is None or odds >= SURE else f" (fits with {100 * odds:.0f} %)"
+    return f"{bytes_text(_peak(prediction))}{said}"
 
 
 def _peak(prediction: Prediction) -> float:

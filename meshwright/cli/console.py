@@ -72,7 +72,8 @@ def remedy_first(message: str) -> tuple[str, str]:
 
 def refuse(message: str) -> None:
     """Print why a command ends; where that takes several lines the first says what to do."""
-    if not talk.is_terminal or len(f"meshwright: {message}") <= talk.width:
+    short = len(f"meshwright: {message}") <= talk.width
+    if short or not talk.is_terminal or "\n" in message:  # the end of a log, say
         say(message)
         return
     remedy, reason = remedy_first(lines(message))

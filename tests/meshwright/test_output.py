@@ -12,8 +12,9 @@ import pytest
 import typer
 
 from meshwright import cli, examples
-from meshwright.answer_texts import compiled_texts
+from meshwright.answer_texts import compiled_texts, improved_parts
 from meshwright.cli import console
+from planner.documents.plan import Job, Layout
 from planner.report.facts import INDENT, Fact, Summary
 from planner.report.terminal import Terminal
 from tests.meshwright.answers_at_80 import COMMANDS, GOLDEN, prepare
@@ -180,6 +181,34 @@ def test_a_cut_is_made_between_parts_and_a_copied_word_is_never_broken() -> None
     assert second == f"{'b':<{INDENT}}{path}"
 
 
+@pytest.mark.parametrize(("odds", "said"), [(0.999, ""), (None, ""), (0.61, " (fits with 61 %)")])
+def test_a_best_plan_is_compared_with_the_probability_that_it_fits(
+    odds: float | None, said: str
+) -> None:
+    def priced(step_s: float, fit_probability: float | None) -> Any:
+        stage = SimpleNamespace(peak_memory_bytes=79 * 2**30)
+        return SimpleNamespace(
+            step_time_s=step_s, stages=[stage], fit_probability=fit_probability, step_parts={}
+        )
+
+    plan = SimpleNamespace(
+        layout=Layout(),
+        model=SimpleNamespace(name="x"),
+        cluster="y",
+        job=Job(seq_len=4, global_batch=8),
+    )
+    best = SimpleNamespace(plan=plan, prediction=priced(1.0, odds))
+    change = SimpleNamespace(what="tp 2 -> 1", saved_s=1.0)
+    told: Any = SimpleNamespace(
+        mine=plan, prediction=priced(2.0, 1.0), best=best, changes=[change], warnings=()
+    )
+
+    [facts] = improved_parts(told, then="launch", explain=False)
+
+    [gain] = [fact.text for fact in facts.facts if fact.label == "gain"]  # type: ignore[union-attr]
+    assert gain == f"2 s -> 1 s a step, saves 1 s (50.0 %); memory 79.0 GiB -> 79.0 GiB{said}"
+
+
 def shown(facts: Summary) -> str:
     terminal = Terminal(width=80)
     with terminal.capture() as captured:
@@ -223,6 +252,20 @@ def test_a_refusal_of_several_lines_begins_with_what_to_do(
     assert all(line.startswith("  ") for line in said[1:])
     words_of = partial(re.findall, r"\w+")
     assert {*words_of(message.lower())} <= {*words_of(" ".join(said).lower())}
+
+
+def test_the_end_of_a_log_is_shown_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "talk", terminal)
+
+    with terminal.capture() as captured:
+        console.refuse("rank 1 stopped; see its log:\n  ValueError: a\n  b")
+
+    assert captured.get().splitlines() == [
+        "meshwright: rank 1 stopped; see its log:",
+        "  ValueError: a",
+        "  b",
+    ]
 
 
 def test_every_command_has_examples_which_it_takes() -> None:
