@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from meshwright.inputs import machine_of
 from meshwright.launches import launch
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
-from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
+from planner.documents.events import Attempt, Decision, Event, Incident, PhaseDone, events_of
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
+from runtime import checkpoint
 from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
+from runtime.sample_digest import SampleDigest
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
@@ -119,10 +122,25 @@ def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(roo
     assert len(losses(room)) == STEPS
 
 
+SLOW = """
+import time
+from runtime.beacon import Beacon
+
+tell = Beacon.tell
+def slow(self, step, part):
+    tell(self, step, part)
+    time.sleep(SECONDS if part == "step" else 0.0)
+Beacon.tell = slow
+"""
+"""Lets each step sleep: so it takes long, and no processor."""
+
+
 def two_nodes(room: Room) -> Path:
-    """Write a plan for one rank on each of two nodes."""
+    """Write a plan for one rank on each of two nodes, of devices that are predicted slow."""
     (group,) = machine_of("local:2", None).groups
     data = group.model_dump(mode="json", exclude_none=True)
+    peaks = data["accelerator"]["peak_flops"]
+    data["accelerator"]["peak_flops"] = {name: peak * 1e-3 for name, peak in peaks.items()}
     path = room.folder / "two.yaml"
     nodes = [{**data, "nodes": 2, "devices_per_node": 1}]
     tiers = machine_of("local:2", None).model_dump(mode="json", exclude_none=True)
@@ -133,8 +151,12 @@ def two_nodes(room: Room) -> Path:
 class Nodes:
     """Launchers of one run, each a node."""
 
-    def __init__(self, room: Room, *, nodes: int = 2) -> None:
-        self.room, self.nodes = room, nodes
+    def __init__(
+        self, room: Room, *, nodes: int = 2, options: str = "", step_s: float = 0.0
+    ) -> None:
+        self.room, self.nodes, self.options = room, nodes, options
+        if step_s:
+            room.begin_with(SLOW.replace("SECONDS", str(step_s)))
         self.path, self.port = two_nodes(room), free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
 
@@ -142,10 +164,11 @@ class Nodes:
         room = self.room
         options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
         where = f"--nodes {self.nodes} --node {node} --rendezvous 127.0.0.1:{self.port}"
+        options = f"{options} {self.options} {where} -o {room.folder}/out"
         command = [sys.executable, "-m", "meshwright", "launch", str(self.path), *options.split()]
         launcher = subprocess.Popen(
-            [*command, *where.split(), "-o", f"{room.folder}/out", "--checkpoint", self.saved],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [*command, "--checkpoint", self.saved],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -226,6 +249,41 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(
     assert incident.at_unix_s - begin_s < 10.0  # 5 on a machine of one's own: docs/survival.md
     assert (decision.reaction, decision.devices) == (("spare", 2) if spares else ("shrink", 1))
     assert len(losses(room)) == STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_run_that_lost_a_node_grows_when_it_is_back(room: Room) -> None:
+    """Losses are those of the larger plan from the same checkpoint; each sample is used once."""
+    pytest.importorskip("torch")
+    nodes = Nodes(room, options="--grow-after 0 --keep-checkpoints 1000", step_s=0.2)
+    nodes.wait_for_step(EVERY + 10)
+    nodes.launchers[1].kill()
+    nodes.launchers[1].wait()
+    nodes.wait_for_step(EVERY + 30)
+    nodes.launchers[1] = nodes.start(1)
+    said = nodes.end()
+
+    assert [launcher.returncode for launcher in nodes.launchers] == [0, 0], said
+    events = nodes.events()
+    shrunk, grown = [event for event in events if isinstance(event, Decision)]
+    assert (shrunk.reaction, shrunk.devices) == ("shrink", 1)
+    assert (grown.reaction, grown.devices, grown.plan_source) == ("grow", 2, "given")
+    # What was copied last was at the partner, too, or on its way there.
+    assert account_of(room.folder / "out").steps_lost <= 2
+    with_changes = losses(room)
+    assert len(with_changes) == STEPS
+    *_, last = [event for event in events if isinstance(event, Attempt)]
+    saved = room.folder / "saved" / f"step-{last.after_step:06}"
+    newest = checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}")
+    assert newest.used == SampleDigest.of_first(newest.sample)
+
+    alone = Room(room.folder / "alone")
+    (alone.folder / "saved").mkdir(parents=True)
+    shutil.copytree(saved, alone.folder / "saved" / saved.name)
+    options = {"checkpoint": alone.folder / "saved", "resume": True}
+    alone.run(plan_of(data=2), data=room.text, steps=STEPS, **options)
+    assert losses(alone) == with_changes[last.after_step :]
 
 
 def test_surviving_needs_checkpoints(room: Room) -> None:
