@@ -122,19 +122,6 @@ def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(roo
     assert len(losses(room)) == STEPS
 
 
-SLOW = """
-import time
-from runtime.beacon import Beacon
-
-tell = Beacon.tell
-def slow(self, step, part):
-    tell(self, step, part)
-    time.sleep(SECONDS if part == "step" else 0.0)
-Beacon.tell = slow
-"""
-"""Lets each step sleep: so it takes long, and no processor."""
-
-
 def two_nodes(room: Room) -> Path:
     """Write a plan for one rank on each of two nodes, of devices that are predicted slow."""
     (group,) = machine_of("local:2", None).groups
@@ -156,7 +143,7 @@ class Nodes:
     ) -> None:
         self.room, self.nodes, self.options = room, nodes, options
         if step_s:
-            room.begin_with(SLOW.replace("SECONDS", str(step_s)))
+            room.let_steps_sleep(step_s)
         self.path, self.port = two_nodes(room), free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
 
