@@ -38,8 +38,9 @@ from tests.runtime.ports import free_port
 from tests.runtime.rooms import MODEL, Room, plan_of
 
 NODES, RANKS = 3, 2
-PATIENCE_S = 90.0
+PATIENCE_S = 400.0
 EVERY = 50
+BATCH = 12
 STEPS = 1_000_000
 
 
@@ -59,8 +60,19 @@ class Recovery:
 class Job:
     """A run on nodes that are launchers."""
 
-    def __init__(self, folder: Path, hosts: Rig | None, *, nodes: int, step_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Rig | None,
+        *,
+        nodes: int,
+        step_s: float,
+        ranks: int = RANKS,
+        steps: int = STEPS,
+    ) -> None:
+        """Start a run on three `nodes`, of which the others are spares."""
         self.room, self._hosts, self._nodes = Room(folder), hosts, nodes
+        self._ranks, self._steps = ranks, steps
         self.room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
         self.room.let_steps_sleep(step_s)
         self._plan = self._planned()
@@ -73,17 +85,18 @@ class Job:
         machine = machine_of("local:2", None)
         (group,) = machine.groups
         data = group.model_dump(mode="json", exclude_none=True)
-        nodes = [{**data, "nodes": NODES, "devices_per_node": RANKS}]
+        nodes = [{**data, "nodes": NODES, "devices_per_node": self._ranks}]
         tiers = machine.model_dump(mode="json", exclude_none=True)
         for tier in tiers["tiers"]:
-            tier["devices"] = NODES * RANKS
+            tier["devices"] = NODES * self._ranks
         path = folder / "cluster.yaml"
         write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
         source = str(folder / "model.yaml")
         model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
         plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
-        plan["mesh"]["data_replicate"] = NODES * RANKS
-        plan |= {"global_batch": 12, "micro_batches": 1, "micro_batch": 2}
+        plan["mesh"]["data_replicate"] = NODES * self._ranks
+        count = BATCH // (NODES * self._ranks * 2)
+        plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
         plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
         return self.room.plan(Plan.of(plan))
 
@@ -93,7 +106,7 @@ class Job:
         folder = self.room.folder
         command = [
             *(sys.executable, "-m", "meshwright", "launch", str(self._plan), "--survive"),
-            *("--data", str(self.room.text), "--steps", str(STEPS), "--grow-after", "1e9"),
+            *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
             *("--checkpoint-every", str(EVERY), "--checkpoint", str(folder / "saved")),
             *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
             *("--node", str(node), "--rendezvous", f"{lead}:{self._port}"),
@@ -173,6 +186,13 @@ class Job:
     def kill_node(self, node: int) -> None:
         self.launchers[node].kill()
         self.launchers[node].wait()
+
+    def stop_node(self, node: int) -> None:
+        """Let a node stand still, its ranks too."""
+        self.launchers[node].send_signal(signal.SIGSTOP)
+        for rank, process in self.room.ranks().items():
+            if rank // self._ranks == node:
+                os.kill(process, signal.SIGSTOP)
 
     def end(self) -> list[str]:
         """End what runs by a notice; return what is left behind."""

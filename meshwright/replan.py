@@ -25,6 +25,8 @@ from planner.search.search import search
 from planner.whatif.changes import changed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TIE = 1.03
+"""Plans whose steps are predicted to take at most this times the fastest tie with it."""
 
 
 def for_fewer(
@@ -67,7 +69,7 @@ def for_fewer(
             f"replan: no plan of {graph.name} fits the remaining devices of {machine.name}; "
             "checkpoints can be resumed on more devices"
         )
-    plan = best.plan.model_copy(
+    plan = least_moved(best, wanted).model_copy(
         update={
             "model": wanted.model,
             "training": wanted.training,
@@ -78,6 +80,22 @@ def for_fewer(
     path = folder / f"plan-for-{chosen.devices}.yaml"
     document.write(plan, path)
     return path
+
+
+def least_moved(answer: Answer, wanted: Plan) -> Plan:
+    """Return the plan that divides the state most like `wanted`, of those that tie for the fastest.
+
+    Axes that differ from those of `wanted` are counted; data ranks are fewer in any case.
+    """
+    most_s = TIE * answer.prediction.step_time_s
+    tied = [one.plan for one in answer.finalists if one.prediction.step_time_s <= most_s]
+    return min([answer.plan, *tied], key=lambda plan: _unlike(plan, wanted))
+
+
+def _unlike(plan: Plan, wanted: Plan) -> int:
+    axes = ("tensor", "context", "pipeline", "expert")
+    found = sum(getattr(plan.mesh, axis) != getattr(wanted.mesh, axis) for axis in axes)
+    return found + ((plan.zero == 3) != (wanted.zero == 3)) + (plan.schedule != wanted.schedule)
 
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:

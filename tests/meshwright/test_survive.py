@@ -204,6 +204,7 @@ def test_two_nodes_meet_again_without_a_scheduler(
     events = nodes.events()
     (incident,) = [event for event in events if isinstance(event, Incident)]
     assert (incident.rank, incident.at_unix_s - begin_s < 20.0) == (1, True)
+    assert incident.after_step > EVERY, "of a node that does not lead"
     assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
     assert len(losses(room)) == STEPS
 
