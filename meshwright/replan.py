@@ -94,8 +94,9 @@ def least_moved(answer: Answer, wanted: Plan) -> Plan:
 
 def _unlike(plan: Plan, wanted: Plan) -> int:
     axes = ("tensor", "context", "pipeline", "expert")
-    found = sum(getattr(plan.mesh, axis) != getattr(wanted.mesh, axis) for axis in axes)
-    return found + ((plan.zero == 3) != (wanted.zero == 3)) + (plan.schedule != wanted.schedule)
+    pairs = [(getattr(plan.mesh, axis), getattr(wanted.mesh, axis)) for axis in axes]
+    pairs += [(plan.zero == 3, wanted.zero == 3), (plan.schedule, wanted.schedule)]
+    return sum(one != other for one, other in pairs)
 
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
