@@ -25,11 +25,11 @@ from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_r
 from runtime.sample_digest import SampleDigest
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+from tests.runtime.rooms import MODEL, Room, plan_of
 
 EVERY, STEPS = 20, 400
 MIRRORED = 8
-"""Steps between copies in memory, at most: those here take a few milliseconds."""
+"""Steps of 0.05 s between copies in memory, at most: those here take a few milliseconds."""
 
 
 @pytest.fixture
@@ -50,14 +50,18 @@ def two_ranks(room: Room) -> Plan:
     return plan_of(data=2).model_copy(update={"model": planned, "cluster": "local:2"})
 
 
-def survived(room: Room, faults: Sequence[signal.Signals]) -> tuple[list[Event], float, str]:
+def survived(
+    room: Room, faults: Sequence[signal.Signals], *, step_s: float = 0.0
+) -> tuple[list[Event], float, str]:
     """Train while rank 1 gets a signal after another; return events, the first signal's time."""
     output = room.folder / "out"
+    if step_s:
+        room.let_steps_sleep(step_s)
     options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
     command = [sys.executable, "-m", "meshwright", "launch", str(room.plan(two_ranks(room)))]
     launcher = subprocess.Popen(
         [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -67,7 +71,12 @@ def survived(room: Room, faults: Sequence[signal.Signals]) -> tuple[list[Event],
     for number, fault in enumerate(faults, start=1):
         room.wait_for_step(number * (EVERY + 10), while_running=launcher)
         end = time.monotonic() + PATIENCE_S
-        while account_of(output).attempts < number or 1 not in room.ranks():
+        book = room.folder / "saved" / "book" / "with-1.json"
+        while (
+            account_of(output).attempts < number
+            or 1 not in room.ranks()
+            or (number > 1 and not book.exists())
+        ):
             assert time.monotonic() < end
             time.sleep(0.05)
         begin_s = begin_s or time.time()
@@ -109,11 +118,12 @@ def test_a_rank_that_hangs_is_named_and_restarted_and_losses_are_those_of_no_han
 @pytest.mark.matrix
 def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(room: Room) -> None:
     pytest.importorskip("torch")
-    events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL])
+    events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL], step_s=0.05)
 
     assert said.count("rank 1 was killed by SIGKILL") == 2
-    decisions = [event for event in events if isinstance(event, Decision)]
-    assert [(one.reaction, one.devices) for one in decisions] == [("restart", 2), ("shrink", 1)]
+    restarted, shrunk = [event for event in events if isinstance(event, Decision)]
+    assert (restarted.reaction, restarted.devices, restarted.plan_source) == ("restart", 2, "given")
+    assert (shrunk.reaction, shrunk.devices, shrunk.plan_source) == ("shrink", 1, "book")
     assert account_of(room.folder / "out").steps_lost <= 2 * MIRRORED
     steps = [record.step for record in read_records(metrics_file(room.folder / "out"))]
     assert steps == list(range(1, STEPS + 1))
