@@ -25,6 +25,8 @@ from planner.search.search import search
 from planner.whatif.changes import changed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TIE = 1.03
+"""Plans whose steps are predicted to take at most this times the fastest tie with it."""
 
 
 def for_fewer(
@@ -77,7 +79,7 @@ def planned_again(
             f"replan: no plan of {graph.name} fits what is left of the devices or their memory; "
             "checkpoints can be resumed on more devices"
         )
-    plan = best.plan.model_copy(
+    plan = least_moved(best, wanted).model_copy(
         update={
             "model": wanted.model,
             "training": wanted.training,
@@ -88,6 +90,23 @@ def planned_again(
     path = folder / f"plan-for-{chosen.devices}.yaml"
     document.write(plan, path)
     return path
+
+
+def least_moved(answer: Answer, wanted: Plan) -> Plan:
+    """Return the plan that divides the state most like `wanted`, of those that tie for the fastest.
+
+    Axes that differ from those of `wanted` are counted; data ranks are fewer in any case.
+    """
+    most_s = TIE * answer.prediction.step_time_s
+    tied = [one.plan for one in answer.finalists if one.prediction.step_time_s <= most_s]
+    return min([answer.plan, *tied], key=lambda plan: _unlike(plan, wanted))
+
+
+def _unlike(plan: Plan, wanted: Plan) -> int:
+    axes = ("tensor", "context", "pipeline", "expert")
+    pairs = [(getattr(plan.mesh, axis), getattr(wanted.mesh, axis)) for axis in axes]
+    pairs += [(plan.zero == 3, wanted.zero == 3), (plan.schedule, wanted.schedule)]
+    return sum(one != other for one, other in pairs)
 
 
 def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:

@@ -265,7 +265,7 @@ class Epochs:
             places = [one.start for one in proposal.epoch.members]
             lost = proposal.lost[0].start if proposal.lost else places[0]
             rank = min(self._ranks(places.index(lost)))
-            return RankEnd(cause="node", rank=rank, after_step=stored)
+            return RankEnd(cause="node", rank=rank, after_step=proposal.state(stored).step)
         return proposal.ends[0]
 
     def _node_of(self, rank: int, epoch: Epoch) -> Agent:

@@ -39,6 +39,15 @@ class RankPlace:
     part: Part
     since_s: float
 
+    @property
+    def done(self) -> int:
+        """The last step that it has done, 0 before the first.
+
+        >>> [RankPlace(process=1, step=7, part=part, since_s=0.0).done for part in ("step", "save")]
+        [6, 7]
+        """
+        return self.step if self.part in ("evaluate", "save", "end") else max(0, self.step - 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:

@@ -452,7 +452,7 @@ def _supervise(
     shown = refresh.shown
     with contextlib.ExitStack() as held:
         if survive:
-            seen = held.enter_context(beacons(len(ready.ranks.devices)))
+            seen = refresh.seen = held.enter_context(beacons(len(ready.ranks.devices)))
             shared[BEACONS] = str(seen.file)
             devices, start_s = ready.ranks.devices, ready.plan.timeout_s
             refresh.watch = HangWatch(
@@ -479,25 +479,25 @@ def _supervise(
                 refresh=refresh,
             )
         except RanksHang as error:
-            _write_incident(ready, error, after_step=shown.step)
+            _write_incident(ready, error, after_step=refresh.after_step)
             raise
         except NodeLeft as error:
             if refresh.agent is None:  # with agents whoever decides knows the cause
-                _write_incident(ready, error, after_step=shown.step)
+                _write_incident(ready, error, after_step=refresh.after_step)
             lead = str(error)
             raise RankFailed(lead, lead=lead, output=ready.output, left=error) from error
         finally:
             if ready.run.checkpoint is not None and ready.ranks.leads:
                 unfinished.commit(ready.run.checkpoint, say=shown.say.print)
-    if bad is not None:
-        memory = MemoryUse(
-            prediction=prediction,
-            killed=killed_for_memory() > killed,
-            most_bytes=most.get(bad.cause.rank),
-        )
-        ended = _bad_end(ready, bad, after_step=shown.step, memory=memory)
-        _write_incident(ready, ended, after_step=shown.step)
-        raise ended
+        if bad is not None:
+            memory = MemoryUse(
+                prediction=prediction,
+                killed=killed_for_memory() > killed,
+                most_bytes=most.get(bad.cause.rank),
+            )
+            ended = _bad_end(ready, bad, after_step=refresh.after_step, memory=memory)
+            _write_incident(ready, ended, after_step=refresh.after_step)
+            raise ended
 
 
 class _Pace:
@@ -546,10 +546,17 @@ class _Refresh:
         self.shown, self.agent = shown, agent
         self.watch: HangWatch | None = None
         self.pace: Callable[[Sequence[StepRecord]], None] | None = None
+        self.seen: Beacons | None = None
         self._ready, self._begun, self._meanwhile = ready, begun, meanwhile
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
+
+    @property
+    def after_step(self) -> int:
+        """The last step that was done, as far as this node knows."""
+        places = [] if self.seen is None else self.seen.places()
+        return max([self.shown.step, *(place.done for place in places)])
 
     def __call__(self) -> None:
         news = self.shown.refresh()
@@ -572,7 +579,7 @@ class _Refresh:
             self._meanwhile()
         waiting = self.watch.look() if self.watch is not None else []
         if waiting:
-            raise _hung(self._ready, waiting, after_step=self.shown.step)
+            raise _hung(self._ready, waiting, after_step=self.after_step)
 
 
 def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> RanksHang:

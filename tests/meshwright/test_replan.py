@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshwright.commands import plan
 from meshwright.launches import LaunchablePlan, launch
-from meshwright.replan import for_fewer, leave_out
+from meshwright.replan import for_fewer, least_moved, leave_out
 from planner.catalog import model_config as resolve_config
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
@@ -132,6 +134,24 @@ def test_a_plan_for_fewer_devices_finds_the_file_beside_the_first_plan(
 
     fit.plan.check_model(fit.graph)
     assert Path(fit.plan.model.source) == tmp_path / "sub" / "tiny.json"
+
+
+def test_of_plans_that_tie_the_one_most_like_the_first_is_taken() -> None:
+    """Three per cent of a step are less than moving all weights."""
+
+    def ranked(step_s: float, **mesh: int) -> Any:
+        prediction = SimpleNamespace(step_time_s=step_s)
+        return SimpleNamespace(plan=plan_of(**mesh), prediction=prediction)
+
+    fastest, tied, slower = ranked(1.0, data=2), ranked(1.02, tensor=2), ranked(1.04, pipeline=2)
+    answer: Any = SimpleNamespace(
+        plan=fastest.plan, prediction=fastest.prediction, finalists=(fastest, tied, slower)
+    )
+
+    assert least_moved(answer, plan_of(tensor=2, data=2)) == tied.plan
+    assert least_moved(answer, plan_of(data=4)) == fastest.plan
+    assert least_moved(answer, plan_of(pipeline=2)) == fastest.plan
+    assert least_moved(answer, plan_of(tensor=2, pipeline=2)) == tied.plan
 
 
 def test_what_fits_no_fewer_devices_is_refused(tmp_path: Path) -> None:

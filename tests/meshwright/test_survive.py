@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,17 +19,19 @@ from meshwright.launches import launch
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
-from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
+from planner.documents.events import Attempt, Decision, Event, Incident, PhaseDone, events_of
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
+from runtime import checkpoint
 from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
+from runtime.sample_digest import SampleDigest
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+from tests.runtime.rooms import MODEL, Room, plan_of
 
 EVERY, STEPS = 20, 400
 MIRRORED = 8
-"""Steps between copies in memory, at most: those here take a few milliseconds."""
+"""Steps of 0.05 s between copies in memory, at most: those here take a few milliseconds."""
 
 
 @pytest.fixture
@@ -49,14 +52,18 @@ def two_ranks(room: Room) -> Plan:
     return plan_of(data=2).model_copy(update={"model": planned, "cluster": "local:2"})
 
 
-def survived(room: Room, faults: Sequence[signal.Signals]) -> tuple[list[Event], float, str]:
+def survived(
+    room: Room, faults: Sequence[signal.Signals], *, step_s: float = 0.0
+) -> tuple[list[Event], float, str]:
     """Train while rank 1 gets a signal after another; return events, the first signal's time."""
     output = room.folder / "out"
+    if step_s:
+        room.let_steps_sleep(step_s)
     options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
     command = [sys.executable, "-m", "meshwright", "launch", str(room.plan(two_ranks(room)))]
     launcher = subprocess.Popen(
         [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -66,7 +73,12 @@ def survived(room: Room, faults: Sequence[signal.Signals]) -> tuple[list[Event],
     for number, fault in enumerate(faults, start=1):
         room.wait_for_step(number * (EVERY + 10), while_running=launcher)
         end = time.monotonic() + PATIENCE_S
-        while account_of(output).attempts < number or 1 not in room.ranks():
+        book = room.folder / "saved" / "book" / "with-1.json"
+        while (
+            account_of(output).attempts < number
+            or 1 not in room.ranks()
+            or (number > 1 and not book.exists())
+        ):
             assert time.monotonic() < end
             time.sleep(0.05)
         begin_s = begin_s or time.time()
@@ -108,11 +120,12 @@ def test_a_rank_that_hangs_is_named_and_restarted_and_losses_are_those_of_no_han
 @pytest.mark.matrix
 def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(room: Room) -> None:
     pytest.importorskip("torch")
-    events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL])
+    events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL], step_s=0.05)
 
     assert said.count("rank 1 was killed by SIGKILL") == 2
-    decisions = [event for event in events if isinstance(event, Decision)]
-    assert [(one.reaction, one.devices) for one in decisions] == [("restart", 2), ("shrink", 1)]
+    restarted, shrunk = [event for event in events if isinstance(event, Decision)]
+    assert (restarted.reaction, restarted.devices, restarted.plan_source) == ("restart", 2, "given")
+    assert (shrunk.reaction, shrunk.devices, shrunk.plan_source) == ("shrink", 1, "book")
     assert account_of(room.folder / "out").steps_lost <= 2 * MIRRORED
     steps = [record.step for record in read_records(metrics_file(room.folder / "out"))]
     assert steps == list(range(1, STEPS + 1))
@@ -188,9 +201,11 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
 
 
 def two_nodes(room: Room) -> Path:
-    """Write a plan for one rank on each of two nodes."""
+    """Write a plan for one rank on each of two nodes, of devices that are predicted slow."""
     (group,) = machine_of("local:2", None).groups
     data = group.model_dump(mode="json", exclude_none=True)
+    peaks = data["accelerator"]["peak_flops"]
+    data["accelerator"]["peak_flops"] = {name: peak * 1e-3 for name, peak in peaks.items()}
     path = room.folder / "two.yaml"
     nodes = [{**data, "nodes": 2, "devices_per_node": 1}]
     tiers = machine_of("local:2", None).model_dump(mode="json", exclude_none=True)
@@ -201,8 +216,12 @@ def two_nodes(room: Room) -> Path:
 class Nodes:
     """Launchers of one run, each a node."""
 
-    def __init__(self, room: Room, *, nodes: int = 2) -> None:
-        self.room, self.nodes = room, nodes
+    def __init__(
+        self, room: Room, *, nodes: int = 2, options: str = "", step_s: float = 0.0
+    ) -> None:
+        self.room, self.nodes, self.options = room, nodes, options
+        if step_s:
+            room.let_steps_sleep(step_s)
         self.path, self.port = two_nodes(room), free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
 
@@ -210,10 +229,11 @@ class Nodes:
         room = self.room
         options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
         where = f"--nodes {self.nodes} --node {node} --rendezvous 127.0.0.1:{self.port}"
+        options = f"{options} {self.options} {where} -o {room.folder}/out"
         command = [sys.executable, "-m", "meshwright", "launch", str(self.path), *options.split()]
         launcher = subprocess.Popen(
-            [*command, *where.split(), "-o", f"{room.folder}/out", "--checkpoint", self.saved],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [*command, "--checkpoint", self.saved],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -262,6 +282,7 @@ def test_two_nodes_meet_again_without_a_scheduler(
     events = nodes.events()
     (incident,) = [event for event in events if isinstance(event, Incident)]
     assert (incident.rank, incident.at_unix_s - begin_s < 20.0) == (1, True)
+    assert incident.after_step > EVERY, "of a node that does not lead"
     assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
     assert len(losses(room)) == STEPS
 
@@ -294,6 +315,41 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(
     assert incident.at_unix_s - begin_s < 10.0  # 5 on a machine of one's own: docs/survival.md
     assert (decision.reaction, decision.devices) == (("spare", 2) if spares else ("shrink", 1))
     assert len(losses(room)) == STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_run_that_lost_a_node_grows_when_it_is_back(room: Room) -> None:
+    """Losses are those of the larger plan from the same checkpoint; each sample is used once."""
+    pytest.importorskip("torch")
+    nodes = Nodes(room, options="--grow-after 0 --keep-checkpoints 1000", step_s=0.2)
+    nodes.wait_for_step(EVERY + 10)
+    nodes.launchers[1].kill()
+    nodes.launchers[1].wait()
+    nodes.wait_for_step(EVERY + 30)
+    nodes.launchers[1] = nodes.start(1)
+    said = nodes.end()
+
+    assert [launcher.returncode for launcher in nodes.launchers] == [0, 0], said
+    events = nodes.events()
+    shrunk, grown = [event for event in events if isinstance(event, Decision)]
+    assert (shrunk.reaction, shrunk.devices) == ("shrink", 1)
+    assert (grown.reaction, grown.devices, grown.plan_source) == ("grow", 2, "given")
+    # What was copied last was at the partner, too, or on its way there.
+    assert account_of(room.folder / "out").steps_lost <= 2
+    with_changes = losses(room)
+    assert len(with_changes) == STEPS
+    *_, last = [event for event in events if isinstance(event, Attempt)]
+    saved = room.folder / "saved" / f"step-{last.after_step:06}"
+    newest = checkpoint.progress(room.folder / "saved" / f"step-{STEPS:06}")
+    assert newest.used == SampleDigest.of_first(newest.sample)
+
+    alone = Room(room.folder / "alone")
+    (alone.folder / "saved").mkdir(parents=True)
+    shutil.copytree(saved, alone.folder / "saved" / saved.name)
+    options = {"checkpoint": alone.folder / "saved", "resume": True}
+    alone.run(plan_of(data=2), data=room.text, steps=STEPS, **options)
+    assert losses(alone) == with_changes[last.after_step :]
 
 
 def test_surviving_needs_checkpoints(room: Room) -> None:

@@ -77,6 +77,18 @@ def plan_of(
     )
 
 
+SLOW = """
+import time
+from runtime.beacon import Beacon
+
+tell = Beacon.tell
+def slow(self, step, part):
+    tell(self, step, part)
+    time.sleep(SECONDS if part == "step" else 0.0)
+Beacon.tell = slow
+"""
+
+
 @dataclass
 class Room:
     """A folder with a text, where plans are launched."""
@@ -93,6 +105,10 @@ class Room:
         site.mkdir()
         (site / "sitecustomize.py").write_text(code)
         self.python_path = (str(site), *self.python_path)
+
+    def let_steps_sleep(self, step_s: float) -> None:
+        """Let each step begin with sleep, so that it takes long, and no processor."""
+        self.begin_with(SLOW.replace("SECONDS", str(step_s)))
 
     @property
     def text(self) -> Path:

@@ -149,7 +149,7 @@ class Rosters(RuleBasedStateMachine):
 
     @rule(
         steps=st.integers(1, 3),
-        saves=st.booleans(),
+        saves=st.integers(0, 5).map(lambda one: one == 0),
         late=st.sets(some, max_size=2),
         unsent=st.sets(some, max_size=2),
         crashes=st.none() | some,
@@ -157,19 +157,31 @@ class Rosters(RuleBasedStateMachine):
     def train_on(
         self, steps: int, saves: bool, late: set[int], unsent: set[int], crashes: int | None
     ) -> None:
-        """Train some steps, of the last of which some have no copy yet, or their partners none."""
+        """Train some steps, of the last of which some have no copy yet.
+
+        Where copies do not come to partners, no more than one is trained.
+        """
+        self.meet()
         for left in range(steps, 0, -1):
             self.train()
             for node in range(NODES):
                 if left > 1 or node not in late:
                     self.copy(node)
             for node in range(NODES):
-                if left > 1 or node not in unsent:
+                if node not in unsent:
                     self.send(node)
         if saves:
             self.save()
         if crashes is not None:
             self.crash(crashes)
+
+    def meet(self) -> None:
+        """Let those that live come to an epoch that trains, if they can."""
+        for _ in range(6):
+            if self._training() is not None:
+                return
+            self.now_s += LOST_S / 2 + 0.1
+            self.go_on(set())
 
     @rule(seconds=st.sampled_from([0.1, SUSPECT_S + 0.1, LOST_S + 0.1]))
     def wait(self, seconds: float) -> None:
@@ -177,7 +189,10 @@ class Rosters(RuleBasedStateMachine):
 
     def crash(self, node: int) -> None:
         found = self.nodes[node]
-        if found.lives:
+        members = self.run.register[max(self.run.register)].members
+        living = [one for one in self._nodes(*members) if one.lives]
+        # With the last member the run ends, and there is nothing more to see.
+        if found.lives and living != [found]:
             found.lives, found.ranks_of, found.proposed = False, None, None
             self.run.gone.add(found.roster.agent.start)
 

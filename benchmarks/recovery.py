@@ -1,0 +1,302 @@
+"""From a fault to the next step: ranks and nodes are killed in turn, on hosts of two ranks each.
+
+    python benchmarks/recovery.py --rounds 2          # 20 recoveries of sleeping ranks
+
+Each launcher is a node, in a network namespace of its own where those can be made
+(`benchmarks.rig`) and else on loopback.  Steps are those of a tiny model, and sleep, so that what
+is measured is the protocol and not the contention of training.  In a round each rank of three nodes
+is killed once, which is restarted in place; then nodes are killed, the lead first, as long as there
+are spares, which take their places; then without.  What is left behind is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rig import Rig, address, refusal, rig
+from meshwright.inputs import machine_of
+from planner.documents.cluster import ClusterSpec
+from planner.documents.document import write
+from planner.documents.events import Decision, Event, Incident, StepDone, events_of
+from planner.documents.plan import Plan, PlannedModel
+from runtime.agent import Register
+from runtime.run import account_of, events_file
+from tests.runtime.ports import free_port
+from tests.runtime.rooms import MODEL, Room, plan_of
+
+NODES, RANKS = 3, 2
+PATIENCE_S = 400.0
+EVERY = 50
+BATCH = 12
+STEPS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One fault and what followed."""
+
+    kind: str
+    named_s: float
+    """From the fault until it was written down."""
+    step_s: float
+    """From the fault to the end of the next step."""
+    lost: int
+    """Steps that were done again."""
+
+
+class Job:
+    """A run on nodes that are launchers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Rig | None,
+        *,
+        nodes: int,
+        step_s: float,
+        ranks: int = RANKS,
+        steps: int = STEPS,
+    ) -> None:
+        """Start a run on three `nodes`, of which the others are spares."""
+        self.room, self._hosts, self._nodes = Room(folder), hosts, nodes
+        self._ranks, self._steps = ranks, steps
+        self.room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+        self.room.let_steps_sleep(step_s)
+        self._plan = self._planned()
+        self._port = free_port()
+        self.launchers = [self.start(node) for node in range(nodes)]
+
+    def _planned(self) -> Path:
+        folder = self.room.folder
+        write(MODEL, folder / "model.yaml")
+        machine = machine_of("local:2", None)
+        (group,) = machine.groups
+        data = group.model_dump(mode="json", exclude_none=True)
+        nodes = [{**data, "nodes": NODES, "devices_per_node": self._ranks}]
+        tiers = machine.model_dump(mode="json", exclude_none=True)
+        for tier in tiers["tiers"]:
+            tier["devices"] = NODES * self._ranks
+        path = folder / "cluster.yaml"
+        write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
+        source = str(folder / "model.yaml")
+        model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
+        plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
+        plan["mesh"]["data_replicate"] = NODES * self._ranks
+        count = BATCH // (NODES * self._ranks * 2)
+        plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
+        plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
+        return self.room.plan(Plan.of(plan))
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        """Start a node's launcher."""
+        lead = "127.0.0.1" if self._hosts is None else address(0)
+        folder = self.room.folder
+        command = [
+            *(sys.executable, "-m", "meshwright", "launch", str(self._plan), "--survive"),
+            *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
+            *("--checkpoint-every", str(EVERY), "--checkpoint", str(folder / "saved")),
+            *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
+            *("--node", str(node), "--rendezvous", f"{lead}:{self._port}"),
+        ]
+        if self._hosts is not None:
+            command = self._hosts.command(node, command)
+        with (folder / f"launcher-{node}.log").open("w") as log:
+            launcher = subprocess.Popen(
+                command,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(self.room.python_path),
+                    "MESHWRIGHT_SECRET": "a secret of this benchmark alone",
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        self.room.started.append(launcher)
+        return launcher
+
+    def events(self) -> list[Event]:
+        """Return what has happened."""
+        file = events_file(self.room.folder / "out")
+        if not file.exists():
+            return []
+        with file.open("rb") as lines:
+            return list(events_of(lines))
+
+    def step_after(self, number: int) -> float | None:
+        """Return when the first step was done behind the decision of this number."""
+        decisions = 0
+        for event in self.events():
+            decisions += isinstance(event, Decision) and event.reaction != "interval"
+            if decisions >= number and isinstance(event, StepDone):
+                return event.at_unix_s
+        return None
+
+    def members(self) -> list[int]:
+        """Return the nodes that train, by their places."""
+        epoch = Register(self.room.folder / "saved").newest()
+        assert epoch is not None
+        return [one.node for one in epoch.members]
+
+    def recovery(self, kind: str, number: int, fault: Callable[[], None]) -> Recovery:
+        """Let something go wrong, and wait for the first step after that."""
+        lost = account_of(self.room.folder / "out").steps_lost
+        begin_s = time.time()
+        fault()
+        self.wait(lambda: self.step_after(number) is not None, kind)
+        incidents = [event for event in self.events() if isinstance(event, Incident)]
+        done_s = self.step_after(number)
+        assert done_s is not None
+        return Recovery(
+            kind=kind,
+            named_s=incidents[-1].at_unix_s - begin_s,
+            step_s=done_s - begin_s,
+            lost=account_of(self.room.folder / "out").steps_lost - lost,
+        )
+
+    def wait(self, until: Callable[[], object], what: str) -> None:
+        """Wait for something, while some launcher runs."""
+        end = time.monotonic() + PATIENCE_S
+        while not until():
+            if time.monotonic() > end:
+                logs = sorted(self.room.folder.glob("launcher-*.log"))
+                said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in logs)
+                raise TimeoutError(f"{what}: nothing came in {PATIENCE_S:g} s\n{said}")
+            time.sleep(0.1)
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(self.room.ranks()[rank], signal.SIGKILL)
+
+    def kill_node(self, node: int) -> None:
+        self.launchers[node].kill()
+        self.launchers[node].wait()
+
+    def stop_node(self, node: int) -> None:
+        """Let a node stand still, its ranks too."""
+        self.launchers[node].send_signal(signal.SIGSTOP)
+        for rank, process in self.room.ranks().items():
+            if rank // self._ranks == node:
+                os.kill(process, signal.SIGSTOP)
+
+    def end(self) -> list[str]:
+        """End what runs by a notice; return what is left behind."""
+        for node in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                self.launchers[node].send_signal(signal.SIGTERM)
+        for launcher in self.launchers:
+            launcher.wait(timeout=PATIENCE_S)
+        return left_behind(self.room.folder)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Return processes and unnamed files that a run has left."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().decode(errors="replace")
+            if str(folder) in command and process.name != str(os.getpid()):
+                found.append(f"process {process.name}: {command[:80]!r}")
+    found += [str(path) for path in (folder / "saved").glob(".*")]
+    return found
+
+
+def round_of(
+    folder: Path, *, step_s: float, spares: int, seed: int
+) -> tuple[list[Recovery], list[str]]:
+    """Return one round's recoveries, and what it has left behind."""
+    rng = random.Random(seed)
+    nodes = NODES + spares
+    with contextlib.ExitStack() as held:
+        hosts = held.enter_context(rig(nodes)) if refusal() is None else None
+        job = Job(folder, hosts, nodes=nodes, step_s=step_s)
+        held.callback(_end_all, job.launchers)
+        job.wait(lambda: len([e for e in job.events() if isinstance(e, StepDone)]) > 5, "the start")
+        found = []
+
+        def recovered(kind: str, fault: Callable[[], None]) -> None:
+            time.sleep(rng.uniform(2.0, 3.0))  # some steps, of which copies are on their way
+            found.append(job.recovery(kind, len(found) + 1, fault))
+            print(f"  {found[-1]}", flush=True)
+
+        for rank in rng.sample(range(NODES * RANKS), NODES * RANKS):
+            recovered("in place", lambda rank=rank: job.kill_rank(rank))
+        for number in range(spares):
+            node = job.members()[0 if number == 0 else rng.randrange(NODES)]
+            recovered("spare", lambda node=node: job.kill_node(node))
+        for number in range(NODES - 1):
+            members = job.members()
+            node = members[0 if number == 0 else rng.randrange(len(members))]
+            recovered("shrink", lambda node=node: job.kill_node(node))
+        return found, job.end()
+
+
+def _end_all(launchers: Sequence[subprocess.Popen[str]]) -> None:
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+
+
+def rows(found: Sequence[Recovery]) -> Iterator[str]:
+    """Yield a line for each kind of recovery."""
+    for kind in dict.fromkeys(one.kind for one in found):
+        alike = [one for one in found if one.kind == kind]
+        for name, seconds in (
+            ("named after", sorted(one.named_s for one in alike)),
+            ("next step after", sorted(one.step_s for one in alike)),
+        ):
+            middle, most = statistics.median(seconds), seconds[round(0.95 * (len(seconds) - 1))]
+            most_of_all = seconds[-1]
+            yield f"{kind}: {name} {middle:.1f} s, p95 {most:.1f} s, most {most_of_all:.1f} s"
+        lost = [one.lost for one in alike]
+        mean = statistics.mean(lost)
+        yield f"{kind}: {len(alike)} times, steps lost {mean:.1f}, most {max(lost)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--spares", type=int, default=2)
+    parser.add_argument("--step", type=float, default=0.2, help="seconds that a step sleeps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="append each recovery here")
+    args = parser.parse_args()
+    why = refusal()
+    print(f"hosts: {NODES} of {RANKS} ranks, {f'on loopback: {why}' if why else 'in namespaces'}")
+    found, left = [], []
+    for number in range(args.rounds):
+        print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            more, behind = round_of(
+                Path(name), step_s=args.step, spares=args.spares, seed=args.seed + number
+            )
+        found += more
+        left += behind
+        if args.json is not None:
+            with args.json.open("a") as out:
+                for one in more:
+                    out.write(
+                        json.dumps({name: getattr(one, name) for name in one.__slots__}) + "\n"
+                    )
+    print("\n".join(rows(found)))
+    print(f"left behind: {len(left)}", *left, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
