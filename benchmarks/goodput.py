@@ -53,7 +53,7 @@ PARAMETERS = 7_000_000_000
 DETECT_S = (0.4, 5.0)
 START_S = (10.0, 40.0)
 UNEVEN = 0.2
-SHORTEST_STEP_S, MOST_STEPS = 6.0, 5_000
+SHORTEST_STEP_S, LONGEST_STEP_S, MOST_STEPS = 6.0, 15.0, 5_000
 """A longer trace has longer steps."""
 TARGET = 0.05
 
@@ -251,7 +251,7 @@ class Row:
 
 def compared(trace: Trace, *, most_steps: int = MOST_STEPS, seed: int = 0) -> Row:
     """Predict the second half of a trace from the first, then live through it."""
-    step_s = max(SHORTEST_STEP_S, trace.hours * 3600 / most_steps)
+    step_s = max(SHORTEST_STEP_S, min(LONGEST_STEP_S, trace.hours * 3600 / most_steps))
     first = Run(trace.half(second=False), step_s=step_s, before=(), seed=seed)
     known = first.live()
     second = Run(trace.half(second=True), step_s=step_s, before=first.events, seed=seed + 1)
@@ -271,7 +271,7 @@ def compared(trace: Trace, *, most_steps: int = MOST_STEPS, seed: int = 0) -> Ro
 def random_traces() -> list[Trace]:
     """Return failures at random, at published rates of large runs."""
     return [
-        drawn(f"{name} x 1,024", rate, devices=1024, failures=120, seed=seed)
+        drawn(f"{name}, 16,384 devices", rate, devices=16_384, failures=60, seed=seed)
         for seed, (name, rate) in enumerate(FAILURE_RATES.items())
     ]
 

@@ -191,7 +191,8 @@ class Paces:
                     rank: RankPace(steps=step, data_s=own[0], work_s=own[1], whole_s=own[2])
                     for rank, own in spent.items()
                 }
-                found += self._watch.look(news, paces, step)
+                told = self._watch.look(news, paces, step)
+                found += [one for one in told if isinstance(one, Drift)]
                 news = []
         return found
 

@@ -29,6 +29,7 @@ from planner.documents.events import (
     Attempt,
     AttemptEnded,
     Cause,
+    Drift,
     Event,
     Expected,
     Incident,
@@ -48,7 +49,7 @@ from runtime.agent import NodeAgent
 from runtime.beacon import BEACONS, Beacons, beacons
 from runtime.checkpoint import Progress
 from runtime.drift import DriftWatch
-from runtime.hang import HangWatch, HungRank
+from runtime.hang import HangWatch, HungRank, stack_file
 from runtime.held import alone_in, signals_interrupt
 from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.nodes import ALONE, NodeRank
@@ -68,6 +69,8 @@ PACE_S = 1.0
 """Between looks at the pace of ranks where no step is told."""
 TOLD_S = 3600.0
 """A longer run says before it what share of the time it should train."""
+MOST_KEPT = 4000
+"""Characters of a rank's stack, and of the end of its log, that are kept with an incident."""
 MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
@@ -184,7 +187,7 @@ def launch(
                 "saves": saves,
                 "copies": copies,
             }
-            orders = _write_orders(ready, rendezvous, say, told)
+            orders = _write_orders(ready, rendezvous, say, told, prediction)
             if expect is not None and ready.ranks.leads:
                 _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
@@ -268,6 +271,7 @@ def _write_orders(
     rendezvous: Rendezvous,
     say: Terminal,
     told: Mapping[str, Any],
+    prediction: Prediction | None = None,
 ) -> RankOrders:
     """Prepare the data, check it against the model, and write what the ranks will read.
 
@@ -333,6 +337,8 @@ def _write_orders(
     )
     write(ready.plan, run.plan_file(ready.output))
     write(ready.model, run.model_file(ready.output))
+    if prediction is not None:
+        write(prediction, run.prediction_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
 
@@ -519,7 +525,8 @@ class _Pace:
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
         for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
             happened(self._ready, found)
-            self._shown.say.print(f"warning: {found.text}")
+            if isinstance(found, Drift):
+                self._shown.say.print(f"warning: {found.text}")
 
 
 class _Refresh:
@@ -577,10 +584,29 @@ def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> 
 
 
 def _write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+    _keep_evidence(ready)
     end = error.end if isinstance(error, RankFailed) else None
     cause = end.cause if end else "program"
     rank = end.rank if end else None
     happened(ready, _incident(cause, str(error), after_step=after_step, rank=rank))
+
+
+def _keep_evidence(ready: Preflight) -> None:
+    """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
+    attempt = run.account_of(ready.output).attempts
+    for rank in ready.ranks.devices:
+        name = f"rank-{rank:05}"
+        for file, kind in (
+            (stack_file(ready.output, rank), "stack"),
+            (run.log_file(ready.output, rank), "log"),
+        ):
+            if text := log_text(file)[-MOST_KEPT:]:
+                kept_in = run.evidence_folder(ready.output, attempt)
+                folder = folder_within(
+                    folder_within(ready.output, kept_in.parent.name), kept_in.name
+                )
+                with opened(folder / f"{name}.{kind}", within=ready.output) as kept:
+                    kept.write(text.encode(errors="replace"))
 
 
 def _incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None = None) -> Incident:
