@@ -33,7 +33,7 @@ from runtime.run import (
 )
 
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run that says nothing for so many steps, and seconds, is said to be silent."""
+"""A run that says nothing for this number of steps, and seconds, is said to be silent."""
 MOST_SHOWN = 12
 """Incidents in a terminal, the newest."""
 EVERY_S = 2.0

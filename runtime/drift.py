@@ -1,6 +1,6 @@
 """Drift: steps that leave their predicted range, and ranks that are slower than their peers.
 
-A launcher looks at what its ranks have told in their beacons: the seconds of a step that go into
+A launcher looks at what its ranks have written in their beacons: the seconds of a step that go into
 reading the batch, into work of the rank's own, and the whole, of which the rest is waiting for
 others.  No message is sent for it.
 
@@ -51,7 +51,7 @@ class StepSeconds:
 
     data: float
     work: float | None
-    """Of its own; None where waiting for others cannot be told from it."""
+    """Of its own; None where waiting for others is not distinguished from it."""
     whole: float
 
     @property
@@ -95,7 +95,7 @@ class DriftWatch:
     ) -> list[Drift | Paced]:
         """Return what has become of the pace, after steps that were done since the last look.
 
-        `step_s` are rank 0's, and `paces` what ranks have told, by rank; `step` is the last one.
+        `step_s` are rank 0's, and `paces` what ranks have written, by rank; `step` is the last one.
         """
         told = [rank for rank in self._ranks if rank in paces]
         found: list[Drift | Paced] = []

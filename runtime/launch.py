@@ -60,14 +60,15 @@ from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
+from runtime.telemetry import Telemetry
 from runtime.verdict import RankEnd
 from runtime.zygote import Zygote
 
 MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
 PACE_S = 1.0
-"""Between looks at the pace of ranks where no step is told."""
-TOLD_S = 3600.0
+"""Between looks at the pace of ranks where no step is known."""
+SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
 MOST_KEPT = 4000
 """Characters of a rank's stack, and of the end of its log, that are kept with an incident."""
@@ -135,7 +136,7 @@ def launch(
     own sources are the text; without a tokenizer, that of the model's folder or else bytes.
     `peak_step_s` is what a step would take with every device at its peak; with it the report has
     the MFU.  With `saves` the steps between checkpoints are computed again from what is measured.
-    `expect` says where the seconds of so many steps should go; the report compares.
+    `expect` says where the seconds of a number of steps should go; the report compares.
     Progress and warnings go to stderr unless `quiet`.
 
     With `survive` ranks tell where they are, and one that hangs ends the run: RanksHang names it.
@@ -192,6 +193,7 @@ def launch(
                 _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
+            telemetry = held.enter_context(_telemetry(ready))
             if slots is not None:
                 shared |= slots.environment(len(ready.ranks.devices))
             _supervise(
@@ -203,6 +205,7 @@ def launch(
                 prediction=prediction,
                 agent=agent,
                 zygote=zygote,
+                telemetry=telemetry,
             )
             return _report(ready, rendezvous, orders, started_unix_s)
         except KeyboardInterrupt:
@@ -216,6 +219,12 @@ def launch(
             ) from error
         finally:
             shown.close()
+
+
+def _telemetry(ready: Preflight) -> Telemetry:
+    """Return what the node that leads serves and sends."""
+    asked = ready.run if ready.ranks.leads else LaunchRun()
+    return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
 
 
 def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
@@ -352,7 +361,7 @@ def happened(ready: Preflight, event: Event) -> None:
 def _expect(
     ready: Preflight, expect: Callable[[int], Expected], say: Terminal, *, told: bool
 ) -> None:
-    """Write down what a run should take, before its first attempt; a long one is told too."""
+    """Write down what a run should take, before its first attempt; of a long one it is said too."""
     if run.expected_of(ready.output) is not None:
         return
     done = checkpoint.progress(ready.resumed).step if ready.resumed else 0
@@ -360,7 +369,7 @@ def _expect(
         return
     found = expect(ready.run.steps - done)
     happened(ready, found)
-    if told or found.seconds["steps"] > TOLD_S:
+    if told or found.seconds["steps"] > SAID_S:
         say.print(f"goodput predicted {expected_text(found)}")
 
 
@@ -435,6 +444,7 @@ def _supervise(
     prediction: Prediction | None,
     agent: NodeAgent | None,
     zygote: Zygote | None,
+    telemetry: Telemetry,
 ) -> None:
     """Run this node's ranks to their end; what goes wrong is one error, with no rank left."""
     killed = killed_for_memory()
@@ -458,7 +468,7 @@ def _supervise(
                 alone=rendezvous.node_rank.nodes == 1,
             )
             pace = _Pace(ready, shown, seen, prediction, most)
-        refresh = _Refresh(ready, shown, watch, pace, agent)
+        refresh = _Refresh(ready, shown, watch, pace, agent, telemetry)
         shown.follow(run.metrics_file(ready.output))
         try:
             bad = supervised(
@@ -539,15 +549,17 @@ class _Refresh:
         watch: HangWatch | None,
         pace: Callable[[Sequence[StepRecord]], None],
         agent: NodeAgent | None,
+        telemetry: Telemetry,
     ) -> None:
         self._ready, self._shown, self._watch, self._agent = ready, shown, watch, agent
-        self._pace = pace
+        self._pace, self._telemetry = pace, telemetry
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
 
     def __call__(self) -> None:
         self._pace(self._shown.refresh())
+        self._telemetry.look()
         if self._begin_s and self._shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(

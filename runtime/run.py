@@ -93,6 +93,12 @@ class LaunchRun(Part):
     logger: tuple[str, ...] = Field(
         default=(), description="Log by an installed package's logger too: catalog --plugins"
     )
+    prometheus: str | None = Field(
+        default=None, description="Serve figures at [HOST:]PORT/metrics; host: 127.0.0.1"
+    )
+    opentelemetry: str | None = Field(
+        default=None, description="Send figures to this OTLP endpoint (http://...)"
+    )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
 
     @model_validator(mode="after")

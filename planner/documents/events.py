@@ -149,7 +149,7 @@ class RankPart(Part):
     data_s: Amount
     """Reading its batch."""
     work_s: Amount | None = None
-    """Of its own; None where waiting for others cannot be told from it."""
+    """Of its own; None where waiting for others is not distinguished from it."""
     step_s: Amount
 
 

@@ -37,7 +37,7 @@ class RunReading:
 
 
 def page(reading: RunReading, *, again_s: float | None = None) -> str:
-    """Return the page; with `again_s` it is read again after so many seconds.
+    """Return the page; with `again_s` it is read again after that time.
 
     >>> html = page(RunReading(title="a <run>", facts=(Fact(label="step", text="3"),)))
     >>> "a &lt;run&gt;" in html, "refresh" in html

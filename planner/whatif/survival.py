@@ -117,7 +117,7 @@ class Accounting:
         """Of the steps that count."""
         self.steps_lost, self.again_s = 0, 0.0
         self.ended_s = 0.0
-        """When the last step, or save, was told."""
+        """When the last step, or save, was written down."""
         self._first_s = self._last_s = self._begin_s = self._restart_s = 0.0
         self._device_s = self._blocked_s = 0.0
         self._devices = self._attempts = 0
