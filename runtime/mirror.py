@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.whatif.survival import COPIES_SHARE
 from runtime.exchange import all_gather_json
 from runtime.slots import StateSlot, slots_of_node
 from runtime.snapshot import Snapshot, SnapshotPart
 
-SHARE = 0.01
-"""Of training that copies may take."""
 MEASURED = 3
 """Copies, one behind each step, until their interval is computed from the fastest."""
 
@@ -115,7 +114,7 @@ class Mirror:
         self._last_step = snapshot.step
         self._copies_s.append(time.perf_counter() - began_s)
         if len(self._copies_s) == MEASURED:
-            self._every = self._agreed(min(self._copies_s) / (SHARE * step_s))
+            self._every = self._agreed(min(self._copies_s) / (COPIES_SHARE * step_s))
 
     def _agreed(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""
