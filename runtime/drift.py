@@ -86,6 +86,9 @@ class DriftWatch:
         self._left_out = WARM_UP_STEPS
         self._level = 1.0
         """Measured over predicted, as was said last."""
+        self._quiet, self._next_quiet = 0, 1
+        """Windows in which nothing is said, now and after the next time: twice as many each time,
+        so that a machine that others use says little."""
         self._since: Mapping[int, RankPace] = {}
         """Where the steps that are compared with the prediction begin."""
         self._stragglers = _Stragglers(plan, self._stage)
@@ -117,9 +120,13 @@ class DriftWatch:
     ) -> list[Drift]:
         """Return that steps have left their range, or are in it again."""
         measured_s, predicted_s = middle_mean(self._step_s), prediction.step_time_s
+        is_quiet, self._quiet = self._quiet > 0, max(0, self._quiet - 1)
         low_s, high_s = prediction.step_time_low_s, prediction.step_time_high_s
         if low_s * self._level <= measured_s <= high_s * self._level:
             return []
+        if is_quiet:
+            return []
+        self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
         within = low_s <= measured_s <= high_s
         self._level = 1.0 if within else measured_s / predicted_s
         said = f"steps take {seconds_text(measured_s)}"

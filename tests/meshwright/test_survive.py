@@ -18,7 +18,15 @@ from meshwright.launches import launch
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
-from planner.documents.events import Decision, Event, Incident, PhaseDone, events_of
+from planner.documents.events import (
+    Attempt,
+    Decision,
+    Event,
+    Incident,
+    PhaseDone,
+    StepDone,
+    events_of,
+)
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
 from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
@@ -185,6 +193,78 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
     assert reactions[:1] == ["replan"]
     if not ends:
         assert len(losses(room)) == 20
+
+
+FLIPPED = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+class Middle(nn.Module):
+    \"\"\"A weight changes on rank 1 alone, once.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += x.device.type != "meta"
+        mark = Path(os.environ["FLIPPED"])
+        if os.environ.get("RANK") == "1" and self.calls == 50 and not mark.exists():
+            mark.touch()
+            with torch.no_grad():
+                self.linear.weight.view(-1)[3] += 1.0
+        return self.linear(x)
+
+def factory():
+    return nn.Sequential(nn.Embedding(257, 16), Middle(), nn.Linear(16, 257))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_replicas_that_drift_go_on_from_what_was_compared(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("FLIPPED", str(room.folder / "flipped"))
+    (room.folder / "mine.py").write_text(FLIPPED)
+    planned = room.folder / "plan.yaml"
+    commands.plan(
+        f"{room.folder}/mine.py:factory",
+        "local:2",
+        seq_len=16,
+        global_batch=8,
+        fix=["dp=2", "zero=0", "micro_batch=4"],
+        output=str(planned),
+    )
+    command = [sys.executable, "-m", "meshwright", "launch", str(planned), "--trust-code"]
+    options = f"--survive --data {room.text} --steps 80 --checkpoint-every 20 -o {room.folder}/out"
+    launcher = subprocess.run(
+        [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+    assert launcher.returncode == 0, launcher.stderr
+    assert (room.folder / "flipped").exists()
+    assert "ranks 0 and 1 have different values of this parameter" in launcher.stderr
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    assert [one.cause for one in events if isinstance(one, Incident)] == ["corruption"]
+    assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
+    # What was copied into memory since the checkpoint is not gone on from.
+    (_, again) = [one for one in events if isinstance(one, Attempt)]
+    (first, *_) = [
+        one.record.step for one in events[events.index(again) :] if isinstance(one, StepDone)
+    ]
+    assert first == again.after_step + 1 <= 50
+    assert len(losses(room)) == 80
 
 
 def two_nodes(room: Room) -> Path:

@@ -204,3 +204,22 @@ def test_kills_are_counted_in_both_kinds_of_control_groups(
 def test_the_most_memory_of_a_process_is_known() -> None:
     assert most_bytes(os.getpid()) > 10 * 2**20
     assert most_bytes(2**22 + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "suspect", "end"),
+    [
+        ("ReplicaDrifted", 4, RankEnd(cause="corruption", rank=4, after_step=5)),
+        ("ReplicaDrifted", None, RankEnd(cause="corruption", rank=3, after_step=5, named=False)),
+        ("NotANumber", None, RankEnd(cause="not_a_number", rank=3, after_step=5, named=False)),
+    ],
+)
+def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
+    tmp_path: Path, kind: str, suspect: int | None, end: RankEnd
+) -> None:
+    said = Failure(rank=3, kind=kind, message="w: rank 4 has", at_unix_s=1.0, suspect=suspect)
+
+    error = ended(tmp_path, code=1, log="", said=said)
+
+    assert isinstance(error, launch.RankFailed)
+    assert (str(error), error.end) == ("w: rank 4 has", end)
