@@ -11,12 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from planner.documents.document import json_line
+from planner.documents.events import Attempt
 from planner.documents.prediction import StagePrediction
 from planner.documents.units import GIB
 from planner.errors import LaunchError
 from runtime import faults, launch
+from runtime.hang import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
-from runtime.run import Failure, LaunchRun, log_file
+from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
 from runtime.supervise import BadEnd, Exit
 from runtime.verdict import RankEnd
 from tests.runtime.rooms import plan_of
@@ -223,3 +226,25 @@ def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
 
     assert isinstance(error, launch.RankFailed)
     assert (str(error), error.end) == ("w: rank 4 has", end)
+
+
+def test_stacks_and_ends_of_logs_are_kept_with_the_attempt_that_ended(tmp_path: Path) -> None:
+    for file, text in (
+        (log_file(tmp_path, 3), "a" * 9000 + " the end"),
+        (stack_file(tmp_path, 3), "File x"),
+        (log_file(tmp_path, 4), "of another node"),
+    ):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    events_file(tmp_path).write_text(
+        "".join(json_line(Attempt(at_unix_s=at, plan="p", devices=2)) for at in (1.0, 2.0))
+    )
+    ready: Any = SimpleNamespace(output=tmp_path, ranks=SimpleNamespace(devices={3: 0, 5: 1}))
+
+    launch._keep_evidence(ready)
+
+    kept = evidence_folder(tmp_path, 2)
+    assert {file.name for file in kept.iterdir()} == {"rank-00003.log", "rank-00003.stack"}
+    assert (kept / "rank-00003.stack").read_text() == "File x"
+    log = (kept / "rank-00003.log").read_text()
+    assert (len(log), log[-8:]) == (launch.MOST_KEPT, " the end")
