@@ -139,7 +139,7 @@ def watch(
     output: Annotated[str | None, typer.Option("-o", "--output", help="Write a page here")] = None,
     json: Json = False,
 ) -> None:
-    """Show how a run goes: step, pace and goodput beside predictions, incidents.
+    """Show a run: step, pace, goodput, and what failed.
 
     It reads files alone and opens no port, so it works over ssh and after the run's end.
     """
