@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from meshwright.answer_texts import LEAST_S
 from planner.documents import document
 from planner.documents.document import MAX_BYTES, read_bytes
 from planner.documents.events import Paced
@@ -222,7 +223,8 @@ def _second_rows(view: RunView) -> Iterator[tuple[str, str, str]]:
     before = view.expected.seconds if view.expected is not None else {}
     if view.seconds.trained_s:
         for name, measured in view.seconds.parts_s.items():
-            yield name, seconds_text(before.get(name, 0.0)), seconds_text(measured)
+            if max(before.get(name, 0.0), measured) >= LEAST_S:
+                yield name, seconds_text(before.get(name, 0.0)), seconds_text(measured)
 
 
 def case_of(found: Watched, number: int) -> IncidentCase:
