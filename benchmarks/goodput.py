@@ -27,7 +27,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -53,7 +53,7 @@ PARAMETERS = 7_000_000_000
 DETECT_S = (0.4, 5.0)
 START_S = (10.0, 40.0)
 UNEVEN = 0.2
-SHORTEST_STEP_S, MOST_STEPS = 6.0, 5_000
+SHORTEST_STEP_S, LONGEST_STEP_S, MOST_STEPS = 6.0, 15.0, 5_000
 """A longer trace has longer steps."""
 TARGET = 0.05
 
@@ -67,13 +67,21 @@ class Trace:
     lost_s: tuple[float, ...]
     nodes: float
     """That were there, on average."""
+    gap_s: float = 0.0
+    """Between looks: what was lost at one was lost at some time since the one before."""
 
     def half(self, second: bool) -> Trace:
         """Return its first or second half."""
         middle_s = self.hours * 1800
         start_s = middle_s if second else 0.0
         own = [at - start_s for at in self.lost_s if (at >= middle_s) == second]
-        return Trace(name=self.name, hours=self.hours / 2, lost_s=tuple(own), nodes=self.nodes)
+        return Trace(
+            name=self.name,
+            hours=self.hours / 2,
+            lost_s=tuple(own),
+            nodes=self.nodes,
+            gap_s=self.gap_s,
+        )
 
 
 def read(path: Path) -> Trace:
@@ -93,7 +101,8 @@ def read(path: Path) -> Trace:
     found = json.loads(text)
     if isinstance(found, dict):
         gap_s = found["metadata"]["gap_seconds"]
-        return of_counts(path.stem, [(at * gap_s, n) for at, n in enumerate(found["data"])])
+        counts = [(at * gap_s, n) for at, n in enumerate(found["data"])]
+        return replace(of_counts(path.stem, counts), gap_s=gap_s)
     return of_counts(path.stem, [(row["Time"], row["GPUs"]) for row in found])
 
 
@@ -138,7 +147,10 @@ class Run:
         self._rng = random.Random(seed)
         self._clock_s = before[-1].at_unix_s if before else 1.0
         self._ends_s = self._clock_s + trace.hours * 3600
-        self._lost_s = [self._clock_s + at_s for at_s in trace.lost_s]
+        self._lost_s = sorted(
+            self._clock_s + max(0.0, at_s - self._rng.uniform(0.0, trace.gap_s))
+            for at_s in trace.lost_s
+        )
 
     @property
     def saves(self) -> SaveFigures:
@@ -251,7 +263,7 @@ class Row:
 
 def compared(trace: Trace, *, most_steps: int = MOST_STEPS, seed: int = 0) -> Row:
     """Predict the second half of a trace from the first, then live through it."""
-    step_s = max(SHORTEST_STEP_S, trace.hours * 3600 / most_steps)
+    step_s = max(SHORTEST_STEP_S, min(LONGEST_STEP_S, trace.hours * 3600 / most_steps))
     first = Run(trace.half(second=False), step_s=step_s, before=(), seed=seed)
     known = first.live()
     second = Run(trace.half(second=True), step_s=step_s, before=first.events, seed=seed + 1)
@@ -271,7 +283,7 @@ def compared(trace: Trace, *, most_steps: int = MOST_STEPS, seed: int = 0) -> Ro
 def random_traces() -> list[Trace]:
     """Return failures at random, at published rates of large runs."""
     return [
-        drawn(f"{name} x 1,024", rate, devices=1024, failures=120, seed=seed)
+        drawn(f"{name}, 16,384 devices", rate, devices=16_384, failures=60, seed=seed)
         for seed, (name, rate) in enumerate(FAILURE_RATES.items())
     ]
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from planner.documents.events import Drift
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.prediction import Prediction
-from runtime.beacon import BEACONS, Beacon, Beacons, RankPace, beacons
+from runtime.beacon import BEACONS, Beacon, Beacons, RankPace, beacons, own_seconds
 from runtime.drift import DriftWatch
 from runtime.hang import LOOK_S, HangWatch
+from runtime.host_memory import most_bytes
 
 STARTED_S = 600.0
 SLEEPING = """
@@ -116,6 +117,32 @@ def false_alarms(*, steps: int, ranks: int, step_s: float, jitter: float, seed: 
     return alarms
 
 
+def telling_s(steps: int = 20_000, looks: int = 500) -> tuple[float, float]:
+    """Return CPU seconds that a rank takes a step to tell its pace, and a launcher a look."""
+    plan = evenly(2)
+    with tempfile.TemporaryDirectory() as name, beacons(2) as seen:
+        os.environ[BEACONS] = str(seen.file)
+        beacon = Beacon(0)
+        del os.environ[BEACONS]
+        begin_s = time.process_time()
+        for step in range(steps):
+            beacon.tell(step, "batch")
+            beacon.tell(step, "step")
+            before_s = own_seconds()
+            beacon.stepped(data_s=0.1, work_s=own_seconds() - before_s, whole_s=0.5)
+        rank_s = (time.process_time() - begin_s) / steps
+        hang = HangWatch(seen, {0: 0, 1: 1}, Path(name), start_s=STARTED_S)
+        drift = DriftWatch(plan, (0, 1), None)
+        begin_s = time.process_time()
+        for look in range(looks):
+            hang.look()
+            paces = dict(enumerate(seen.paces()))
+            drift.look([0.5], paces, look)
+            for place in seen.places():
+                most_bytes(place.process)
+        return rank_s, (time.process_time() - begin_s) / looks
+
+
 def evenly(ranks: int) -> Plan:
     """Return a plan of ranks with equal work."""
     return Plan(
@@ -191,7 +218,8 @@ class Paces:
                     rank: RankPace(steps=step, data_s=own[0], work_s=own[1], whole_s=own[2])
                     for rank, own in spent.items()
                 }
-                found += self._watch.look(news, paces, step)
+                told = self._watch.look(news, paces, step)
+                found += [one for one in told if isinstance(one, Drift)]
                 news = []
         return found
 
@@ -201,7 +229,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=6)
     parser.add_argument("--stops", type=int, default=5, help="ranks that are stopped")
     parser.add_argument("--steps", type=int, default=0, help="uneven steps without a fault")
+    parser.add_argument("--cost", action="store_true", help="CPU seconds of telling and looking")
     args = parser.parse_args()
+    if args.cost:
+        costs = [telling_s() for _ in range(5)]
+        rank_s, look_s = (min(column) for column in zip(*costs, strict=True))
+        print(f"a rank: {1e6 * rank_s:.0f} us a step; a launcher: {1e6 * look_s:.0f} us a second")
+        return 0
     if args.steps:
         for step_s in (0.5, 6.0, 60.0):
             alarms = false_alarms(steps=args.steps, ranks=2, step_s=step_s, jitter=0.2, seed=0)

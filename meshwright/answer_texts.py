@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 WIDE = ("network between nodes", "months", "provenance", "also called")
 """Columns of the catalogue that --json alone has."""
+LEAST_S = 1e-3
+"""Seconds of a run that have a row."""
 FEW = 3
 """Changes, assumptions or curves that are listed one by one in a first answer."""
 
@@ -282,7 +284,7 @@ def goodput_parts(
     table = plain_table("seconds", "predicted", "measured", right=(1, 2))
     for name, measured in seconds.items():
         before = expected.seconds.get(name, 0.0)
-        if before or measured:
+        if max(before, measured) >= LEAST_S:
             table.add_row(name, seconds_text(before), seconds_text(measured))
     yield table
 

@@ -37,6 +37,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "meshwright run --plan plan.yaml train.py --epochs 3",
         "meshwright run --plan plan.yaml --restarts 2 train.py",
     ),
+    "watch": (
+        "meshwright watch runs/demo-4m",
+        "meshwright watch runs/demo-4m --incident 1 --share -o incident.html",
+    ),
     "export": (
         "meshwright export plan.yaml --to torchtitan -o config.py",
         "meshwright export checkpoints --to huggingface -o model",

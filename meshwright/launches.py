@@ -29,7 +29,7 @@ from planner.whatif.changes import changed
 from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import expected_of, save_figures
 from planner.whatif.study import Failures
-from planner.whatif.survival import RunSeconds, SaveFigures
+from planner.whatif.survival import COPIES_SHARE, RunSeconds, SaveFigures
 from runtime.held import signals_kept
 from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
 from runtime.slots import Slots
@@ -324,7 +324,6 @@ def launched(
     A `keeper` of the book begins after the first step; `meanwhile` is called while ranks run.
     """
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
-    from runtime.mirror import SHARE  # noqa: PLC0415
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
@@ -363,7 +362,7 @@ def launched(
             step_s=prediction.step_time_s,
             every_steps=run.checkpoint_every or steps,
             survives=survive,
-            copies=SHARE if survive else 0.0,
+            copies=COPIES_SHARE if survive else 0.0,
         )
 
     report = start(

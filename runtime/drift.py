@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.costs.uncertainty import link_seconds
-from planner.documents.events import Drift
+from planner.documents.events import Drift, Paced, RankPart
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
 from planner.documents.units import seconds_text
@@ -35,6 +35,8 @@ APART = 5.0
 """Robust standard deviations."""
 SHARE = 0.05
 """Of a step that a rank must be slower by."""
+MOST_RANKS = 8
+"""That are written down, of those that a launcher sees."""
 LEAST_SPREAD = SHARE / APART
 """Share of a step that ranks differ by at least: fewer than four say little of their spread."""
 NORMAL = 1.4826
@@ -84,19 +86,22 @@ class DriftWatch:
         self._left_out = WARM_UP_STEPS
         self._level = 1.0
         """Measured over predicted, as was said last."""
+        self._quiet, self._next_quiet = 0, 1
+        """Windows in which nothing is said, now and after the next time: twice as many each time,
+        so that a machine that others use says little."""
         self._since: Mapping[int, RankPace] = {}
         """Where the steps that are compared with the prediction begin."""
         self._stragglers = _Stragglers(plan, self._stage)
 
     def look(
         self, step_s: Sequence[float], paces: Mapping[int, RankPace], step: int
-    ) -> list[Drift]:
+    ) -> list[Drift | Paced]:
         """Return what has become of the pace, after steps that were done since the last look.
 
         `step_s` are rank 0's, and `paces` what ranks have written, by rank; `step` is the last one.
         """
         told = [rank for rank in self._ranks if rank in paces]
-        found: list[Drift] = []
+        found: list[Drift | Paced] = []
         for seconds in step_s:
             if self._left_out:
                 self._left_out -= 1
@@ -115,9 +120,13 @@ class DriftWatch:
     ) -> list[Drift]:
         """Return that steps have left their range, or are in it again."""
         measured_s, predicted_s = middle_mean(self._step_s), prediction.step_time_s
+        is_quiet, self._quiet = self._quiet > 0, max(0, self._quiet - 1)
         low_s, high_s = prediction.step_time_low_s, prediction.step_time_high_s
         if low_s * self._level <= measured_s <= high_s * self._level:
             return []
+        if is_quiet:
+            return []
+        self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
         within = low_s <= measured_s <= high_s
         self._level = 1.0 if within else measured_s / predicted_s
         said = f"steps take {seconds_text(measured_s)}"
@@ -211,8 +220,8 @@ class _Stragglers:
         self._first: dict[tuple[int, str], float] = {}
         self._suspect: dict[tuple[int, str], int] = {}
 
-    def look(self, paces: Mapping[int, RankPace], step: int) -> list[Drift]:
-        """Return who was named now, where another window is complete."""
+    def look(self, paces: Mapping[int, RankPace], step: int) -> list[Drift | Paced]:
+        """Return what ranks took and who was named, where another window is complete."""
         if not self._before or self._before.keys() != paces.keys():
             self._before = dict(paces)
             return []
@@ -220,7 +229,7 @@ class _Stragglers:
             return []
         each = {rank: step_seconds(self._before[rank], pace) for rank, pace in paces.items()}
         self._before = dict(paces)
-        found = []
+        found: list[Drift | Paced] = [self._paced(each, step)]
         for part in ("data", "work"):
             seconds = {
                 rank: value
@@ -237,6 +246,23 @@ class _Stragglers:
                 if self._suspect[key] == WINDOWS:
                     found.append(self._named(rank, part, value, usual_s, step))
         return found
+
+    def _paced(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
+        slowest = sorted(each, key=lambda rank: -(each[rank].data + (each[rank].work or 0.0)))
+        return Paced(
+            at_unix_s=time.time(),
+            after_step=step,
+            ranks=tuple(
+                RankPart(
+                    rank=rank,
+                    stage=self._stage[rank],
+                    data_s=each[rank].data,
+                    work_s=each[rank].work,
+                    step_s=each[rank].whole,
+                )
+                for rank in slowest[:MOST_RANKS]
+            ),
+        )
 
     def _is_peer(self, one: int, rank: int) -> bool:
         return one != rank and self._alike and self._stage[one] == self._stage[rank]

@@ -29,6 +29,7 @@ from planner.documents.events import (
     Attempt,
     AttemptEnded,
     Cause,
+    Drift,
     Event,
     Expected,
     Incident,
@@ -48,7 +49,7 @@ from runtime.agent import NodeAgent
 from runtime.beacon import BEACONS, Beacons, beacons
 from runtime.checkpoint import Progress
 from runtime.drift import DriftWatch
-from runtime.hang import HangWatch, HungRank
+from runtime.hang import HangWatch, HungRank, stack_file
 from runtime.held import alone_in, signals_interrupt
 from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.nodes import ALONE, NodeRank
@@ -59,6 +60,7 @@ from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.slots import Slots
 from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
 from runtime.supported import documents_refused
+from runtime.telemetry import Telemetry
 from runtime.verdict import RankEnd
 from runtime.zygote import Zygote
 
@@ -66,8 +68,10 @@ MOST_EVIDENCE = 1000
 """Characters of an error that are written down."""
 PACE_S = 1.0
 """Between looks at the pace of ranks where no step is reported."""
-TOLD_S = 3600.0
+SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
+MOST_KEPT = 4000
+"""Characters of a rank's stack, and of the end of its log, that are kept with an incident."""
 MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 
@@ -191,13 +195,14 @@ def launch(
                 "saves": saves,
                 "copies": copies,
             }
-            orders = _write_orders(ready, rendezvous, say, told)
+            orders = _write_orders(ready, rendezvous, say, told, prediction)
             if expect is not None and ready.ranks.leads:
                 _expect(ready, expect, say, told=survive)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, agent, slots)
             refresh = _Refresh(ready, shown, agent, begun, meanwhile)
+            refresh.telemetry = held.enter_context(_telemetry(ready))
             _supervise(
                 ready,
                 rendezvous,
@@ -229,6 +234,12 @@ def _of_survival(ready: Preflight, agent: NodeAgent | None, slots: Slots | None)
     if slots is not None:
         found |= slots.environment(len(ready.ranks.devices))
     return found
+
+
+def _telemetry(ready: Preflight) -> Telemetry:
+    """Return what the node that leads serves and sends."""
+    asked = ready.run if ready.ranks.leads else LaunchRun()
+    return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
 
 
 def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
@@ -284,6 +295,7 @@ def _write_orders(
     rendezvous: Rendezvous,
     say: Terminal,
     told: Mapping[str, Any],
+    prediction: Prediction | None = None,
 ) -> RankOrders:
     """Prepare the data, check it against the model, and write what the ranks will read.
 
@@ -349,6 +361,8 @@ def _write_orders(
     )
     write(ready.plan, run.plan_file(ready.output))
     write(ready.model, run.model_file(ready.output))
+    if prediction is not None:
+        write(prediction, run.prediction_file(ready.output))
     write(orders, run.orders_file(ready.output))
     return orders
 
@@ -370,7 +384,7 @@ def _expect(
         return
     found = expect(ready.run.steps - done)
     happened(ready, found)
-    if told or found.seconds["steps"] > TOLD_S:
+    if told or found.seconds["steps"] > SAID_S:
         say.print(f"goodput predicted {expected_text(found)}")
 
 
@@ -529,7 +543,8 @@ class _Pace:
         paces = {rank: local[place] for rank, place in self._ready.ranks.devices.items()}
         for found in self._watch.look([one.step_s for one in news], paces, self._shown.step):
             happened(self._ready, found)
-            self._shown.say.print(f"warning: {found.text}")
+            if isinstance(found, Drift):
+                self._shown.say.print(f"warning: {found.text}")
 
 
 class _Refresh:
@@ -546,6 +561,7 @@ class _Refresh:
         self.shown, self.agent = shown, agent
         self.watch: HangWatch | None = None
         self.pace: Callable[[Sequence[StepRecord]], None] | None = None
+        self.telemetry: Telemetry | None = None
         self.seen: Beacons | None = None
         self._ready, self._begun, self._meanwhile = ready, begun, meanwhile
         self._begin_s = time.monotonic()
@@ -562,6 +578,8 @@ class _Refresh:
         news = self.shown.refresh()
         if self.pace is not None:
             self.pace(news)
+        if self.telemetry is not None:
+            self.telemetry.look()
         if self._begin_s and self.shown.step > self._before:
             took_s, self._begin_s = time.monotonic() - self._begin_s, 0.0
             started = PhaseDone(
@@ -602,10 +620,29 @@ def _hung(ready: Preflight, waiting: Sequence[HungRank], *, after_step: int) -> 
 
 
 def _write_incident(ready: Preflight, error: Exception, *, after_step: int) -> None:
+    _keep_evidence(ready)
     end = error.end if isinstance(error, RankFailed) else None
     cause = end.cause if end else "program"
     rank = end.rank if end else None
     happened(ready, _incident(cause, str(error), after_step=after_step, rank=rank))
+
+
+def _keep_evidence(ready: Preflight) -> None:
+    """Copy this node's stacks and the ends of its logs: the next attempt empties their folders."""
+    attempt = run.account_of(ready.output).attempts
+    for rank in ready.ranks.devices:
+        name = f"rank-{rank:05}"
+        for file, kind in (
+            (stack_file(ready.output, rank), "stack"),
+            (run.log_file(ready.output, rank), "log"),
+        ):
+            if text := log_text(file)[-MOST_KEPT:]:
+                kept_in = run.evidence_folder(ready.output, attempt)
+                folder = folder_within(
+                    folder_within(ready.output, kept_in.parent.name), kept_in.name
+                )
+                with opened(folder / f"{name}.{kind}", within=ready.output) as kept:
+                    kept.write(text.encode(errors="replace"))
 
 
 def _incident(cause: Cause, evidence: str, *, after_step: int, rank: int | None = None) -> Incident:

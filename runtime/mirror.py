@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from planner.whatif.survival import COPIES_SHARE
 from runtime.gathered import gathered, key_of
 from runtime.sample_digest import SampleDigest
 from runtime.slots import NodeSlots, slots_of_node
 from runtime.snapshot import Box, Snapshot
 
-SHARE = 0.01
-"""Of training that copies may take."""
 MEASURED = 3
 """Copies, one after each step, until their interval is computed from the fastest."""
 
@@ -137,7 +136,7 @@ class Mirror:
         self._copies_s.append(time.perf_counter() - began_s)
         if len(self._copies_s) == MEASURED:
             sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
-            self._every = self._agreed((min(self._copies_s) + sent_s) / (SHARE * step_s))
+            self._every = self._agreed((min(self._copies_s) + sent_s) / (COPIES_SHARE * step_s))
 
     def _agreed(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""

@@ -29,6 +29,7 @@ from runtime import checkpoint, data, library_fields
 from runtime.data import Files
 from runtime.run import Device, LaunchRun, orders_file
 from runtime.supported import supported
+from runtime.telemetry import address_of
 
 RANKS_PER_CORE = 4
 """More ranks than cores take turns, which is slow but right; beyond this it is a mistake."""
@@ -265,6 +266,13 @@ def _check_loggers(run: LaunchRun) -> None:
                 f"{name}: is not installed; install it with: pip install {name}, or read the same "
                 "figures in metrics.jsonl"
             )
+    if run.prometheus is not None:
+        address_of(run.prometheus)
+    if run.opentelemetry is not None and importlib.util.find_spec("opentelemetry") is None:
+        raise LaunchError(
+            "opentelemetry: is not installed; install it with: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http, or have Prometheus read the same figures"
+        )
     for name in run.logger:
         loaded("loggers", name)
 

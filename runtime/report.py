@@ -17,6 +17,8 @@ from planner.documents.units import Amount, Count, Positive, Proportion, Text, s
 from planner.whatif.survival import RunSeconds
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 
+LEAST_SHARE = 5e-4
+"""Of a run's time, that is mentioned."""
 WARM_UP_STEPS = 2
 """Allocations, connections and first kernels make the first step slow and disturb the second."""
 
@@ -144,12 +146,12 @@ def expected_text(found: Expected) -> str:
     shares = ", ".join(
         f"{name} {100 * seconds / wall_s:.2g} %"
         for name, seconds in found.seconds.items()
-        if name != "steps" and seconds
+        if name != "steps" and seconds >= LEAST_SHARE * wall_s
     )
     between = f"{100 * found.goodput_low:.1f} to {100 * found.goodput_high:.1f}"
     return (
         f"{100 * found.goodput:.1f} % ({between}) of {seconds_text(wall_s)}, with "
-        f"{found.failures:.2g} failures: {shares}"
+        f"{found.failures:.2g} failures{': ' if shares else ''}{shares}"
     )
 
 

@@ -9,6 +9,8 @@ is the same with what was found before the ranks start.  On disk:
     ├── metrics.jsonl                        of these the steps that count, one line each
     ├── tensorboard/                         the same as events, if asked for
     ├── wandb/  wandb-id                     and for Weights & Biases
+    ├── prediction.yaml                      what was predicted of the plan
+    ├── incidents/attempt-001/               what ranks left behind when an attempt ended
     ├── logs/rank-00000.log                  all that a rank prints
     ├── ranks/rank-00000.json                what a rank measured, written when it is done
     ├── ranks/rank-00000.failure.json        why a rank stopped before that
@@ -91,6 +93,12 @@ class LaunchRun(Part):
     )
     logger: tuple[str, ...] = Field(
         default=(), description="Log by an installed package's logger too: catalog --plugins"
+    )
+    prometheus: str | None = Field(
+        default=None, description="Serve figures at [HOST:]PORT/metrics; host: 127.0.0.1"
+    )
+    opentelemetry: str | None = Field(
+        default=None, description="Send figures to this OTLP endpoint (http://...)"
     )
     output: Path | None = Field(default=None, description="Folder of logs and metrics")
     grow_after: Amount = Field(
@@ -230,6 +238,16 @@ def metrics_file(output: Path) -> Path:
 def events_file(output: Path) -> Path:
     """Return where what happens in a run is written down."""
     return output / "events.jsonl"
+
+
+def prediction_file(output: Path) -> Path:
+    """Return where a run's prediction stands."""
+    return output / "prediction.yaml"
+
+
+def evidence_folder(output: Path, attempt: int) -> Path:
+    """Return where is kept what ranks left behind when an attempt ended."""
+    return output / "incidents" / f"attempt-{attempt:03}"
 
 
 def tensorboard_folder(output: Path) -> Path:

@@ -1,11 +1,13 @@
 """Verdicts: what is done about what ended the ranks of a run, as a table.
 
 The first row that fits counts.  `times` is how often this cause has ended the run on this rank,
-`stuck` how often in a row it did so after the same step.  What is not understood stops.
+`stuck` how many ends in a row, by whatever cause, were after the same step.  What is not understood
+stops.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -136,7 +138,8 @@ def verdict(
     last = ends[-1]
     alike = [end for end in ends if end.cause == last.cause]
     times = sum(end.rank == last.rank for end in alike)
-    stuck = sum(end.after_step == last.after_step for end in alike)
+    behind = itertools.takewhile(lambda end: end.after_step == last.after_step, reversed(ends))
+    stuck = sum(1 for _ in behind)
     fitting = (
         row
         for row in table

@@ -37,6 +37,7 @@ READS: dict[tuple[str, str], str] = {
     ("planner/documents/plugins.py", "read_text"): PROGRAM,
     ("planner/report/html.py", "read_text"): PROGRAM,
     ("planner/report/trials.py", "read_text"): PROGRAM,
+    ("planner/report/run_page.py", "read_text"): PROGRAM,
     ("planner/report/validation.py", "read_text"): PROGRAM,
     ("planner/report/whatif_html.py", "read_text"): PROGRAM,
     ("planner/formats/readers/limits.py", "json.loads"): TEXT,

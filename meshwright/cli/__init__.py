@@ -73,6 +73,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": tunes.tune,
     "launch": runs.launch,
     "run": runs.run,
+    "watch": runs.watch,
     "export": plans.export,
     "profile": runs.profile,
     "show": plans.show,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -124,6 +125,59 @@ def run(
         return
     for part in script_parts(done):
         out.print(part)
+
+
+def watch(
+    run: Annotated[str, typer.Argument(help="A folder that launch -o has written")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Read it once; without: until it ends")
+    ] = False,
+    incident: Annotated[
+        int | None, typer.Option("--incident", help="Report this incident, by its number")
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Leave out names of hosts, users and paths")
+    ] = False,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Write a page here")] = None,
+    json: Json = False,
+) -> None:
+    """Show a run: step, pace, goodput, and what failed.
+
+    It reads files alone and opens no port, so it works over ssh and after the run's end.
+    """
+    import time
+
+    from rich.console import Group
+    from rich.live import Live
+
+    from meshwright import watching
+    from meshwright.answers import as_json
+    from planner.documents.document import write_text
+    from planner.report.run_page import page
+
+    follows = not (once or json or incident is not None) and (out.is_terminal or output is not None)
+    shown = Live(console=out, auto_refresh=False) if follows and out.is_terminal else None
+    with shown or contextlib.nullcontext():
+        while True:
+            begin_s = time.monotonic()
+            found = watching.watched(run)
+            reading = watching.reading_of(found, incident)
+            if share:
+                reading = watching.without_names(reading)
+            lives = follows and not found.is_over
+            if output is not None:
+                write_text(page(reading, again_s=watching.EVERY_S if lives else None), output)
+            if json:
+                print(as_json(watching.reading_json(reading, found)))
+            elif shown is not None:
+                shown.update(Group(*watching.reading_parts(reading)), refresh=True)
+            elif not lives:
+                for part in watching.reading_parts(reading):
+                    out.print(part)
+            if not lives:
+                return
+            # A long record takes a while to read: most of the time is left to the run.
+            time.sleep(max(watching.EVERY_S, 20 * (time.monotonic() - begin_s)))
 
 
 def _tell_job(submission: Submission) -> None:

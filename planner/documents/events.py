@@ -144,6 +144,27 @@ class Drift(_Event):
     text: Text
 
 
+class RankPart(Part):
+    """What a step of a rank takes on average."""
+
+    rank: Count
+    stage: Count = 0
+    data_s: Amount
+    """Reading its batch."""
+    work_s: Amount | None = None
+    """Of its own; None where waiting for others is not distinguished from it."""
+    step_s: Amount
+
+
+class Paced(_Event):
+    """What the slowest ranks of a node took, over some steps."""
+
+    event: Literal["paced"] = "paced"
+    after_step: Count
+    ranks: tuple[RankPart, ...]
+    """The slowest first."""
+
+
 class Decision(_Event):
     """What is done next."""
 
@@ -168,7 +189,16 @@ class AttemptEnded(_Event):
 
 
 Event = Annotated[
-    Expected | Attempt | StepDone | PhaseDone | Saved | Incident | Drift | Decision | AttemptEnded,
+    Expected
+    | Attempt
+    | StepDone
+    | PhaseDone
+    | Saved
+    | Incident
+    | Drift
+    | Paced
+    | Decision
+    | AttemptEnded,
     Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)

@@ -17,6 +17,9 @@ from planner.documents.events import Attempt, Event, Incident, PhaseDone, Saved,
 from planner.documents.units import Amount, Rate
 from planner.whatif.economics import SECONDS_PER_HOUR
 
+COPIES_SHARE = 0.01
+"""Of training that copies of its state in memory may take."""
+
 
 def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
     """Seconds between checkpoints at which the least is lost.
@@ -109,59 +112,86 @@ class RunSeconds:
         return min(1.0, self.trained_s / self.wall_s) if self.wall_s else 0.0
 
 
-def account(events: Iterable[Event]) -> RunSeconds:
-    """Return where the seconds of a run went."""
-    first_s = last_s = ended_s = begin_s = restart_s = 0.0
-    devices = attempts = lost = 0
-    device_s = blocked_s = again_s = 0.0
-    step_s: dict[int, float] = {}
-    start_s = None
-    from_step: int | None = None
-    incidents: Counter[str] = Counter()
-    for event in events:
+class Accounting:
+    """Adds up where the seconds of a run go, event by event."""
+
+    def __init__(self) -> None:
+        self.step_s: dict[int, float] = {}
+        """Of the steps that count."""
+        self.steps_lost, self.again_s = 0, 0.0
+        self.ended_s = 0.0
+        """When the last step, or save, was written down."""
+        self._first_s = self._last_s = self._begin_s = self._restart_s = 0.0
+        self._device_s = self._blocked_s = 0.0
+        self._devices = self._attempts = 0
+        self._start_s: float | None = None
+        self._from_step: int | None = None
+        self._incidents: Counter[str] = Counter()
+
+    def add(self, event: Event) -> None:
+        """Take what happened next."""
         at_s = event.at_unix_s
-        first_s = first_s or at_s
-        device_s += devices * max(0.0, at_s - last_s) if attempts else 0.0
-        last_s = max(last_s, at_s)
+        self._first_s = self._first_s or at_s
+        if self._attempts:
+            self._device_s += self._devices * max(0.0, at_s - self._last_s)
+        self._last_s = max(self._last_s, at_s)
         match event:
             case Attempt():
-                attempts += 1
-                devices, from_step = event.devices, event.after_step + 1
+                self._attempts += 1
+                self._devices, self._from_step = event.devices, event.after_step + 1
             case StepDone():
-                if from_step is not None:
+                if self._from_step is not None:
                     # It may have gone on from memory, behind the checkpoint that was there.
-                    lost, again_s = _undone(step_s, event.record.step, lost, again_s)
-                    from_step = None
-                    gap_s = max(0.0, at_s - event.record.step_s - (ended_s or first_s))
-                    begin_s, restart_s = (
-                        (begin_s, restart_s + gap_s) if ended_s else (gap_s, restart_s)
-                    )
-                ended_s = at_s
-                step_s[event.record.step] = event.record.step_s
+                    self._undo(event.record.step)
+                    before_s = self.ended_s or self._first_s
+                    gap_s = max(0.0, at_s - event.record.step_s - before_s)
+                    self._begin_s += 0.0 if self.ended_s else gap_s
+                    self._restart_s += gap_s if self.ended_s else 0.0
+                self.ended_s = at_s
+                self.step_s[event.record.step] = event.record.step_s
             case PhaseDone(phase="start"):
-                start_s = event.measured_s
+                self._start_s = event.measured_s
             case Saved():
-                blocked_s += event.blocked_s
-                ended_s = ended_s and at_s
+                self._blocked_s += event.blocked_s
+                self.ended_s = self.ended_s and at_s
             case Incident():
-                incidents[event.cause] += 1
+                self._incidents[event.cause] += 1
             case _:
                 pass
-    if from_step is not None:
-        lost, again_s = _undone(step_s, from_step, lost, again_s)
-    return RunSeconds(
-        wall_s=last_s - first_s,
-        trained_s=sum(step_s.values()),
-        again_s=again_s,
-        blocked_s=blocked_s,
-        begin_s=begin_s,
-        restart_s=restart_s,
-        attempts=attempts,
-        device_hours=device_s / SECONDS_PER_HOUR,
-        incidents=incidents,
-        steps_lost=lost,
-        start_s=start_s,
-    )
+
+    def _undo(self, from_step: int) -> None:
+        """Take out the steps that are done again."""
+        while self.step_s and next(reversed(self.step_s)) >= from_step:
+            _, seconds = self.step_s.popitem()
+            self.steps_lost += 1
+            self.again_s += seconds
+        self._from_step = None
+
+    def seconds(self) -> RunSeconds:
+        """Return where they went until now."""
+        cut = [step for step in self.step_s if step >= (self._from_step or math.inf)]
+        cut_s = sum(self.step_s[step] for step in cut)
+        return RunSeconds(
+            wall_s=self._last_s - self._first_s,
+            trained_s=sum(self.step_s.values()) - cut_s,
+            again_s=self.again_s + cut_s,
+            blocked_s=self._blocked_s,
+            begin_s=self._begin_s,
+            restart_s=self._restart_s,
+            attempts=self._attempts,
+            device_hours=self._device_s / SECONDS_PER_HOUR,
+            incidents=Counter(self._incidents),
+            steps_lost=self.steps_lost + len(cut),
+            start_s=self._start_s,
+        )
+
+
+def account(events: Iterable[Event]) -> RunSeconds:
+    """Return where the seconds of a run went."""
+    found = Accounting()
+    for event in events:
+        found.add(event)
+    return found.seconds()
 
 
 def expected(
@@ -218,11 +248,3 @@ def expected(
         restart_s=failures * cut_s,
     )
     return found, failures
-
-
-def _undone(
-    step_s: dict[int, float], from_step: int, lost: int, again_s: float
-) -> tuple[int, float]:
-    """Take out the steps that are done again; return how many were until now, and their seconds."""
-    undone = [step for step in step_s if step >= from_step]
-    return lost + len(undone), again_s + sum(step_s.pop(step) for step in undone)

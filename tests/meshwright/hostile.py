@@ -315,6 +315,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("--plan", "plan.yaml", "@word"),
         ("--plan", "plan.yaml", "--on", "slurm", "--dry-run", "@word"),
     ),
+    "watch": (("folder", "--once"), ("folder", "--once", "--incident", "1", "--share")),
     "validate": (("runs.csv",),),
     "calibrate": (("runs.csv",), ("folder", "folder", "folder")),
     "whatif": (("study.yaml",), ("--model", "@model", "--clusters", "@cluster", "--tokens", "1e9")),
@@ -571,6 +572,8 @@ def _files(rng: random.Random, made: Case, *, hostile: int) -> None:
     named = [word for word in made.arguments if word in BASES or word in TABLES]
     if "folder" in made.arguments:
         named = ["folder/plan.yaml", "folder/model.yaml", "folder/report.json"]
+        if made.arguments[0] == "watch":
+            named = ["folder/plan.yaml", "folder/orders.yaml", "folder/events.jsonl"]
     bad = set(rng.sample(named, k=min(hostile, len(named))))
     others = [name for name in (*BASES, *TABLES) if name not in named]
     for path in (*others, *named):

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshwright import watching
 from meshwright.defaults import Defaults
 from planner import catalog
 from planner.documents import document
 from planner.documents.stack import Stack
 from planner.errors import MeshwrightError
+from planner.report.run_page import page
 from runtime import (
     checkpoint,
     checksums,
@@ -109,6 +111,28 @@ def _steps() -> Any:
     ]
 
 
+def _happened() -> Any:
+    step = {"loss": 1.5, "grad_norm": 0.5, "step_s": 0.1, "epoch": 0}
+    told: list[dict[str, Any]] = [
+        {"event": "expected", "seconds": {"steps": 9.0}, "failures": 0.1, "goodput": 0.9,
+         "goodput_low": 0.8, "goodput_high": 1.0},
+        {"event": "attempt", "plan": "p", "devices": 2, "predicted_step_s": 0.1},
+        {"event": "phase", "phase": "start", "measured_s": 1.0},
+        *({"event": "step", "record": step | {"step": at}} for at in (1, 2, 3)),
+        {"event": "saved", "step": 2, "blocked_s": 0.1, "written_s": 0.2},
+        {"event": "drift", "cause": "data", "rank": 1, "measured_s": 2.0, "predicted_s": 1.0,
+         "text": "slow"},
+        {"event": "paced", "after_step": 3,
+         "ranks": [{"rank": 1, "data_s": 0.1, "work_s": 0.2, "step_s": 0.4}]},
+        {"event": "incident", "cause": "crash", "rank": 1, "after_step": 3, "evidence": "SIGKILL"},
+        {"event": "decision", "reaction": "restart", "why": "once", "predicted_s": 1.0},
+        {"event": "attempt", "plan": "p", "devices": 2, "after_step": 2},
+        {"event": "step", "record": step | {"step": 3}},
+        {"event": "ended", "stopped": "steps", "after_step": 3},
+    ]  # fmt: skip
+    return [{"at_unix_s": 100.0 + at} | one for at, one in enumerate(told)]
+
+
 def _texts() -> Any:
     return [{"text": "roses"}, {"text": "violets are \u0416", "more": {"a": [1, 2.5, None]}}]
 
@@ -158,6 +182,7 @@ BASES: dict[str, Callable[[], Any]] = {
     "ranks/rank-00000.json": _rank,
     "defaults.yaml": lambda: {"format": 1, "cluster": "8xh100", "precision": "bf16"},
     "metrics.jsonl": _steps,
+    "events.jsonl": _happened,
     "rows.jsonl": _texts,
     "tokenizer/tokenizer.json": _tokenizer,
     "tokenizer/tokenizer_config.json": lambda: {"eos_token": {"content": "</s>"}, "a": [1]},
@@ -204,6 +229,15 @@ def _metrics() -> object:
     return read
 
 
+def _run() -> object:
+    found = watching.watched(Path())
+    incidents = [case.number for case in found.view.cases]
+    readings = [watching.reading_of(found, number) for number in (None, *incidents)]
+    for reading in readings:
+        page(watching.without_names(reading))
+    return watching.reading_json(readings[0], found)
+
+
 def _pending() -> object:
     return unfinished.commit(Path(), say=print)
 
@@ -224,6 +258,7 @@ READERS: dict[str, Callable[[], object]] = {
     "ranks/rank-00000.json": lambda: document.read(run.RankRecord, "ranks/rank-00000.json"),
     "defaults.yaml": lambda: document.read(Defaults, "defaults.yaml"),
     "metrics.jsonl": _metrics,
+    "events.jsonl": _run,
     "rows.jsonl": _rows,
     "tokenizer/tokenizer.json": lambda: Pretrained(Path("tokenizer")).tokens(b"roses x"),
     "tokenizer/tokenizer_config.json": lambda: Pretrained(Path("tokenizer")).tokens(b"x"),

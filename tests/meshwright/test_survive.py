@@ -19,7 +19,15 @@ from meshwright.launches import launch
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
 from planner.documents.document import write
-from planner.documents.events import Attempt, Decision, Event, Incident, PhaseDone, events_of
+from planner.documents.events import (
+    Attempt,
+    Decision,
+    Event,
+    Incident,
+    PhaseDone,
+    StepDone,
+    events_of,
+)
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
 from runtime import checkpoint
@@ -27,7 +35,7 @@ from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_r
 from runtime.sample_digest import SampleDigest
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, Room, plan_of
+from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 EVERY, STEPS = 20, 400
 MIRRORED = 8
@@ -158,7 +166,7 @@ def factory():
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-@pytest.mark.parametrize(("samples", "ends"), [(4, 0), (1, 1)])
+@pytest.mark.parametrize(("samples", "ends"), [(4, 0), (2, 1)])
 def test_a_plan_that_runs_out_of_memory_is_replaced_once(
     room: Room, monkeypatch: pytest.MonkeyPatch, samples: int, ends: int
 ) -> None:
@@ -198,6 +206,86 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
     assert reactions[:1] == ["replan"]
     if not ends:
         assert len(losses(room)) == 20
+
+
+FLIPPED = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+class Middle(nn.Module):
+    \"\"\"A weight changes on rank 1 alone, when it is asked for.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        asked = Path(os.environ["FLIPPED"])
+        if os.environ.get("RANK") == "1" and asked.exists():
+            asked.unlink()
+            with torch.no_grad():
+                self.linear.weight.view(-1)[3] += 1.0
+        return self.linear(x)
+
+def factory():
+    return nn.Sequential(nn.Embedding(257, 16), Middle(), nn.Linear(16, 257))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_replicas_that_drift_go_on_from_what_was_compared(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("FLIPPED", str(room.folder / "flipped"))
+    (room.folder / "mine.py").write_text(FLIPPED)
+    planned = room.folder / "plan.yaml"
+    commands.plan(
+        f"{room.folder}/mine.py:factory",
+        "local:2",
+        seq_len=16,
+        global_batch=8,
+        fix=["dp=2", "zero=0", "micro_batch=4"],
+        output=str(planned),
+    )
+    command = [sys.executable, "-m", "meshwright", "launch", str(planned), "--trust-code"]
+    options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
+    launcher = subprocess.Popen(
+        [
+            *command,
+            *options.split(),
+            "-o",
+            f"{room.folder}/out",
+            "--checkpoint",
+            f"{room.folder}/s",
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    room.started.append(launcher)
+    room.wait_for_step(EVERY + 10, while_running=launcher)
+    (room.folder / "flipped").touch()
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert not (room.folder / "flipped").exists()
+    assert "ranks 0 and 1 have different values of this parameter" in said
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    assert [one.cause for one in events if isinstance(one, Incident)] == ["corruption"]
+    assert [one.reaction for one in events if isinstance(one, Decision)] == ["restart"]
+    # What was copied into memory since the checkpoint is not gone on from.
+    (_, again) = [one for one in events if isinstance(one, Attempt)]
+    (first, *_) = [
+        one.record.step for one in events[events.index(again) :] if isinstance(one, StepDone)
+    ]
+    assert first == again.after_step + 1 > EVERY
+    assert len(losses(room)) == STEPS
 
 
 def two_nodes(room: Room) -> Path:

@@ -52,6 +52,13 @@ def test_a_level_is_said_once_and_so_is_the_way_back() -> None:
     assert 1200 <= found[1].after_step < 1200 + 2 * STEPS
 
 
+def test_a_pace_that_changes_all_the_time_is_said_less_and_less() -> None:
+    found = Paces(FOUR).live(6400, lambda rank, step: (0.0, 2.0 if step // 100 % 2 else 4.0))
+
+    assert 3 <= len(found) <= 8
+    assert found[-1].after_step > 1000
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_straggler_is_named_after_three_windows_and_again_when_it_was_well(ranks: int) -> None:
     plan = plan_of(data=ranks)

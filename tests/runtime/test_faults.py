@@ -11,12 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from planner.documents.document import json_line
+from planner.documents.events import Attempt
 from planner.documents.prediction import StagePrediction
 from planner.documents.units import GIB
 from planner.errors import LaunchError
 from runtime import faults, launch
+from runtime.hang import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
-from runtime.run import Failure, LaunchRun, log_file
+from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
 from runtime.supervise import BadEnd, Exit
 from runtime.verdict import RankEnd
 from tests.runtime.rooms import plan_of
@@ -204,3 +207,44 @@ def test_kills_are_counted_in_both_kinds_of_control_groups(
 def test_the_most_memory_of_a_process_is_known() -> None:
     assert most_bytes(os.getpid()) > 10 * 2**20
     assert most_bytes(2**22 + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "suspect", "end"),
+    [
+        ("ReplicaDrifted", 4, RankEnd(cause="corruption", rank=4, after_step=5)),
+        ("ReplicaDrifted", None, RankEnd(cause="corruption", rank=3, after_step=5, named=False)),
+        ("NotANumber", None, RankEnd(cause="not_a_number", rank=3, after_step=5, named=False)),
+    ],
+)
+def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
+    tmp_path: Path, kind: str, suspect: int | None, end: RankEnd
+) -> None:
+    said = Failure(rank=3, kind=kind, message="w: rank 4 has", at_unix_s=1.0, suspect=suspect)
+
+    error = ended(tmp_path, code=1, log="", said=said)
+
+    assert isinstance(error, launch.RankFailed)
+    assert (str(error), error.end) == ("w: rank 4 has", end)
+
+
+def test_stacks_and_ends_of_logs_are_kept_with_the_attempt_that_ended(tmp_path: Path) -> None:
+    for file, text in (
+        (log_file(tmp_path, 3), "a" * 9000 + " the end"),
+        (stack_file(tmp_path, 3), "File x"),
+        (log_file(tmp_path, 4), "of another node"),
+    ):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    events_file(tmp_path).write_text(
+        "".join(json_line(Attempt(at_unix_s=at, plan="p", devices=2)) for at in (1.0, 2.0))
+    )
+    ready: Any = SimpleNamespace(output=tmp_path, ranks=SimpleNamespace(devices={3: 0, 5: 1}))
+
+    launch._keep_evidence(ready)
+
+    kept = evidence_folder(tmp_path, 2)
+    assert {file.name for file in kept.iterdir()} == {"rank-00003.log", "rank-00003.stack"}
+    assert (kept / "rank-00003.stack").read_text() == "File x"
+    log = (kept / "rank-00003.log").read_text()
+    assert (len(log), log[-8:]) == (launch.MOST_KEPT, " the end")

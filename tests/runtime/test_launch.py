@@ -197,7 +197,10 @@ def test_text_that_is_trained_on_is_not_held_out(room: Room) -> None:
         room.run(plan_of(), evaluate=room.text)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tensorboard", True), ("wandb", "my-project")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tensorboard", True), ("wandb", "my-project"), ("opentelemetry", "http://x")],
+)
 def test_a_logger_that_is_not_installed_is_refused(
     name: str, value: object, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ def end(cause: Cause, *, rank: int = 1, after_step: int = 5) -> RankEnd:
         ([end("hang"), end("hang", rank=0)], 4, "restart"),
         ([end("hang", rank=rank) for rank in range(ATTEMPTS)], 4, "stop"),
         ([end("hang", after_step=step) for step in range(9)], 4, "restart"),
+        ([end("hang", after_step=step) for step in (5, 9, 5, 9, 5)], 4, "restart"),
+        ([end("hang"), end("crash"), end("hang")], 4, "stop"),
         ([end("device")], 4, "shrink"),
         ([end("device")], 1, "stop"),
         ([end("program")], 4, "stop"),
