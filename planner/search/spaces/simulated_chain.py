@@ -42,6 +42,7 @@ WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 rank; the exact optimum of the bound; of the simulated step."""
 MOST_KEPT = 24
 """Layouts of one shape that are kept to see whether others can do no more."""
+CostsByShape = dict[tuple[object, ...], deque[LayoutCosts]]
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -90,8 +91,10 @@ class SimulatedChain(Families):
         """What programs have found before their turn."""
         self._known_choices: dict[Layout, Choices | None] = {}
         """Of layouts whose cuts were gone through, and whose programs may come."""
-        self._excluded: dict[tuple[object, ...], deque[LayoutCosts]] = {}
+        self._excluded: CostsByShape = {}
         """Costs of layouts that do not beat the best, by what they have in common with others."""
+        self._bounded: CostsByShape = {}
+        """Costs of those that were bounded within memory."""
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -145,9 +148,10 @@ class SimulatedChain(Families):
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Return the least of a layout with what each rank holds."""
-        if self._covered(layout):
+        if self._covered(layout, self._excluded) or self._covered(layout, self._bounded):
             self._unspend(LAYOUT, layout)
             return Lost(DOMINATED)
+        self._keep(layout, self._bounded)
         least_s, limit_s = self.candidates.communication_s(layout), self.goal.limit_s
         if least_s < limit_s:
             least_s = self.candidates.memory_s(layout, limit_s)
@@ -155,7 +159,7 @@ class SimulatedChain(Families):
 
     def _cut_s(self, layout: Layout) -> float | Lost:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
-        if self._covered(layout):
+        if self._covered(layout, self._excluded):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
         limit_s, candidates = self.goal.limit_s, self.closed_form.candidates
@@ -218,13 +222,16 @@ class SimulatedChain(Families):
     def _bounded_s(self, layout: Layout, bound_s: float) -> float:
         """Keep the costs of a layout that does not beat the best, for those that can do no more."""
         if bound_s >= self.goal.limit_s:
-            known = self._excluded.setdefault(_shape(layout), deque(maxlen=MOST_KEPT))
-            known.append(self.closed_form.candidates.costs(layout))
+            self._keep(layout, self._excluded)
         return bound_s
 
-    def _covered(self, layout: Layout) -> bool:
-        """Whether each plan of a layout is one of another that does not beat the best."""
-        known = self._excluded.get(_shape(layout))
+    def _keep(self, layout: Layout, among: CostsByShape) -> None:
+        kept = among.setdefault(_shape(layout), deque(maxlen=MOST_KEPT))
+        kept.append(self.closed_form.candidates.costs(layout))
+
+    def _covered(self, layout: Layout, among: CostsByShape) -> bool:
+        """Whether each plan of a layout is one of another, which is no slower there."""
+        known = among.get(_shape(layout))
         if not known:
             return False
         costs = self.closed_form.candidates.costs(layout)
