@@ -190,12 +190,3 @@ def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
         used = {max(0, step - 1) for step in alive}
         most = max(most, len(used | {done // micro_batches}))
     return most
-
-
-def closed_form_s(stage_s: Sequence[float], micro_batches: int) -> float:
-    """Seconds of a step by the form that the solver optimises: (m - 1) max_s t_s + Σ_s t_s.
-
-    >>> closed_form_s([3.0] * 4, 8)
-    33.0
-    """
-    return (micro_batches - 1) * max(stage_s) + sum(stage_s)
