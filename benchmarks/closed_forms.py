@@ -127,6 +127,7 @@ def peak_stored_bytes(
     outputs.  While an action runs, it holds both what it takes and what it leaves, the larger
     counting here.
 
+    >>> from planner.schedules.schedule import orders
     >>> [peak_stored_bytes(order, [10.0] * 2, [4.0] * 2)
     ...     for order in orders("zb-h1", stages=2, micro_batches=8)]
     [20.0, 14.0]
@@ -152,6 +153,7 @@ def in_flight(order: Sequence[Action]) -> int:
     A rank with several stages counts a micro-batch once for each stage that holds it.  One whose
     backward is split counts until its W.
 
+    >>> from planner.schedules.schedule import orders
     >>> [in_flight(order) for order in orders("1f1b", stages=4, micro_batches=8)]
     [4, 3, 2, 1]
     """
@@ -169,6 +171,7 @@ def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
     Narayanan et al. (2021, PipeDream-2BW): all micro-batches of step k use the weights that k - 1
     steps have made, in their forward and in their backward.
 
+    >>> from planner.schedules.schedule import orders
     >>> [weight_versions(order, micro_batches=4)
     ...     for order in orders("pipedream-2bw", stages=4, micro_batches=4, steps=5)]
     [2, 2, 2, 2]
@@ -190,12 +193,3 @@ def weight_versions(order: Sequence[Action], *, micro_batches: int) -> int:
         used = {max(0, step - 1) for step in alive}
         most = max(most, len(used | {done // micro_batches}))
     return most
-
-
-def closed_form_s(stage_s: Sequence[float], micro_batches: int) -> float:
-    """Seconds of a step by the form that the solver optimises: (m - 1) max_s t_s + Σ_s t_s.
-
-    >>> closed_form_s([3.0] * 4, 8)
-    33.0
-    """
-    return (micro_batches - 1) * max(stage_s) + sum(stage_s)

@@ -10,13 +10,15 @@ nothing is taken for granted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.documents.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
+from planner.search.savings import Saving
 from planner.search.space import complexity
 
 
@@ -98,6 +100,39 @@ def covers(one: LayoutCosts, other: LayoutCosts) -> bool:
         ):
             return False
     return no_slower(one, other)
+
+
+MOST_KEPT = 24
+"""Layouts of one shape that are kept to see whether others can do no more."""
+
+
+class Covering:
+    """Layouts that were looked at, by what those have in common whose costs can be compared."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], deque[Sequence[LayoutCosts]]] = {}
+
+    def keep(self, layout: Layout, costs: Sequence[LayoutCosts]) -> None:
+        """Keep a layout with its costs on each type of devices."""
+        self._known.setdefault(_shape(layout), deque(maxlen=MOST_KEPT)).append(costs)
+
+    def cover(self, layout: Layout, costs: Callable[[Layout], Sequence[LayoutCosts]]) -> bool:
+        """Whether each plan of a layout is one of another that was kept, which is no slower there.
+
+        `costs` are asked for where there is any to compare with.
+        """
+        known = self._known.get(_shape(layout))
+        if not known:
+            return False
+        mine = costs(layout)
+        return any(all(map(covers, one, mine)) for one in reversed(known))
+
+
+def _shape(layout: Layout) -> tuple[object, ...]:
+    """What layouts have in common whose costs can be compared."""
+    degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
+    chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
+    return *degrees, *chosen, Saving.of(layout), layout.compile
 
 
 def _beside_layers(by: LayoutCosts, costs: LayoutCosts) -> bool:

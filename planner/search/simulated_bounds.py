@@ -206,10 +206,6 @@ class SimulatedCandidates(Candidates):
         known = self.paces(layout)
         return known[:1] if layout.executed.splits_backward else known
 
-    def dominator(self, layout: Layout) -> Layout | None:
-        """None: what dominates in the closed form may be slower in the simulator."""
-        return None
-
     def memory_s(self, layout: Layout, enough_s: float = math.inf) -> float:
         """Least seconds with what each stage can hold, by every pace that is known.
 

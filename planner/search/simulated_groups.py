@@ -19,7 +19,6 @@ import numpy as np
 
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
-from planner.search.dominance import no_slower
 from planner.search.group_candidates import Floats, GroupCandidates
 from planner.search.simulated_bounds import paces
 
@@ -55,20 +54,6 @@ class SimulatedGroupCandidates(GroupCandidates):
             found_s = max(found_s, float(self.counts @ (weights[:, None] * seconds).min(axis=0)))
         step_s = min(one.layout_step_s(layout) for one in self.group_costs.tables.values())
         return (1 - ROUNDING) * found_s + step_s
-
-    def _better(self, twin: Layout, layout: Layout) -> bool:
-        """Whether a twin is no slower whatever the split, on every group.
-
-        It has the same schedule, and all actions take no longer.
-        """
-        return (
-            twin.schedule == layout.schedule
-            and super()._better(twin, layout)
-            and all(
-                no_slower(tables.of(twin), tables.of(layout))
-                for tables in self.group_costs.tables.values()
-            )
-        )
 
 
 def fill_of(layout: Layout) -> float:

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
-from planner.costs.layout_costs import LayoutCosts
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
 from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM, SHARED_ROOM, SOLVED
-from planner.search.dominance import covers
+from planner.search.dominance import Covering
 from planner.search.effort import NEAR, Effort
 from planner.search.family_bounds import Bounded
 from planner.search.goals import Simulated, timetable
 from planner.search.queue import Bound, Item, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
-from planner.search.savings import Saving
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.simulated_program import Choices, of_chain
 from planner.search.space import LayoutFamily, canonical, kind, timetables
@@ -40,8 +38,6 @@ from planner.solver.instance import Fathomed, Infeasible, Solution, priced
 WITHIN_MEMORY, CUT, OPTIMUM, SETTLED = range(LAYOUT + 1, LAYOUT + 5)
 """What is known of a layout: all of its memory; the least of all cuts by paths that stay with a
 rank; the exact optimum of the bound; of the simulated step."""
-MOST_KEPT = 24
-"""Layouts of one shape that are kept to see whether others can do no more."""
 NAMES = (
     "configuration groups within memory",
     "parts with sharing",
@@ -90,8 +86,8 @@ class SimulatedChain(Families):
         """What programs have found before their turn."""
         self._known_choices: dict[Layout, Choices | None] = {}
         """Of layouts whose cuts were gone through, and whose programs may come."""
-        self._excluded: dict[tuple[object, ...], deque[LayoutCosts]] = {}
-        """Costs of layouts that do not beat the best, by what they have in common with others."""
+        self._excluded, self._bounded = Covering(), Covering()
+        """Layouts that do not beat the best; those that were bounded within memory."""
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -145,9 +141,11 @@ class SimulatedChain(Families):
 
     def _memory_s(self, layout: Layout) -> float | Lost:
         """Return the least of a layout with what each rank holds."""
-        if self._covered(layout):
+        costs_of = self.closed_form.costs_of
+        if self._excluded.cover(layout, costs_of) or self._bounded.cover(layout, costs_of):
             self._unspend(LAYOUT, layout)
             return Lost(DOMINATED)
+        self._bounded.keep(layout, costs_of(layout))
         least_s, limit_s = self.candidates.communication_s(layout), self.goal.limit_s
         if least_s < limit_s:
             least_s = self.candidates.memory_s(layout, limit_s)
@@ -155,7 +153,7 @@ class SimulatedChain(Families):
 
     def _cut_s(self, layout: Layout) -> float | Lost:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
-        if self._covered(layout):
+        if self._excluded.cover(layout, self.closed_form.costs_of):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
         limit_s, candidates = self.goal.limit_s, self.closed_form.candidates
@@ -218,17 +216,8 @@ class SimulatedChain(Families):
     def _bounded_s(self, layout: Layout, bound_s: float) -> float:
         """Keep the costs of a layout that does not beat the best, for those that can do no more."""
         if bound_s >= self.goal.limit_s:
-            known = self._excluded.setdefault(_shape(layout), deque(maxlen=MOST_KEPT))
-            known.append(self.closed_form.candidates.costs(layout))
+            self._excluded.keep(layout, self.closed_form.costs_of(layout))
         return bound_s
-
-    def _covered(self, layout: Layout) -> bool:
-        """Whether each plan of a layout is one of another that does not beat the best."""
-        known = self._excluded.get(_shape(layout))
-        if not known:
-            return False
-        costs = self.closed_form.candidates.costs(layout)
-        return any(covers(one, costs) for one in reversed(known))
 
     def _unspend(self, level: int, layout: Layout) -> None:
         self.spent.entries[level] -= 1
@@ -328,10 +317,3 @@ def _try_in_turn(goal: Simulated, each: list[tuple[float, SimulatedChain, Layout
         step_s = space.try_likeliest(layout)
         if step_s < math.inf:
             off[layout.schedule] = step_s / estimate_s
-
-
-def _shape(layout: Layout) -> tuple[object, ...]:
-    """What layouts have in common whose costs can be compared."""
-    degrees = layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data
-    chosen = layout.schedule, layout.virtual_stages, layout.micro_batch
-    return *degrees, *chosen, Saving.of(layout), layout.compile

@@ -30,6 +30,7 @@ from planner.documents.tolerances import EQUAL, ROUNDING
 from planner.search.candidates import Candidates
 from planner.search.certificate import BOUNDS, DOMINATED
 from planner.search.certificate import SOLVED as BY_OPTIMUM
+from planner.search.dominance import Covering
 from planner.search.goals import SplitSolution
 from planner.search.group_candidates import GroupCandidates
 from planner.search.queue import Bound, Lost
@@ -73,6 +74,7 @@ class SimulatedMixed(BySimulation, MixedSpace):
     def __init__(self, own: MixedSpace, tried: Tried, closed_form_s: float) -> None:
         """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
         super().__init__(_simulated(own.candidates), effort=own.effort)
+        self._bounded = Covering()
         self.closed_form, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
 
     @property
@@ -98,10 +100,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
         What another layout can do as well need not be known.
         """
-        if not self.tried.may(BOUNDED, self.tried.effort.layouts):
+        if not self.tried.left(BOUNDED, self.tried.effort.layouts):
             return 0.0
-        if self.candidates.dominator(layout) is not None:
+        if self._bounded.cover(layout, self.costs_of):
             return Lost(DOMINATED)
+        self._bounded.keep(layout, self.costs_of(layout))
+        self.tried.looked_at[BOUNDED] += 1
         return max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:

@@ -6,10 +6,10 @@ import random
 import networkx
 import pytest
 
-from benchmarks.closed_forms import closed_form_s, in_flight, peak_alive, peak_stored_bytes
+from benchmarks.closed_forms import in_flight, peak_alive, peak_stored_bytes
 from planner.errors import DocumentError
 from planner.schedules.schedule import Action, Order, orders, read_action
-from planner.schedules.simulate import timeline
+from planner.schedules.simulate import closed_form_s, timeline
 
 
 def rank(text: str) -> Order:

@@ -384,11 +384,11 @@ def test_no_options_of_a_rank_hold_less_than_the_least() -> None:
     for layout in random_layouts(cluster, model, 40):
         instance = instance_of(model, cluster, layout, tables.of(layout))
         used = instance.used_bytes
-        assert used is not None and used.least is not None
+        assert used is not None and used.fewest is not None
         cuts = [round(s * len(instance.layers) / layout.pipeline) for s in range(layout.pipeline)]
         for rank, (first, end) in enumerate(itertools.pairwise([*cuts, len(instance.layers)])):
             before, own = range(first), range(first, end)
-            least = used.least(rank, before, own)
+            least = used.fewest(rank, before, own)
             for _ in range(12):
                 options = [rng.randrange(len(instance.options_of(at))) for at in own]
                 if rng.random() < 0.5:  # all layers of a kind alike, near the least
