@@ -13,34 +13,25 @@ from planner.errors import DocumentError
 from planner.schedules import PLAIN
 from runtime.recorder import Recorder
 
-FIELDS = (
+_OF_PLAN = (
     "zero",
-    "pipeline",
-    "tensor",
-    "context",
-    "expert",
-    "dispatch",
-    "relay",
-    "data_replicate",
     "schedule",
     "virtual_stages",
-    "micro_batch",
-    "micro_batches",
-    "recompute",
-    "activations",
-    "precision",
+    "dispatch",
+    "relay",
     "scales",
     "weight_wire",
-    "lora",
     "offload",
     "gradient_wire",
     "prefetch",
     "reshard",
     "compile",
     "loss",
-    "shares",
-    "seed",
-    "cuts",
+)
+"""What a plan says in the same words."""
+FIELDS = (
+    *("pipeline", "tensor", "context", "expert", "data_replicate", "micro_batch", "micro_batches"),
+    *("recompute", "activations", "precision", "lora", "shares", "seed", "cuts", *_OF_PLAN),
 )
 """What may be said of a layout; ranks that nothing else takes are data-parallel."""
 
@@ -112,19 +103,9 @@ def script_plan(
         cluster=cluster,
         groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
         shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
-        offload=layout.get("offload", "none"),
-        gradient_wire=layout.get("gradient_wire", "full"),
-        prefetch=layout.get("prefetch", 0),
-        reshard=layout.get("reshard"),
-        compile=layout.get("compile", "none"),
-        loss=layout.get("loss"),
-        dispatch=layout.get("dispatch", "alltoall"),
-        relay=layout.get("relay"),
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
-        scales=layout.get("scales", "tensorwise"),
-        weight_wire=layout.get("weight_wire", "full"),
         mesh=Mesh(
             tensor=layout.get("tensor", 1),
             context=layout.get("context", 1),
@@ -133,9 +114,6 @@ def script_plan(
             data_shard=data // replicate,
             pipeline=pipeline,
         ),
-        zero=zero,
-        schedule=layout.get("schedule", PLAIN),
-        virtual_stages=layout.get("virtual_stages", 1),
         micro_batch=size,
         micro_batches=count,
         training=Training(seed=layout.get("seed", 0), lora=layout.get("lora")),
@@ -143,4 +121,6 @@ def script_plan(
             Stage(layers=tuple(placed[begin:end]))
             for begin, end in zip([0, *ends], ends, strict=False)
         ),
+        **{"zero": 0, "schedule": PLAIN}
+        | {name: layout[name] for name in _OF_PLAN if name in layout},
     )
