@@ -69,6 +69,7 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/supervise.py", "open"): OURS,
     ("runtime/script_run.py", "read_bytes"): PROGRAM,
     ("runtime/user_code.py", "read_bytes"): PROGRAM,
+    ("runtime/user_code.py", "ast.parse"): PROGRAM,
     ("meshwright/jobs.py", "read_bytes"): PROGRAM,
     ("meshwright/trials.py", "open"): OURS,
     ("runtime/records.py", "open"): "rows.jsonl",
