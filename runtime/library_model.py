@@ -41,9 +41,8 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
     `source` is `PATH:recorded`.  Raises DocumentError where the library or the recording refuses.
     """
     with recording_of(source):
-        config = _configuration(source)
         with torch.device("meta"):
-            module = _built(config)
+            module = _built(_configuration(source))
         name = name_of(recorded_file(source))
         graph = graph_on_tokens(
             module,
@@ -51,13 +50,16 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
             inputs=_inputs,
             loss=_loss,
             name=name,
-            named=_takes_our_attention(config),
+            named=_takes_our_attention(_configuration(source)),
         )
     return graph.model_copy(update={"source": source})
 
 
 def _takes_our_attention(config: Any) -> bool:
-    """Tell whether the library's class takes another attention by its name, and positions."""
+    """Tell whether the library's class takes another attention by its name, and positions.
+
+    It writes the name into the configuration.
+    """
     try:
         with torch.device("meta"):
             return _takes_positions(_built(config, named=True))
