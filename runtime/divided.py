@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from runtime import lora
 from runtime.divided_heads import run_heads
 from runtime.tensor import on_local_parts, table_rows
 from runtime.tensor_axis import Across, AxisEntry, part_of_dropout
+from runtime.weight_gradients import linear
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRODUCTS = (nn.Linear, *CONVOLUTIONS)
@@ -162,7 +162,7 @@ def _rows(module: nn.Module, entry: AxisEntry, across: Across, x: Tensor) -> Ten
 
     def without_bias() -> Tensor:
         if isinstance(module, nn.Linear):
-            made = functional.linear(x, module.weight)
+            made = linear(module, x, module.weight)
             return made + lora.added(module, x) if lora.is_adapted(module) else made
         assert isinstance(module, CONVOLUTIONS)
         return module._conv_forward(x, module.weight, None)

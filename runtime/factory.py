@@ -45,11 +45,10 @@ from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError
 from runtime.mesh import Place
 from runtime.recorder import Recorder
-from runtime.script_model import DEGREES, script_model
 from runtime.script_stage import refuse_shared_memory
 from runtime.script_start import built
 from runtime.token_loss import token_loss
-from runtime.token_model import TokenModel, recording_of, samples, tried_samples
+from runtime.token_model import TokenModel, graph_on_tokens, recording_of, samples
 from runtime.user_code import UserFiles, in_users_file
 
 TOKENS, POSITIONS = "tokens", "positions"
@@ -156,17 +155,16 @@ def graph_of_factory(
             module = _made(file, source)
         refuse_shared_memory(module)
         numbered = _takes_positions(module)
-        graph = script_model(
+        graph = graph_on_tokens(
             module,
-            samples(seq_len, numbered=numbered),
-            _inputs,
+            seq_len,
+            numbered=numbered,
+            inputs=_inputs,
             loss=_loss_of(file),
             units=_units(module),
             name=source,
-            degrees=DEGREES,
-            tried=tried_samples(seq_len, numbered=numbered),
-            named=numbered,
             branches=isinstance(module, ModuleGraph) and module.branches,
+            named=numbered,
         )
     return graph.model_copy(update={"source": source, "files": dict(known or files.imported)})
 

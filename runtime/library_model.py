@@ -25,11 +25,11 @@ from planner.errors import LaunchError
 from runtime.export import DType
 from runtime.mesh import Place
 from runtime.named_attention import library_attention
-from runtime.script_model import DEGREES, script_model
+from runtime.recorder import can_be_tried
 from runtime.script_start import built
 from runtime.token_loss import token_loss
-from runtime.token_model import TokenModel, recording_of, samples, tried_samples
-from runtime.trial import MOST_CHECKED, copied
+from runtime.token_model import TokenModel, graph_on_tokens, recording_of
+from runtime.trial import copied
 
 _NAMED_ATTENTION = "meshwright_named"
 """What the library calls attention that can be divided and restricted to documents."""
@@ -41,25 +41,25 @@ def graph_of_library(source: str, *, seq_len: int) -> ModelGraph:
     `source` is `PATH:recorded`.  Raises DocumentError where the library or the recording refuses.
     """
     with recording_of(source):
-        config = _configuration(source)
         with torch.device("meta"):
-            module = _built(config)
+            module = _built(_configuration(source))
         name = name_of(recorded_file(source))
-        graph = script_model(
+        graph = graph_on_tokens(
             module,
-            samples(seq_len),
-            _inputs,
+            seq_len,
+            inputs=_inputs,
             loss=_loss,
             name=name,
-            degrees=DEGREES,
-            tried=tried_samples(seq_len),
-            named=_takes_our_attention(config),
+            named=_takes_our_attention(_configuration(source)),
         )
     return graph.model_copy(update={"source": source})
 
 
 def _takes_our_attention(config: Any) -> bool:
-    """Tell whether the library's class takes another attention by its name, and positions."""
+    """Tell whether the library's class takes another attention by its name, and positions.
+
+    It writes the name into the configuration.
+    """
     try:
         with torch.device("meta"):
             return _takes_positions(_built(config, named=True))
@@ -187,7 +187,7 @@ def _refuse_sight_of_targets(module: nn.Module, config: Any, tokens: Tensor) -> 
 
     A module that is too large for a trial is not tried.
     """
-    if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
+    if not can_be_tried(module):
         return
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % config.get_text_config().vocab_size
@@ -208,7 +208,7 @@ def _refuse_other_attention(module: nn.Module, config: Any, batch: tuple[Tensor,
 
     A module that is too large for a trial is not tried.
     """
-    if sum(parameter.numel() for parameter in module.parameters()) > MOST_CHECKED:
+    if not can_be_tried(module):
         return
     tried: Any = copied(module).eval()
     given = _inputs(tuple(leaf[:1] for leaf in batch))

@@ -29,7 +29,7 @@ from runtime.recording import (
     ModuleTensor,
     Recording,
 )
-from runtime.trial import copied, untouched
+from runtime.trial import MOST_CHECKED, copied, untouched
 from runtime.without_values import even_routing
 
 MOST_RECORDINGS = 64
@@ -279,6 +279,12 @@ def has_data(tensors: Iterable[Any]) -> bool:
     return not any(
         isinstance(one, Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in tensors
     )
+
+
+def can_be_tried(module: nn.Module, *given: Any) -> bool:
+    """Tell whether a forward of a module takes seconds at most, and all has values."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return count <= MOST_CHECKED and has_data((*tree_leaves(given), *module.parameters()))
 
 
 def _failed(module: nn.Module, error: Exception) -> RecordError:

@@ -41,12 +41,12 @@ from runtime.divided import take_parts
 from runtime.loss import counted
 from runtime.named_attention import bytes_of, check_divisible, noted, positions_in
 from runtime.recorded_stage import MicroBatch, RecordedStage
-from runtime.recorder import Inputs, Recorder, arguments, has_data, own_tensors
+from runtime.recorder import Inputs, Recorder, arguments, can_be_tried, own_tensors
 from runtime.recording import Recording, called_name
 from runtime.token_loss import check_chunks, head_of, token_loss
 from runtime.torch_optimizers import Factory, GroupOf, gathered_names, grouped, state_bytes
 from runtime.trace import traced_call
-from runtime.trial import MOST_CHECKED, Changes, RandomNumbers, copied, untouched
+from runtime.trial import Changes, RandomNumbers, copied, untouched
 
 SAMPLES = 2
 """Of the batch that is priced: with one alone, a norm over samples has no variance."""
@@ -270,8 +270,7 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     attributes and parameters that every forward changes anew.  A module of more than MOST_CHECKED
     parameters, and one without data, is not tried.
     """
-    count = sum(parameter.numel() for parameter in module.parameters())
-    if count > MOST_CHECKED or not has_data((*tree_leaves(few), *module.parameters())):
+    if not can_be_tried(module, few):
         return frozenset()
     with untouched(module, recorder.inputs), torch.no_grad():
         twin = copied(module)

@@ -14,25 +14,16 @@ from planner.errors import DocumentError
 from planner.schedules import PLAIN
 from runtime.recorder import Recorder
 
-FIELDS = (
+_OF_PLAN = (
     "zero",
-    "pipeline",
-    "tensor",
-    "context",
-    "expert",
-    "data_replicate",
     "schedule",
     "virtual_stages",
-    "micro_batch",
-    "micro_batches",
-    "recompute",
-    "activations",
-    "precision",
     *AXIS_NAMES,
-    "lora",
-    "shares",
-    "seed",
-    "cuts",
+)
+"""What a plan says in the same words."""
+FIELDS = (
+    *("pipeline", "tensor", "context", "expert", "data_replicate", "micro_batch", "micro_batches"),
+    *("recompute", "activations", "precision", "lora", "shares", "seed", "cuts", *_OF_PLAN),
 )
 """What may be said of a layout; ranks that nothing else takes are data-parallel."""
 
@@ -104,7 +95,6 @@ def script_plan(
         cluster=cluster,
         groups=(PlannedGroup(name=cluster, devices=ranks),) if shares else None,
         shares=tuple(Share(group=cluster, micro_batches=one) for one in shares) if shares else None,
-        **{axis: layout[axis] for axis in AXIS_NAMES if axis in layout},
         seq_len=1,
         global_batch=global_batch,
         precision=layout.get("precision", "fp32"),
@@ -116,9 +106,6 @@ def script_plan(
             data_shard=data // replicate,
             pipeline=pipeline,
         ),
-        zero=zero,
-        schedule=layout.get("schedule", PLAIN),
-        virtual_stages=layout.get("virtual_stages", 1),
         micro_batch=size,
         micro_batches=count,
         training=Training(seed=layout.get("seed", 0), lora=layout.get("lora")),
@@ -126,4 +113,6 @@ def script_plan(
             Stage(layers=tuple(placed[begin:end]))
             for begin, end in zip([0, *ends], ends, strict=False)
         ),
+        **{"zero": 0, "schedule": PLAIN}
+        | {name: layout[name] for name in _OF_PLAN if name in layout},
     )

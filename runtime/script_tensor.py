@@ -62,10 +62,11 @@ def styles_by_name(
     degree = plan.mesh.tensor
     if degree == 1:
         return ScriptStyles()
-    if schedule_of(plan.schedule).splits_backward:
+    if styles and schedule_of(plan.schedule).splits_backward:
         raise LaunchError(
-            f"schedule: is {plan.schedule}, which makes weight gradients apart, and those of "
-            "divided modules are not; use another schedule, or tensor 1"
+            f"schedule: is {plan.schedule}, which makes weight gradients apart, and modules of a "
+            "tensor= map run as torch runs them, who makes all at once; leave the map out, or use "
+            "another schedule"
         )
     given = _given(module, recorder, styles or {})
     units = DerivedStyles(module, recorder, tried, left_out=frozenset(given)).of(degree)

@@ -54,7 +54,7 @@ def _obstacles(plan: Plan, model: ModelGraph) -> Iterator[str]:
     own_modules = is_factory(plan.model.source) or is_recorded(plan.model.source)
     if own_modules:
         # What runs is the user's code; figures of an architecture say nothing about it.
-        model = model.model_copy(update={"architecture": None})
+        model = model.model_copy(update={"architecture": None, "source": plan.model.source})
     found = obstacle(model, plan.job, plan.layout)
     if found:
         yield str(found)

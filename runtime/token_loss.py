@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from planner.documents.profile import ChunkedLoss
 from planner.errors import LaunchError
@@ -24,9 +23,9 @@ from runtime.adapter import next_token_loss
 from runtime.chunked_loss import chunked_loss
 from runtime.loss import IGNORED
 from runtime.named_attention import SeenKeys, seeing, seen_now
-from runtime.recorder import Recorder, arguments, has_data
+from runtime.recorder import Recorder, arguments, can_be_tried
 from runtime.recording import Recording, Value, values_of
-from runtime.trial import MOST_CHECKED, copied, untouched
+from runtime.trial import copied, untouched
 
 
 class token_loss:  # noqa: N801 - read as the function that it is to its user
@@ -123,8 +122,7 @@ def check_chunks(
     name = head_of(recorder.first, module)
     if lora.is_adapted(module.get_submodule(name)):
         raise LaunchError(f"loss: is in chunks, and {name} has an adapter; leave it out")
-    count = sum(parameter.numel() for parameter in module.parameters())
-    if count > MOST_CHECKED or not has_data((*tree_leaves(few), *module.parameters())):
+    if not can_be_tried(module, few):
         return
     with untouched(module, recorder.inputs, loss):
         twin = copied(module).eval()

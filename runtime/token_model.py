@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from runtime.gradients import Slot
@@ -23,7 +24,7 @@ from runtime.named_attention import SeenKeys, divided, seeing
 from runtime.optimizer import adamw
 from runtime.own_model import OwnModel
 from runtime.recorder import Inputs
-from runtime.script_model import SAMPLES, Loss
+from runtime.script_model import DEGREES, SAMPLES, Loss, script_model
 from runtime.torch_optimizers import ParameterGroup
 
 MOST_NUMBERS = 256
@@ -40,9 +41,17 @@ def samples(seq_len: int, *, numbered: bool = False) -> tuple[Tensor, ...]:
     return (tokens, tokens, tokens) if numbered else (tokens, tokens)
 
 
-def tried_samples(seq_len: int, *, numbered: bool = False) -> tuple[Tensor, ...]:
-    """Return samples like `samples` that trials of a tensor axis take, which are short."""
-    return samples(min(seq_len, TRIED_POSITIONS), numbered=numbered)
+def graph_on_tokens(
+    module: nn.Module, seq_len: int, *, numbered: bool = False, **how: Any
+) -> ModelGraph:
+    """Return the ModelGraph of a module on tokens, recorded without data; see `script_model`."""
+    return script_model(
+        module,
+        samples(seq_len, numbered=numbered),
+        degrees=DEGREES,
+        tried=samples(min(seq_len, TRIED_POSITIONS), numbered=numbered),
+        **how,
+    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.machinery import (
@@ -103,7 +104,9 @@ def trains_in_script(source: str) -> bool:
     Its module is then one that a script gives its Engine, and no factory's, which takes tokens.
     """
     try:
-        body = ast.parse(_read(_file_of(source), source)).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whoever imports it gives them
+            body = ast.parse(_read(_file_of(source), source)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # whoever imports it says so
     names: list[str] = []

@@ -92,9 +92,11 @@ class _EvenSizes(TorchFunctionMode):
 def _loops(part: nn.Module) -> bool:
     """Tell whether a module goes through its experts in a loop that the library replaces nowhere.
 
-    A class that has other products to choose from wraps its forward.
+    A class that has other products to choose from wraps its forward, and a loop is what it does
+    where none is chosen.
     """
-    if hasattr(type(part).forward, "__wrapped__"):
+    chosen = getattr(getattr(part, "config", None), "_experts_implementation", None)
+    if hasattr(type(part).forward, "__wrapped__") and chosen not in (None, "eager"):
         return False
     weights = [getattr(part, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):

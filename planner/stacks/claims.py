@@ -39,7 +39,6 @@ def _not_by_engine(way_out: str, executes: Callable[[Layout], bool] = _none) -> 
 
 
 UNCLAIMED = Claim(_none, "which nothing here executes; leave it out")
-_EXPERT_TENSOR = Claim(_none, "and ranks hold whole experts; use 1")
 
 LAUNCH: Mapping[str, Claim] = {
     **dict.fromkeys(
@@ -70,7 +69,7 @@ LAUNCH: Mapping[str, Claim] = {
         ),
         Claim(_any),
     ),
-    "expert_tensor": _EXPERT_TENSOR,
+    "expert_tensor": Claim(_none, "and ranks hold whole experts; use 1"),
     "sequence_parallel": Claim(
         lambda layout: layout.tensor == 1,
         "and tensor parallelism divides the residual stream here; use true",
@@ -79,35 +78,8 @@ LAUNCH: Mapping[str, Claim] = {
 """By field: what runtime.parallelize does with language models and chains of layers."""
 
 SCRIPT: Mapping[str, Claim] = {
-    **dict.fromkeys(
-        (
-            "pipeline",
-            "data_replicate",
-            "data_shard",
-            "context",
-            "expert",
-            "tensor",
-            "zero",
-            "schedule",
-            "micro_batch",
-            "micro_batches",
-            "order",
-            "virtual_stages",
-            "offload",
-            "gradient_wire",
-            "prefetch",
-            "reshard",
-            "scales",
-            "weight_wire",
-            "dispatch",
-            "relay",
-            "loss",
-            "compile",
-        ),
-        Claim(_any),
-    ),
+    **LAUNCH,
     "tensor_overlap": _not_by_engine("use none"),
-    "expert_tensor": _EXPERT_TENSOR,
     "sequence_parallel": _not_by_engine(
         "leave it out: the styles of your modules say what lies between them",
         lambda layout: layout.tensor == 1,

@@ -313,6 +313,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "compare": (("plan.yaml", "large.yaml"), ("sharded.yaml", "plan.yaml")),
     "run": (
         ("--plan", "plan.yaml", "@word"),
+        ("--plan", "plan.yaml", "--profile", "profile.yaml", "@word"),
         ("--plan", "plan.yaml", "--on", "slurm", "--dry-run", "@word"),
     ),
     "watch": (("folder", "--once"), ("folder", "--once", "--incident", "1", "--share")),

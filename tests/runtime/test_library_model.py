@@ -246,6 +246,20 @@ def test_attention_of_its_own_is_neither_divided_nor_kept_within_documents(
         token_engine(cases.plan(model), model, device=CPU, documents=True)
 
 
+def test_positions_are_priced_where_the_library_gives_them(folder: Path) -> None:
+    found = {kind: graph(kind, folder) for kind in ("gpt_neox", "falcon", "mamba")}
+
+    assert {kind: model.positions for kind, model in found.items()} == {
+        "gpt_neox": cases.SEQ_LEN,
+        "falcon": None,
+        "mamba": None,
+    }
+    keys = [layer.keys_bytes for layer in found["gpt_neox"].layers if layer.keys_bytes]
+    width = SIZES["hidden_size"]
+    assert keys == [cases.SEQ_LEN * 2 * width * 4] * SIZES["num_hidden_layers"]
+    assert found["gpt_neox"].layers[-1].logits is not None
+
+
 def test_a_run_is_exported_as_the_library_reads_it(folder: Path, tmp_path: Path) -> None:
     """From a plan on disk to a folder that `from_pretrained` takes, its embedding tied."""
     source = folder / "tied"

@@ -116,6 +116,8 @@ OVER_FOUR: list[tuple[Any, dict[str, Any]]] = [
     (Net, {"context": 2, "tensor": 2, "recompute": "selective"}),
     (Net, {"context": 2, "zero": 3, "offload": "parameters", "activations": "offload"}),
     (Net, {"context": 4, "zero": 1}),
+    (Net, {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}),
+    (Net, {"tensor": 2, "pipeline": 2, "schedule": "zbv", "virtual_stages": 2}),
     (mixture, {"expert": 4, "zero": 2, "micro_batches": 1}),
     (mixture, {"expert": 2, "pipeline": 2, "zero": 1}),
     (mixture, {"expert": 2, "zero": 3, "context": 2, "recompute": "full"}),

@@ -89,3 +89,60 @@ def test_a_rank_holds_what_is_predicted(fix: list[str]) -> None:
         )
         within = WITHIN_ZERO_3 if "zero=3" in fix else WITHIN
         assert told.stages[stage].peak_memory_bytes == pytest.approx(found, rel=within)
+
+
+class Placed(nn.Module):
+    """Attention by name, and positions with the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Named() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(positions)
+        for block in self.blocks:
+            x = block(x)
+        made: Tensor = self.head(x)
+        return made
+
+
+class Named(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        x = x + self.out(meshwright.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "fix", [["context=2"], ["dp=2", "context=1", "loss=recomputed/32"]], ids=" ".join
+)
+def test_positions_and_chunks_take_what_is_predicted(fix: list[str]) -> None:
+    row = torch.randint(0, WORDS, (SAMPLES, LENGTH + 1))
+    batch = {
+        "tokens": row[:, :-1],
+        "positions": torch.arange(LENGTH).expand(SAMPLES, -1),
+        "targets": row[:, 1:],
+    }
+    own = meshwright.token_loss(lambda batch: batch["targets"])
+    common = ["tensor=1", "pp=1", "zero=0", "micro_batch=4", "recompute=none"]
+    plan = meshwright.plan(
+        Placed, "local:2", batch=batch, loss=own, optimizer=adamw, fix=[*common, *fix]
+    )
+
+    found = script_peak_bytes(
+        lambda of: meshwright.Engine(
+            Placed, of, loss=own, optimizer=adamw, batch=batch, device="cpu"
+        ),
+        plan,
+        batch,
+        rank=0,
+    )
+
+    told = meshwright.predict(plan).stages[0].peak_memory_bytes
+    assert told == pytest.approx(found, rel=WITHIN)

@@ -195,3 +195,12 @@ def test_styles_that_cannot_be_followed_are_refused(build: Any, tensor: Any, sai
     )
     with pytest.raises(LaunchError, match=said):
         Engine(build, plan, loss=loss, optimizer=adamw, batch=batch_of(0), tensor=tensor)
+
+
+def test_a_map_does_not_go_with_weight_gradients_apart() -> None:
+    layout = {"tensor": 2, "pipeline": 2, "schedule": "zb-h1"}
+    recorder = Recorder.of(Model(), batch_of(0))
+    plan = script_plan(recorder, layout, name="Model", ranks=4, global_batch=SAMPLES, device="cpu")
+
+    with pytest.raises(LaunchError, match="leave the map out, or use another schedule"):
+        Engine(Model, plan, loss=loss, optimizer=adamw, batch=batch_of(0), tensor=STYLES)

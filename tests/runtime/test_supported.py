@@ -165,12 +165,12 @@ def test_figures_say_nothing_about_a_users_own_modules() -> None:
     assert "divides no layer of this module of your own" in str(
         supported(cases.plan(graph, source="mine.py:chain", tensor=2), graph)
     )
-    assert "a user's own modules cannot be divided by expert" in str(
-        supported(cases.plan(graph, source="mine.py:chain", expert=2), graph)
-    )
-    assert "a user's own modules cannot be divided by context" in str(
-        supported(cases.plan(graph, source="mine.py:chain", context=2), graph)
-    )
+    for mesh in (
+        {"context": 2},
+        {"expert": 2, "data_shard": 2, "zero": 1},
+    ):  # tried where it is built
+        plan = cases.plan(graph, source="mine.py:chain", **mesh)
+        assert supported(plan, graph) is None
 
 
 def test_recomputing_from_8_bits_is_refused_where_experts_are_on_several_ranks() -> None:

@@ -6,11 +6,13 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 
 from planner.documents.model import ModelGraph
-from planner.errors import DocumentError
+from planner.errors import DocumentError, LaunchError
 from runtime.factory import graph_of_factory
-from tests.runtime import cases, whole_networks
+from runtime.train import token_engine
+from tests.runtime import cases, chains, placed, whole_networks
 from tests.runtime.ranks import on_ranks
 from tests.runtime.runs import TOLERANCE, train
 
@@ -67,3 +69,61 @@ def test_two_stages_train_like_one_process(name: str) -> None:
     for parameter, value in one.weights.items():
         np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
     assert runs[0].losses == pytest.approx(one.losses, rel=TOLERANCE)
+
+
+def placed_graph(name: str) -> ModelGraph:
+    return graph_of_factory(f"{placed.__file__}:{name}", seq_len=cases.SEQ_LEN)
+
+
+@pytest.mark.parametrize("name", ["branches", "Whole"])
+def test_what_ranks_can_share_of_a_module_is_found(name: str) -> None:
+    model = placed_graph(name)
+    layers = {layer.name: layer for layer in model.layers}
+    experts = layers["second"].experts
+
+    assert model.positions == cases.SEQ_LEN
+    assert experts is not None
+    assert (experts.count, experts.hidden) == (4, 16)
+    # Of each token two copies of 16 features go to experts, in fp32.
+    assert experts.exchanged_bytes == cases.SEQ_LEN * 2 * 16 * 4
+    assert layers["first"].experts is None
+    keys = [layers[name].keys_bytes for name in ("first", "second", "head")]
+    assert keys == [cases.SEQ_LEN * 2 * 16 * 4] * 2 + [None]
+    logits = layers["head"].logits
+    assert logits is not None
+    assert (logits.rows, logits.width, logits.outputs) == (cases.SEQ_LEN, 16, 64)
+    assert graph_of_factory(f"{chains.__file__}:factory", seq_len=8).positions is None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("Whole", {"context": 2}),
+        pytest.param("branches", {"context": 2, "expert": 2, "zero": 1}, marks=pytest.mark.matrix),
+        pytest.param(
+            "branches", {"data_shard": 2, "expert": 2, "zero": 2}, marks=pytest.mark.matrix
+        ),
+    ],
+)
+def test_positions_and_experts_of_a_file_are_divided(name: str, mesh: dict[str, int]) -> None:
+    model = placed_graph(name)
+    (one,) = on_ranks(1, train, cases.plan(model), model)
+
+    runs = on_ranks(2, train, cases.plan(model, **mesh), model)
+
+    weights = {name: value for run in runs for name, value in run.weights.items()}
+    assert weights.keys() == one.weights.keys()
+    for parameter, value in one.weights.items():
+        np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_file_without_positions_is_not_divided_over_them() -> None:
+    model = graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
+
+    with pytest.raises(LaunchError, match="gets no positions with its tokens"):
+        token_engine(cases.plan(model, context=2), model, device=torch.device("cpu"))
+    with pytest.raises(LaunchError, match="no module of ModuleGraph has gate_up_proj"):
+        token_engine(
+            cases.plan(model, expert=2, data_shard=2, zero=1), model, device=torch.device("cpu")
+        )

@@ -53,6 +53,7 @@ EXECUTED_OF_SCRIPTS = {
     *("pipeline", "data_replicate", "data_shard", "tensor", "zero", "order", "virtual_stages"),
     *("micro_batch", "micro_batches", "offload", "gradient_wire", "prefetch", "reshard"),
     *("scales", "weight_wire", "schedule", "context", "expert", "dispatch", "relay", "loss"),
+    "compile",
 }
 """What runtime/script_*.py reads of a plan, by hand."""
 OWN = ModelGraph(
