@@ -318,7 +318,7 @@ def _memory_table(found: Watched) -> RunTable:
 
 
 def _left_behind(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield stacks and ends of logs that were kept with an incident."""
+    """Yield stacks and ends of logs that were stored with an incident."""
     if not folder.is_dir():
         return
     for file in sorted(folder.glob("rank-*"))[:MOST_FILES]:

@@ -71,7 +71,7 @@ PACE_S = 1.0
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
 MOST_KEPT = 4000
-"""Characters of a rank's stack, and of the end of its log, that are kept with an incident."""
+"""Characters of a rank's stack, and of the end of its log, that are stored with an incident."""
 MOST_WAITING = 3
 """Ranks that an error names beside the one that they wait for."""
 

@@ -246,7 +246,7 @@ def prediction_file(output: Path) -> Path:
 
 
 def evidence_folder(output: Path, attempt: int) -> Path:
-    """Return where is kept what ranks left behind when an attempt ended."""
+    """Return where evidence is stored that ranks left behind when an attempt ended."""
     return output / "incidents" / f"attempt-{attempt:03}"
 
 
