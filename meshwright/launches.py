@@ -136,6 +136,8 @@ def launch(
                 if found is None or found.reaction == "stop":
                     raise
                 fit, run = _reacted(failed, found, fit, planned, run, quiet=quiet), goes_on
+                if found.reaction == "replan":
+                    planned = fit  # with less memory, from here on
                 decided(failed.output, found, fit, quiet=quiet)
                 hand_over(noticed, failed)
 

@@ -139,15 +139,14 @@ def test_no_configuration_is_faster() -> None:
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
 
 
-def test_degrees_that_divide_nothing_and_split_backwards_are_refused() -> None:
+def test_degrees_that_divide_nothing_are_refused_and_split_backwards_are_not() -> None:
     cluster = resolve_cluster("8xv100-sxm-32gb")
     layout = Layout(tensor=8, micro_batch=2, micro_batches=8)
     assert refusal(MODEL, cluster, JOB, layout) == (
         "mesh.tensor: 8 divides no layer of this module of your own; use 1 or 2 or 4"
     )
     split = Layout(tensor=2, pipeline=2, schedule="zb-h1", micro_batch=2, micro_batches=8)
-    found = refusal(MODEL, cluster, JOB, split)
-    assert found is not None and "makes weight gradients apart" in found
+    assert refusal(MODEL, cluster, JOB, split) is None
 
 
 def test_matrices_are_not_divided_by_two_axes_where_their_optimizer_looks_at_whole_ones() -> None:
