@@ -146,17 +146,20 @@ def enough(
     """
     if len(steps_s) < 2:
         return None
-    own = noise_of(steps_s)
-    noise = max(own, steadiness.and_trial(own, len(steps_s)).noise(len(steps_s)))
-    if best is not None and min(steps_s) > SLOWER * best.step_s:
-        behind = math.log(statistics.median(steps_s) / best.step_s)
-        if behind > SURELY * math.hypot(noise, best.noise):
+    count, own = len(steps_s), noise_of(steps_s)
+    of_all = steadiness.and_trial(own, count).noise(count) if count < USUAL else 0.0
+    noise = max(own, of_all)
+    sooner = 0.0
+    if best is not None:
+        # By how many standard errors of both it is the faster one.
+        sooner = math.log(best.step_s / statistics.median(steps_s)) / math.hypot(noise, best.noise)
+        if min(steps_s) > SLOWER * best.step_s and sooner < -SURELY:
             return "slower"
-    if len(steps_s) < LEAST:
+    if count < LEAST:
         return None
-    usual = len(steps_s) >= USUAL
-    borne = noise <= BORNE or sum(steps_s) >= start_s or len(steps_s) >= MOST
-    return "ran" if noise <= WANTED or (usual and borne) else None
+    borne = noise <= BORNE or sum(steps_s) >= start_s or count >= MOST
+    known = noise <= WANTED or sooner > SURELY or (count >= USUAL and borne)
+    return "ran" if known else None
 
 
 def trial(

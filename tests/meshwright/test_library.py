@@ -247,6 +247,8 @@ def test_where_nothing_fits_surely_the_message_says_what_fits_as_predicted() -> 
             fit_probability=probability,
         )
 
-    with pytest.raises(NoPlanFits, match=r"95% certainty.*--fit-probability 0\.5 the plan is tp=1 pp=1 dp=8"):
+    with pytest.raises(
+        NoPlanFits, match=r"95% certainty.*--fit-probability 0\.5 the plan is tp=1 pp=1 dp=8"
+    ):
         plan(0.95)
     assert plan(0.5).mesh.devices == 8

@@ -73,7 +73,8 @@ def test_on_an_unsteady_machine_two_steps_that_are_alike_decide_nothing() -> Non
     assert enough([0.65] * 20, best, steadiness=unsteady) == "slower"
     assert enough([1.65, 1.66], best, steadiness=unsteady) == "slower"
     assert enough([0.41, 0.41, 0.41], best) == "ran"
-    assert enough([0.41, 0.41, 0.41], best, steadiness=unsteady) is None
+    assert enough([0.46, 0.46, 0.46], best, steadiness=unsteady) is None
+    assert enough([0.21, 0.21, 0.21], best, steadiness=unsteady) == "ran"
 
 
 def test_a_run_without_memory_is_no_failure(tmp_path: Path) -> None:
