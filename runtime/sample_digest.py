@@ -2,8 +2,11 @@
 
 Of the sample numbers that batches were read for, three figures are kept: how many there are, their
 sum, and the sum of their squares, the last two modulo a prime.  Of the first n numbers, each once,
-they follow from n, so that a sample that was used twice, or never, is found when a run goes on, and
-named where it is one of each at most.  Nothing here imports torch.
+they follow from n, so that samples that were used twice, or never, are found when a run goes on,
+and named where it is one of each at most.  Two of each are always found (two sums determine two
+numbers); more may cancel, as 1, 4, 7, 8 twice and 2, 3, 6, 9 never do.
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
