@@ -32,13 +32,13 @@ class Growth:
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
         self._next_s = 0.0
         self.asked = False
-        """Whether ranks were asked to end behind their next save."""
+        """Whether ranks were asked to end after their next save."""
         self.nodes = len(agent.epoch.members)
         """That the run is to have."""
         self.why = ""
 
     def look(self) -> None:
-        """Ask ranks to end behind their next save if more nodes are there, and pay."""
+        """Ask ranks to end after their next save if more nodes are there, and pay."""
         now_s = time.monotonic()
         if self.asked or now_s < self._next_s:
             return
@@ -66,7 +66,7 @@ class Growth:
             f"{seconds_text(left_s * (1 - larger_s / self._step_s))} of {seconds_text(left_s)}"
         )
         growth.ask(self._run.output)
-        said = f"ranks end behind the next save, because {self.why}"
+        said = f"ranks end after the next save, because {self.why}"
         print(f"meshwright: {lines(said)}", file=sys.stderr)
 
     def _largest(self, nodes: int, there: int) -> tuple[int, float] | None:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,15 +199,17 @@ def trial(
             code = _end(child)
     seconds = time.monotonic() - started
     return _measured(
-        run, ended or enough(timed(list(run.said())), best, steadiness=steadiness), code, seconds
+        run, lambda steps_s: ended or enough(steps_s, best, steadiness=steadiness), code, seconds
     )
 
 
-def _measured(run: Trialled, ended: Ended | None, code: int, seconds: float) -> Measured:
-    """Return what a child that is gone has said."""
+def _measured(
+    run: Trialled, judge: Callable[[Sequence[float]], Ended | None], code: int, seconds: float
+) -> Measured:
+    """Return what a child that is gone has said; `judge` says how its steps end the trial."""
     said = list(run.said())
     steps_s = timed(said)
-    ended = ended or ("ran" if len(steps_s) >= LEAST else None)
+    ended = judge(steps_s) or ("ran" if len(steps_s) >= LEAST else None)
     if ended is None:
         text = run.log()
         kinds = {failure.kind for failure in read_failures(run.folder, run.ranks)}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.costs.uncertainty import link_seconds
+from planner.costs.uncertainty import is_link
 from planner.documents.events import Drift, Paced, RankPart
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -160,7 +160,7 @@ class DriftWatch:
     ) -> tuple[str, int | None, str]:
         """Return the part with the largest miss, the rank if it is one's, and both in words."""
         parts = prediction.step_parts
-        waits_s = link_seconds(parts) + sum(parts.get(name, 0.0) for name in WAITS)
+        waits_s = sum(seconds for name, seconds in parts.items() if _is_wait(name))
         works_s = sum(parts.values()) - waits_s
         if not each or any(one.work is None for one in each.values()):
             most = max((one.data for one in each.values()), default=0.0)
@@ -178,7 +178,7 @@ class DriftWatch:
         }
         part = max(misses, key=lambda name: misses[name])
         if part == "waiting":
-            named = [name for name in parts if name.endswith(" communication") or name in WAITS]
+            named = [name for name in parts if _is_wait(name)]
             cause = max(named, key=lambda name: parts[name], default="waiting")
             return cause, None, (
                 f"every rank waits {seconds_text(wait_s)} for others, predicted "
@@ -190,23 +190,17 @@ class DriftWatch:
         alone = bool(others) and (
             abs(_apart(seconds[rank], others, LEAST_SPREAD * each[rank].whole)[1]) > APART
         )
-        where = self._where(rank) if alone else "every rank"
+        where = _called(self._plan, rank) if alone else "every rank"
         if part == "data":
             return part, rank if alone else None, (
                 f"{where} reads a batch in {seconds_text(data[rank])}"
             )  # fmt: skip
-        inside = [
-            name for name in parts if name not in WAITS and not name.endswith(" communication")
-        ]
+        inside = [name for name in parts if not _is_wait(name)]
         cause = max(inside, key=lambda name: parts[name], default="work")
         return cause, rank if alone else None, (
             f"{where} works {seconds_text(work[rank])} a step, predicted "
             f"{seconds_text(works_s)}, most of it {cause}"
         )  # fmt: skip
-
-    def _where(self, rank: int) -> str:
-        stage = f" (stage {self._stage[rank]})" if self._plan.mesh.pipeline > 1 else ""
-        return f"rank {rank}{stage}"
 
 
 class _Stragglers:
@@ -244,7 +238,8 @@ class _Stragglers:
                 slow = apart > APART and value - usual_s > SHARE * step_s
                 self._suspect[key] = self._suspect.get(key, 0) + 1 if slow else 0
                 if self._suspect[key] == WINDOWS:
-                    found.append(self._named(rank, part, value, usual_s, step))
+                    than = "others with equal work" if peers else "at first"
+                    found.append(self._named(rank, part, value, than, usual_s, step))
         return found
 
     def _paced(self, each: Mapping[int, StepSeconds], step: int) -> Paced:
@@ -267,9 +262,10 @@ class _Stragglers:
     def _is_peer(self, one: int, rank: int) -> bool:
         return one != rank and self._alike and self._stage[one] == self._stage[rank]
 
-    def _named(self, rank: int, part: str, value: float, usual_s: float, step: int) -> Drift:
+    def _named(
+        self, rank: int, part: str, value: float, than: str, usual_s: float, step: int
+    ) -> Drift:
         verb = "reads a batch in" if part == "data" else "works"
-        stage = f" (stage {self._stage[rank]})" if self._plan.mesh.pipeline > 1 else ""
         return Drift(
             at_unix_s=time.time(),
             after_step=step,
@@ -278,9 +274,20 @@ class _Stragglers:
             stage=self._stage[rank],
             measured_s=value,
             predicted_s=usual_s,
-            text=f"rank {rank}{stage} {verb} {seconds_text(value)} a step, and others with equal "
-            f"work {seconds_text(usual_s)}: all wait for it",
+            text=f"{_called(self._plan, rank)} {verb} {seconds_text(value)} a step, and {than} "
+            f"{seconds_text(usual_s)}: all wait for it",
         )
+
+
+def _is_wait(cause: str) -> bool:
+    """Whether a rank waits for others in a predicted part of a step."""
+    return is_link(cause) or cause in WAITS
+
+
+def _called(plan: Plan, rank: int) -> str:
+    """Return what a rank is called, with its stage where there are several."""
+    stage = f" (stage {plan.mesh.coordinate(rank, 'pipeline')})" if plan.mesh.pipeline > 1 else ""
+    return f"rank {rank}{stage}"
 
 
 def middle_mean(seconds: Sequence[float]) -> float:

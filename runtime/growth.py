@@ -1,4 +1,4 @@
-"""Growth: ranks end behind their next save, so that the run goes on on more nodes.
+"""Growth: ranks end after their next save, so that the run goes on on more nodes.
 
 The launcher with rank 0 leaves a file when nodes are back that pay for it; rank 0 looks for it
 where a checkpoint is saved, and tells all others.  Nothing here imports torch.
@@ -24,7 +24,7 @@ def environment(output: Path) -> dict[str, str]:
 
 
 def ask(output: Path) -> None:
-    """Ask the ranks to end behind their next save."""
+    """Ask the ranks to end after their next save."""
     opened(_file(output), within=output).close()
 
 

@@ -735,34 +735,29 @@ def _bad_end(
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
     how, hung = _how(ready, bad, said, after_step=after_step)
-    message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    kind: type[RankFailed] | None = None
+    end: RankEnd | None = None
+    cause: Cause = "crash"
     full = _out_of_memory(ready, bad, memory or MemoryUse(), after_step=after_step)
     if full is not None:
-        text, end = full
-        how = f"{how}{text}"
-        return RankFailed(
-            f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}",
-            lead=how,
-            local_rank=ready.ranks.devices[ended.rank],
-            end=end,
-            output=ready.output,
-        )
-    if faults.device_lost(ended.code, failure, said):
+        kind, (text, end) = RankFailed, full
+        how += text
+    elif faults.device_lost(ended.code, failure, said):
         # SIGKILL alone is no evidence of the device: its rank may start on it again.
         killed = failure is None and not faults.names_hardware(said)
-        kind: type[RankFailed] = RankLost
-        cause: Cause = "crash" if killed else "device"
+        kind, cause = RankLost, "crash" if killed else "device"
     elif hung:
         kind, cause = RanksHang, "hang"
     elif failure is None and ended.code < 0:
-        kind, cause = RankFailed, "crash"
-    else:
+        kind = RankFailed
+    message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
+    if kind is None:
         return LaunchError(message)
     return kind(
         message,
         lead=how,
         local_rank=ready.ranks.devices[ended.rank],
-        end=RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
+        end=end or RankEnd(cause=cause, rank=ended.rank, after_step=after_step),
         output=ready.output,
     )
 

@@ -1,4 +1,4 @@
-"""Mirrors: the state of ranks behind their newest steps, in memory that outlives them.
+"""Mirrors: the state of ranks after their newest steps, in memory that outlives them.
 
 After a step each rank copies its parts of the state into a slot of its launcher, which sends them
 to a partner on another node (`runtime.partner`).  A state is copied once the one before is on

@@ -82,9 +82,18 @@ class StepRange(NamedTuple):
     """Whose residuals the range is made of; None on a measured machine."""
 
 
+def is_link(cause: str) -> bool:
+    """Say whether a cause of a step is waiting for links between devices.
+
+    >>> is_link("tensor communication"), is_link("pipeline")
+    (True, False)
+    """
+    return cause.endswith(" communication")
+
+
 def link_seconds(parts: Mapping[str, float]) -> float:
     """Return the seconds of a step that wait for links between devices."""
-    return sum(seconds for cause, seconds in parts.items() if cause.endswith(" communication"))
+    return sum(seconds for cause, seconds in parts.items() if is_link(cause))
 
 
 def own_miss(parts: Mapping[str, float], spread: float = UNMODELLED_SPREAD) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from types import MappingProxyType
 
+from planner.costs.uncertainty import is_link
 from planner.documents.plan import Layout, Plan
 from planner.documents.prediction import Prediction
 from planner.documents.tolerances import ROUNDING
@@ -195,4 +196,4 @@ def _constant_of(cause: str) -> str:
         "pipeline": "waiting",
         "optimizer": "optimizer",
     }
-    return known.get(cause, "layer links" if cause.endswith(" communication") else "host")
+    return known.get(cause, "layer links" if is_link(cause) else "host")

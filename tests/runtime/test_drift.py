@@ -82,6 +82,7 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_first_steps() -> None:
     named = [drift for drift in slower if drift.cause.startswith("straggler")]
     assert [(drift.rank, drift.stage) for drift in named] == [(1, 1)]
     assert "rank 1 (stage 1) works" in named[0].text
+    assert "and at first " in named[0].text
     assert [drift for drift in unequal if drift.cause.startswith("straggler")] == []
 
 
