@@ -18,12 +18,12 @@ from meshwright.inputs import (
     check_devices,
     is_plan,
     machine_of,
+    model_and_script,
     model_of,
     need_torch,
     own_code,
     plan_model,
     profile_for,
-    script_of,
 )
 from planner import catalog as shelves
 from planner.catalog.expressions import resolve_model
@@ -125,8 +125,7 @@ def plan(
     """
     if not 1 <= top <= MOST_TOP:
         raise DocumentError("top", f"is {top}; it is a whole number from 1 to {MOST_TOP:,}")
-    script = script_of(model) if isinstance(model, str) else model
-    graph = script.graph() if script is not None else model_of(str(model), seq_len=seq_len)
+    graph, script = model_and_script(model, seq_len=seq_len)
     measured = profile_for(graph, profile)
     machine = machine_of(cluster, measured)
     names = [name for name, _ in graph.chain]
@@ -589,8 +588,7 @@ def profile(
     from profiler.profile import profile as measure  # noqa: PLC0415
     from runtime.nodes import node_rank_of  # noqa: PLC0415 - starts ranks
 
-    script = script_of(model)
-    graph = script.graph() if script is not None else model_of(model, seq_len=seq_len)
+    graph, script = model_and_script(model, seq_len=seq_len)
     if trust_code and is_factory(graph.source or "") and not is_factory(model):
         graph = own_code(graph, "", seq_len=seq_len or FACTORY_SEQ_LEN, trusted=True)
     check_code(graph, "")
@@ -648,8 +646,7 @@ def profile_agenda(
     from profiler.profile import BUDGET_S, intended  # noqa: PLC0415 - the profiler
     from runtime.nodes import node_rank_of  # noqa: PLC0415
 
-    script = script_of(model)
-    graph = script.graph() if script is not None else model_of(model, seq_len=seq_len)
+    graph, script = model_and_script(model, seq_len=seq_len)
     found: Intended = intended(
         graph,
         cluster,

@@ -28,9 +28,24 @@ def model_of(text: str, *, seq_len: int | None = None) -> ModelGraph:
 
     A factory's modules are traced on samples of `seq_len` tokens, by default as many as a job has.
     """
-    script = script_of(text)
+    return model_and_script(text, seq_len=seq_len)[0]
+
+
+def model_and_script(
+    text: str | OwnScript, *, seq_len: int | None = None
+) -> tuple[ModelGraph, OwnScript | None]:
+    """Return the same of a MODEL or of a script's module, and what the script trains if it is one.
+
+    The file of a script is read and imported once.
+    """
+    script = script_of(text) if isinstance(text, str) else text
     if script is not None:
-        return script.graph()
+        return script.graph(), script
+    assert isinstance(text, str), "no script is a MODEL's text"
+    return _named_model(text, seq_len), None
+
+
+def _named_model(text: str, seq_len: int | None) -> ModelGraph:
     if is_factory(text):
         need_torch(f"{text}: reading a Python factory")
         from runtime.factory import graph_of_factory  # noqa: PLC0415 - needs torch
