@@ -63,11 +63,15 @@ def curve(lines: Lines) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     rates: dict[str, list[float]] = {}
-    for key, row in lines.of("products").items():
+    squares = {k: row for k, row in lines.of("products").items() if not k.startswith("head")}
+    for key, row in squares.items():
         rates.setdefault(key.split()[0], []).append(row["flops_per_s"])
     for dtype, values in rates.items():
         best = sorted(values)[int(len(values) * LARGEST) :]
         found[f"matmul {dtype}"] = statistics.median(best)
+    for key, row in lines.of("products").items():
+        if key not in squares:
+            found[f"both passes of a {key}"] = row["flops_per_s"]
     kernels = lines.of("kernels")
     if "launch" in kernels:
         found["launch_s"] = median_s(kernels["launch"])
@@ -176,8 +180,18 @@ def page(lines: Lines) -> str:
             "|---|---|---|",
         ]
         text += [f"| {k} | {r['predicted']} | {r['found']} |" for k, r in lines.of("edge").items()]
-    text += ["", "## What the device reaches", "", "| what | per second |", "|---|---|"]
-    for key, value in curve(lines).items():
+    if lines.of("compile"):
+        text += ["", "## One micro-batch of llama-3.2-1b, eager and in compiled blocks", ""]
+        text += ["| recompute | blocks | step | predicted | error |", "|---|---|---|---|---|"]
+        text += [
+            f"| {key} | {blocks} | {_seconds_cells(median_s(row[blocks]), row[blocks])} |"
+            for key, row in lines.of("compile").items()
+            for blocks in ("eager", "compiled")
+        ]
+    rates = curve(lines)
+    if rates:
+        text += ["", "## What the device reaches", "", "| what | per second |", "|---|---|"]
+    for key, value in rates.items():
         shown = seconds_text(value) if key == "launch_s" else f"{value:.3g}"
         text.append(f"| {key} | {shown} |")
     entry = list(entry_text(lines))
@@ -204,14 +218,19 @@ def page(lines: Lines) -> str:
     return "\n".join([*text, ""])
 
 
+def _seconds_cells(measured_s: float, row: Line) -> str:
+    """Return the cells of a step: as measured, as predicted, and what lies between."""
+    predicted_s = row["predicted_s"]
+    error = f"{100 * (predicted_s / measured_s - 1):+.1f} %"
+    return f"{seconds_text(measured_s)} | {seconds_text(predicted_s)} | {error}"
+
+
 def _plan_row(key: str, row: Line) -> str:
     step = float(statistics.median(row["measured_s"]))
     held = row["allocated_bytes"]
     cells = [
         key,
-        seconds_text(step),
-        seconds_text(row["predicted_s"]),
-        f"{100 * (row['predicted_s'] / step - 1):+.1f} %",
+        _seconds_cells(step, row),
         bytes_text(held),
         bytes_text(row["predicted_bytes"]),
         f"{100 * (row['predicted_bytes'] / held - 1):+.1f} %",

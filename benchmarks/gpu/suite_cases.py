@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As many as a launch of one rank gives it: updates of what lies on the host take them all.
+os.environ["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
 
 import torch
 import torch.distributed as dist
@@ -340,6 +341,9 @@ def edge(at: Setting) -> Rows:
 
 # --- kernels ----------------------------------------------------------------------------------
 
+HEADS = (50257, 50304)
+"""Columns of gpt2's head, and the next multiple of 64: rows of the first are not aligned."""
+
 
 def products(at: Setting) -> Rows:
     """Yield rates of matrix products by size and type."""
@@ -363,6 +367,23 @@ def products(at: Setting) -> Rows:
                 }
 
             yield f"{dtype} {side // thin} x {side} x {side}".replace("torch.", ""), row
+    for columns in HEADS[: 1 if at.tiny else None]:
+
+        def head(columns: int = columns) -> Row:
+            rows, width = (64, 32) if at.tiny else (16384, 768)
+            dtype = torch.float32 if at.kind == "cpu" else torch.bfloat16
+            x = torch.randn(rows, width, device=at.device, dtype=dtype, requires_grad=True)
+            weight = torch.randn(columns, width, device=at.device, dtype=dtype, requires_grad=True)
+            grad = torch.randn(rows, columns, device=at.device, dtype=dtype)
+            taken = at.seconds(lambda: functional.linear(x, weight).backward(grad))
+            flops = 6.0 * rows * width * columns
+            return {
+                "flops": flops,
+                "seconds": taken,
+                "flops_per_s": flops / statistics.median(taken),
+            }
+
+        yield f"head of {columns} columns", head
 
 
 def kernels(at: Setting) -> Rows:
@@ -552,6 +573,8 @@ def launches(at: Setting) -> Rows:
 
 # --- several ranks ----------------------------------------------------------------------------
 
+SHARING = 2
+"""Ranks of one device."""
 CHOICES = ("prefetch", "reshard", "loss", "compile", "tensor_overlap")
 """Fields of a plan that a layout may say as they are."""
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -675,9 +698,15 @@ def _compared(at: Setting, layout: dict[str, Any], *, shared: bool) -> Row:
 
 
 def shared_device(at: Setting) -> Rows:
-    """Yield losses of two ranks on one device, which talk over the host, against one process."""
-    for layout in LAYOUTS[: 1 if at.tiny else 10]:
-        yield json.dumps(layout), lambda of=layout: _compared(at, of, shared=True)
+    """Yield losses of two ranks on one device, which talk over the host, against one process.
+
+    Data parallelism alone: gloo has sums, gathers and scatters of tensors on a device, but hangs in
+    the collectives of tensor and context groups and ends in sends between stages.
+    """
+    layouts = [of for of in LAYOUTS if of["mesh"].keys() <= {"data_shard", "data_replicate"}]
+    for layout in layouts[:1] if at.tiny else layouts:
+        if Mesh(**layout["mesh"]).devices == SHARING:
+            yield json.dumps(layout), lambda of=layout: _compared(at, of, shared=True)
 
 
 def ranks(at: Setting) -> Rows:

@@ -64,6 +64,10 @@ class Figures:
     """Of forward_s, what the device waits for its host."""
     waits_s: float = 0.0
     """Of both passes, what the device waits for its host and can copy in."""
+    forward_launch_s: float = 0.0
+    """What the host takes to start a forward, whether or not the device waits for it."""
+    backward_launch_s: float = 0.0
+    """The same of a backward and what it recomputes."""
     kept_bytes: float = 0.0
     """Kept from I to W by each micro-batch: inputs of Linears and gradients of their outputs."""
     fresh_bytes: float = 0.0

@@ -329,6 +329,8 @@ class LayerFigures:
             recompute_s=seen.recompute_s,
             waits_s=seen.waits_s,
             forward_waits_s=larger(0.0, seen.forward_s - forward_s),
+            forward_launch_s=host.forward_s,
+            backward_launch_s=host.backward_s + host.recompute_s,
             backward_tensor_s=backward_tensor_s,
             forward_ahead_s=larger(0.0, forward_s - host.forward_s),
             backward_ahead_s=larger(

@@ -297,6 +297,7 @@ class LayerParts:
             waits_s=figures.waits_s,
             forward_waits_s=figures.forward_waits_s,
         )
+        hooks_s = self._rates.hooks_s if sharing.wrapped else 0.0
         if sharing.wrapped:
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
@@ -314,6 +315,7 @@ class LayerParts:
             backward_fetch_s=backward_fetch_s,
             stream_s=stream_s,
             left_bytes=left_bytes,
+            hooks_s=hooks_s,
         )
 
     def _left(

@@ -331,11 +331,13 @@ def placement_prediction(
         for of_stage, seat in zip(memory, seats.stages, strict=True)
     )
     step_s = sum(parts.values())
+    passes = layout.micro_batches + layout.pipeline - 1
     low_s, high_s, basis = step_range(
         tables.request,
         layout,
         parts,
         max(stage.spread for stage in stages),
+        slow_host_s=passes * _slow_host_s(layers, home, tables.rates.stack.host.slowest),
         measured=tables.profile is not None,
         assumed=assumed,
     )
@@ -394,6 +396,17 @@ def placement_prediction(
             *((FULL_TIME,) if job.lora and not tables.prices_adapters else ()),
         ),
     )
+
+
+def _slow_host_s(
+    layers: Sequence[Sequence[StrategyParts]], home: Sequence[int], slowest: float
+) -> float:
+    """Return what the slowest host adds to a micro-batch on the rank where it adds most."""
+    of_rank = dict.fromkeys(home, 0.0)
+    if slowest > 1:
+        for rank, of_stage in zip(home, layers, strict=True):
+            of_rank[rank] += sum(layer.slow_host_s(slowest) for layer in of_stage)
+    return max(of_rank.values())
 
 
 def _hosts_fit(

@@ -215,7 +215,12 @@ class Rates:
         """
         if self.overheads:
             return self.overheads.shard_unit_s
-        return max(0.0, self.stack.sharding.unit_s - ahead_s)
+        return max(0.0, self.hooks_s - ahead_s)
+
+    @property
+    def hooks_s(self) -> float:
+        """Seconds of the host in each pass of a sharded unit; 0 where they were measured."""
+        return 0.0 if self.overheads else self.stack.sharding.unit_s
 
     def adding_s(self, moved_bytes: float) -> float:
         """Seconds of adding gradients up; what was measured of a backward has it."""

@@ -103,6 +103,22 @@ class StrategyParts:
     """Of states on the host, exposed copies once per step."""
     left_bytes: float = 0.0
     """Left by its backward until the last one of a micro-batch ends."""
+    hooks_s: float = 0.0
+    """What the host does in each pass for a unit of states, whether or not the device waits."""
+
+    def slow_host_s(self, slower: float) -> float:
+        """Return what both passes of a micro-batch take longer by a host that takes `slower` times.
+
+        A pass takes what its device or its host needs, whichever is more.
+        """
+        figures = self.figures
+        return sum(
+            max(pass_s, slower * (launch_s + self.hooks_s)) - max(pass_s, launch_s + self.hooks_s)
+            for pass_s, launch_s in (
+                (figures.forward_s, figures.forward_launch_s),
+                (figures.backward_s + figures.recompute_s, figures.backward_launch_s),
+            )
+        )
 
     @property
     def stored_bytes(self) -> float:

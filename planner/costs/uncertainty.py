@@ -9,7 +9,9 @@ is the first range, not the second.
     below = 0.07 + more        above = 0.05 + 0.55 u + more
 
 u is the share of a step that does not compute, and `more` what is added for a run that is unlike
-all measured ones of its stack, and for each thing that is not known of it.
+all measured ones of its stack, and for each thing that is not known of it.  What a slow host would
+add to a step comes to its upper end as it is: steps of small kernels wait for the host on one
+machine and not on another.
 """
 
 from __future__ import annotations
@@ -115,12 +117,14 @@ def step_range(
     spread: float,
     *,
     measured: bool,
+    slow_host_s: float = 0.0,
     assumed: Sequence[str] = (),
 ) -> StepRange:
     """Return the range of a step whose seconds by cause are `parts`.
 
     `spread` is the relative error of its kernels; `measured` says that a profile of this machine is
-    behind them, `assumed` is what of the run is not known.
+    behind them, `slow_host_s` is what the slowest host would add to it, and `assumed` is what of
+    the run is not known.
     """
     step_s = sum(parts.values())
     if measured:
@@ -132,12 +136,14 @@ def step_range(
     said = "runs like its stack's own"
     if outside:
         said = f"runs unlike its stack's own, which have no {', '.join(outside)}"
+    if slow_host_s > 0.01 * step_s:
+        said += f", and of a host that takes {request.stack.host.slowest:g} times as long"
     basis = Assumption(
         what=f"range of the step: that of {said}",
         provenance=f"stack {request.stack.name}",
         source="docs/accuracy.md",
     )
-    return StepRange(step_s * math.exp(-below), step_s * math.exp(above), basis)
+    return StepRange(step_s * math.exp(-below), step_s * math.exp(above) + slow_host_s, basis)
 
 
 def _fitted_spread(request: Request) -> float:

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from planner.documents.document import Document, Part, nearest
 from planner.documents.plan import Scales
 from planner.documents.stack_space import ConditionText, Space, StageRule
-from planner.documents.units import Amount, Count, Flag, Fraction, Positive, Rate, Text
+from planner.documents.units import Amount, Count, Flag, Fraction, Overhead, Positive, Rate, Text
 from planner.errors import DocumentError
 
 Kernel = Literal["module", "fused"]
@@ -401,6 +401,9 @@ class Host(Part):
     """Whether a model of one stage has actions too, or a loop around its layers alone."""
     step_s: Amount = 0.0
     """Once per step: optimizer launches, norms, logging, data."""
+    slowest: Overhead = 1.0
+    """Times these seconds that the host of a machine may take of which nothing was measured: the
+    range of a step reaches to it."""
 
 
 class OptimizerRule(Part):

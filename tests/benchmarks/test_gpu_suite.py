@@ -89,8 +89,9 @@ def test_a_report_has_the_curve_that_was_measured() -> None:
         row("kernels", "norm", bytes=0.8 * width, seconds=seconds(1.0)),
         row("kernels", "attention forward 8192 x 128", flops=0.5 * peak, seconds=seconds(1.0)),
         row("kernels", attention, flops=1.3 * peak, seconds=seconds(3.0)),
-        row("compile", "none", eager={"seconds": seconds(2.0)},
-            compiled={"seconds": seconds(1.5), "first_s": 30.0}),
+        row("products", "head of 50257 columns", flops_per_s=0.05 * peak),
+        row("compile", "none", eager={"seconds": seconds(2.0), "predicted_s": 2.5},
+            compiled={"seconds": seconds(1.5), "first_s": 30.0, "predicted_s": 1.2}),
         row("plans", "a plan", measured_s=seconds(2.0), predicted_s=1.8, allocated_bytes=100.0,
             predicted_bytes=110.0, reserved_bytes=130.0),
         row("equality", "bad", failed="Traceback\nValueError: no"),
@@ -101,6 +102,9 @@ def test_a_report_has_the_curve_that_was_measured() -> None:
     assert "launch_s: 4e-06, matmul: 0.7, attention_forward: 0.5" in text
     assert "attention_backward: 0.4, memory: 0.8" in text
     assert "| compiled / eager step, recompute none | 0.75 |" in text
+    assert f"| both passes of a head of 50257 columns | {0.05 * peak:.3g} |" in text
+    assert "| none | eager | 2 s | 2.5 s | +25.0 % |" in text
+    assert "| none | compiled | 1.5 s | 1.2 s | -20.0 % |" in text
     assert "-10.0 %" in text
     assert "+10.0 %" in text
     assert "- equality, bad: ValueError: no" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from planner.accuracy.tables.predictions import backend_prediction, predicted
 from planner.accuracy.tables.rows import setup_of
 from planner.catalog import accelerators, stacks
 from planner.catalog.expressions import resolve_cluster, resolve_model
+from planner.costs.pace import slower_stack
+from planner.costs.predict import layout_prediction
 from planner.costs.uncertainty import (
     ASSUMED_SPREAD,
     EIGHT_BITS_GAIN,
@@ -29,7 +32,9 @@ from planner.costs.uncertainty import (
     step_range,
     waiting_share,
 )
+from planner.documents.plan import Layout
 from planner.documents.prediction import Prediction
+from planner.documents.stack import Stack
 from planner.errors import DocumentError
 from planner.requests.pins import Pins
 from planner.requests.request import Request
@@ -296,3 +301,46 @@ def test_a_peak_lies_in_its_range_and_rather_above_its_prediction() -> None:
 
     assert low < peak < high
     assert high / peak > peak / low
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "layout", "waits"),
+    [
+        ("gpt2", 256, Layout(micro_batch=1, micro_batches=4), True),
+        ("llama-3.2-1b", 1024, Layout(micro_batch=1, micro_batches=1), True),
+        (
+            "llama-3.2-1b",
+            512,
+            Layout(pipeline=2, schedule="1f1b", data_shard=2, zero=1, micro_batches=4),
+            True,
+        ),
+        ("llama-3.2-3b", 8192, Layout(micro_batch=4, micro_batches=1), False),
+    ],
+)
+def test_a_range_reaches_to_the_step_of_the_slowest_host(
+    model: str, seq_len: int, layout: Layout, waits: bool
+) -> None:
+    request = Request.of(
+        resolve_model(model),
+        resolve_cluster(f"{layout.devices}xh200-sxm"),
+        seq_len=seq_len,
+        global_batch=layout.data * layout.micro_batch * layout.micro_batches,
+    )
+    sure = with_host(request.stack, slowest=1.0)
+    slow = slower_stack(sure, request.stack.host.slowest)
+    # What an action of a pipeline takes is in the share of a range that waits.
+    slow = with_host(slow, action_s=sure.host.action_s)
+
+    found, alone, slowed = (
+        layout_prediction(replace(request, stack=stack), layout)
+        for stack in (request.stack, sure, slow)
+    )
+
+    assert found.step_time_s == alone.step_time_s
+    assert found.step_time_high_s >= slowed.step_time_s
+    assert (slowed.step_time_s > 1.2 * found.step_time_s) == waits
+    assert (found.step_time_high_s > 1.2 * alone.step_time_high_s) == waits
+
+
+def with_host(stack: Stack, **changes: float) -> Stack:
+    return stack.model_copy(update={"host": stack.host.model_copy(update=changes)})
