@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,20 +180,7 @@ def page(lines: Lines) -> str:
             "|---|---|---|",
         ]
         text += [f"| {k} | {r['predicted']} | {r['found']} |" for k, r in lines.of("edge").items()]
-    if lines.of("compile"):
-        text += ["", "## One micro-batch of llama-3.2-1b, eager and in compiled blocks", ""]
-        text += ["| recompute | blocks | step | predicted | error |", "|---|---|---|---|---|"]
-        text += [
-            f"| {key} | {blocks} | {_seconds_cells(median_s(row[blocks]), row[blocks])} |"
-            for key, row in lines.of("compile").items()
-            for blocks in ("eager", "compiled")
-        ]
-    rates = curve(lines)
-    if rates:
-        text += ["", "## What the device reaches", "", "| what | per second |", "|---|---|"]
-    for key, value in rates.items():
-        shown = seconds_text(value) if key == "launch_s" else f"{value:.3g}"
-        text.append(f"| {key} | {shown} |")
+    text += [*_compiled_table(lines), *_curve_table(curve(lines))]
     entry = list(entry_text(lines))
     if entry:
         text += ["", "For planner/catalog/accelerators.yaml:", "", "```yaml", *entry, "```"]
@@ -216,6 +203,23 @@ def page(lines: Lines) -> str:
     if lacking:
         text += ["", f"Not done: {', '.join(lacking)}."]
     return "\n".join([*text, ""])
+
+
+def _compiled_table(lines: Lines) -> Iterator[str]:
+    rows = lines.of("compile")
+    if rows:
+        yield from ("", "## One micro-batch of llama-3.2-1b, eager and in compiled blocks", "")
+        yield from ("| recompute | blocks | step | predicted | error |", "|---|---|---|---|---|")
+    for key, row in rows.items():
+        for blocks in ("eager", "compiled"):
+            yield f"| {key} | {blocks} | {_seconds_cells(median_s(row[blocks]), row[blocks])} |"
+
+
+def _curve_table(rates: Mapping[str, float]) -> Iterator[str]:
+    if rates:
+        yield from ("", "## What the device reaches", "", "| what | per second |", "|---|---|")
+    for key, value in rates.items():
+        yield f"| {key} | {seconds_text(value) if key == 'launch_s' else f'{value:.3g}'} |"
 
 
 def _seconds_cells(measured_s: float, row: Line) -> str:
