@@ -64,7 +64,7 @@ def treated(activations: Activations, figures: Figures, rates: Rates, *, passed:
         case "keep":
             return Treated(stored_bytes=stored + passed)
         case "offload":
-            moved = rates.stack.offload.activations_share * stored
+            moved = rates.stack.offload.activations_share * figures.own_share * stored
             copy_s = rates.host_copy_s(moved)
             return Treated(
                 stored_bytes=passed + stored - moved,

@@ -56,8 +56,10 @@ class Figures:
     spread: float
     weight_share: float = 0.0
     """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
+    own_share: float = 1.0
+    """Of stored_bytes, what the layer itself saved: what its loss did is neither moved nor packed."""
     packable_share: float = 0.0
-    """Of stored_bytes, what floating tensors take."""
+    """Of stored_bytes, what floating tensors of the layer itself take."""
     elements_per_stored_byte: float = 0.0
     """Elements of those tensors, for each byte of stored_bytes."""
     forward_waits_s: float = 0.0

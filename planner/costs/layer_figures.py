@@ -337,6 +337,7 @@ class LayerFigures:
                 0.0, backward_s + recompute_s - host.backward_s - host.recompute_s
             ),
             stored_bytes=stored_bytes,
+            own_share=share(table.own_bytes(recompute), stored_bytes),
             packable_share=share(packable_bytes, stored_bytes),
             elements_per_stored_byte=share(elements, stored_bytes),
             forward_transient_bytes=table.forward_transient_bytes(recompute),

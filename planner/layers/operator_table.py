@@ -401,10 +401,18 @@ class OperatorTable:
         """Bytes saved for backward by one micro-batch in flight."""
         return sum(self.stored(recompute).values())
 
+    def own_bytes(self, recompute: Recompute) -> float:
+        """Bytes saved by the layer's own operators; what the loss saves stays where it is."""
+        return sum(self._own(recompute).values())
+
+    def _own(self, recompute: Recompute) -> dict[str, float]:
+        beside = _saved(self._outside) - _saved(self._inside)
+        return {n: size for n, size in self.stored(recompute).items() if n not in beside}
+
     def packable(self, recompute: Recompute, element_bytes: int) -> tuple[float, float]:
-        """Return bytes and elements of the stored floating tensors; token ids are not."""
+        """Return bytes and elements of the layer's own floating tensors; token ids are not."""
         wide = {name for operator in self.operators for name in operator.fp32}
-        sizes = self.stored(recompute)
+        sizes = self._own(recompute)
         if self.kind == "embedding":
             sizes.pop("x", None)
         elements = sum(

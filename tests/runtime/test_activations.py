@@ -12,8 +12,22 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.layout_costs import CostTables
+from planner.costs.predict import placements_of
+from planner.layers.parameters import graph_of
+from planner.requests.request import Request
 from runtime import activations, host
-from runtime.activations import GROUP, LEAST_ELEMENTS, Compressed, HostTraffic, Packing, packing
+from runtime.activations import (
+    GROUP,
+    LEAST_ELEMENTS,
+    Compressed,
+    Compressing,
+    HostTraffic,
+    Offloading,
+    Packing,
+    packing,
+)
 from runtime.live_memory import LiveMemory
 from runtime.train import token_engine
 from tests.runtime import cases
@@ -372,6 +386,35 @@ def test_what_is_still_on_its_way_is_waited_for() -> None:
         assert torch.equal(x.grad, 4 * x.detach())  # twice from each of two ranks
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("how", ["offload", "compress"])
+def test_what_moves_has_the_bytes_that_it_is_priced_with(
+    how: Any, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A vocabulary that outweighs the layers: the loss saves its logits, and they stay.
+    graph = graph_of(cases.architecture(vocab_size=3000), name="wide")
+    plan = cases.plan(graph, recompute=recompute, activations=how, micro_batches=1)
+    moved = [0]
+    kind = {"offload": Offloading, "compress": Compressing}[how]
+    original = kind._parcel
+
+    def parcel(packing: Any, span: torch.Tensor, call: Any) -> Any:
+        moved[0] += span.numel() * span.element_size()
+        return original(packing, span, call)
+
+    monkeypatch.setattr(kind, "_parcel", parcel)
+    request = Request.of_plan(plan, graph, resolve_cluster("1xh100-sxm-80gb"))
+    parts = CostTables(request, (how,)).of(plan.layout).parts
+    priced = sum(
+        next(p for p in parts[kind] if p.recompute == recompute).treated.moving_bytes
+        for kind, _, _ in placements_of(plan, graph)[0]
+    )
+
+    train(plan, graph, steps=1)
+
+    assert moved[0] == pytest.approx(priced, rel=0.02)
 
 
 LAYOUTS: list[dict[str, Any]] = [
