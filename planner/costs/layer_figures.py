@@ -295,7 +295,7 @@ class LayerFigures:
         found = layer_seconds.passes(table, recompute, on)
         if setting.overlaps_tensors:
             found = layer_seconds.in_pieces(table, again, setting.tensor, found)
-        host = self._host_passes(table, setting, found, recomputes=recompute == "full")
+        host = self._host_passes(table, setting, found, recompute)
         rule = self._seen[setting.sequence_parallel]
         if recipe is not None and not recipe.gathers:
             rule = replace(rule, gathered=1.0)
@@ -398,7 +398,7 @@ class LayerFigures:
         return link_s
 
     def _host_passes(
-        self, table: OperatorTable, setting: Setting, found: KernelSeconds, *, recomputes: bool
+        self, table: OperatorTable, setting: Setting, found: KernelSeconds, recompute: Recompute
     ) -> HostPasses:
         """A CPU's own kernels run in the thread that starts them, and its curve contains it."""
         if self._rates.on_cpu:
@@ -409,7 +409,7 @@ class LayerFigures:
             table,
             setting,
             found,
-            recomputes=recomputes,
+            recompute=recompute,
             devices_per_node=self._devices_per_node,
         )
 

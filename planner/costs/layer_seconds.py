@@ -370,13 +370,13 @@ def host_passes(
     setting: Setting,
     found: KernelSeconds,
     *,
-    recomputes: bool,
+    recompute: Recompute,
     devices_per_node: int,
 ) -> HostPasses:
     """Return the least seconds that the host takes for a layer's passes.
 
     Each block has Python around it, each kernel a launch; tensor parallelism and experts add to
-    both passes, and so do checks of the collectives of a divided block.
+    both passes, and so do checks of the collectives of a divided block, and recomputation.
     """
     host = stack.host
     each = host.kernel_s
@@ -385,6 +385,10 @@ def host_passes(
         found.kernels * each.backward,
         found.kernels_again * each.forward,
     )
+    if recompute != "none" and not setting.compiled:
+        asked = host.selective_s * (recompute == "selective") * found.kernels
+        there = there + host.checkpoint_s.forward + asked
+        again = again + host.checkpoint_s.backward + asked
     if table.kind not in ENDS:
         if setting.compiled:
             there, back = there + host.compiled_s.forward, back + host.compiled_s.backward
@@ -396,5 +400,5 @@ def host_passes(
             more = more + BLOCK_COLLECTIVES[setting.sequence_parallel] * each_s
         there = there + host.layer_s.forward + more / 2
         back = back + host.layer_s.backward + more / 2
-        again = again + host.layer_s.forward * recomputes
+        again = again + host.layer_s.forward * (recompute == "full")
     return HostPasses(forward_s=there, backward_s=back, recompute_s=again)

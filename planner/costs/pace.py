@@ -51,6 +51,8 @@ def slower_stack(stack: Stack, pace: float) -> Stack:
                     "layer_s": _each_pass(host.layer_s, pace),
                     "kernel_s": _each_pass(host.kernel_s, pace),
                     "compiled_s": _each_pass(host.compiled_s, pace),
+                    "checkpoint_s": _each_pass(host.checkpoint_s, pace),
+                    "selective_s": pace * host.selective_s,
                     "experts_s": pace * host.experts_s,
                     "rank_s": pace * host.rank_s,
                     "checked_s": pace * host.checked_s,

@@ -379,6 +379,12 @@ class Host(Part):
     """For each kernel of a forward, in both passes."""
     compiled_s: PerPass = PerPass()
     """What the call of a compiled block adds: guards, and autograd's side of it."""
+    checkpoint_s: PerPass = PerPass()
+    """What an eager layer that recomputes adds beside the kernels that it starts again: hooks and
+    states of generators."""
+    selective_s: Amount = 0.0
+    """What recomputation by operator adds to each pass of an eager layer, for each kernel of its
+    forward: Python is asked about every operator."""
     graph_s: Amount = 0.0
     """Compilation of one kind of block, before its first step."""
     window: Literal["kernels", "layer"] = "layer"

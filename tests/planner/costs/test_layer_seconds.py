@@ -25,7 +25,8 @@ from planner.costs.layer_seconds import (
 from planner.costs.layout_costs import CostTables
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Job, Layout
-from planner.documents.stack import Stack, with_figures
+from planner.documents.profile import Recompute
+from planner.documents.stack import PerPass, Stack, with_figures
 from planner.layers.architecture import architecture_of, graph_of
 from planner.layers.arithmetic import table
 from planner.layers.kernels import KernelSettings
@@ -228,16 +229,38 @@ def test_the_runtime_shows_all_of_its_collectives_but_tokens_on_their_way() -> N
 
 def host(stack: Stack, kind: str, **changes: object) -> tuple[float, float, float]:
     found = layer(kind, **changes)
-    full = found.recomputed("full") != ()
     took = host_passes(
         stack,
         found,
         setting(**changes),
         passes(found, "full", GPU),
-        recomputes=full,
+        recompute="full" if found.recomputed("full") else "none",
         devices_per_node=8,
     )
     return took.forward_s, took.backward_s, took.recompute_s
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_recomputation_asks_the_host_in_eager_layers_alone(
+    recompute: Recompute, compiled: bool
+) -> None:
+    hooks = {"host.checkpoint_s": PerPass(forward=1.0, backward=2.0), "host.selective_s": 0.1}
+    none = {"host.checkpoint_s": PerPass(), "host.selective_s": 0.0}
+    found = layer("block")
+    seconds = passes(found, recompute, GPU)
+
+    def took(stack: Stack) -> HostPasses:
+        at = setting(compiled=compiled)
+        return host_passes(stack, found, at, seconds, recompute=recompute, devices_per_node=8)
+
+    plain, hooked = (took(with_figures(native(), figures)) for figures in (none, hooks))
+
+    asked = 0.1 * seconds.kernels * (recompute == "selective")
+    more = (0.0, 0.0) if compiled or recompute == "none" else (1.0 + asked, 2.0 + asked)
+    assert hooked.forward_s - plain.forward_s == pytest.approx(more[0])
+    assert hooked.recompute_s - plain.recompute_s == pytest.approx(more[1])
+    assert hooked.backward_s == plain.backward_s
 
 
 def test_python_of_a_block_and_of_tensor_parallelism_by_hand() -> None:
