@@ -57,7 +57,7 @@ class Figures:
     weight_share: float = 0.0
     """Of backward_s, what a split backward leaves for W: half of the products of Linears."""
     own_share: float = 1.0
-    """Of stored_bytes, what the layer itself saved: what its loss did neither moves nor is packed."""
+    """Of stored_bytes, what the layer itself saved; what its loss did is not moved or packed."""
     packable_share: float = 0.0
     """Of stored_bytes, what floating tensors of the layer itself take."""
     elements_per_stored_byte: float = 0.0
