@@ -156,11 +156,6 @@ class Place:
         return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        """Ranks with slices of their own, whether ZeRO divides over them or not."""
-        return self._together("data_replicate", "data_shard").get_group()
-
-    @property
     def replica_group(self) -> dist.ProcessGroup:
         """Ranks that compute gradients of the same parameters: of slices, and of positions."""
         assert self.mesh is not None

@@ -39,7 +39,8 @@ from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
 from runtime.divided import take_parts
 from runtime.loss import counted
-from runtime.named_attention import bytes_of, check_divisible, noted, positions_in
+from runtime.named_attention import bytes_of, noted, positions_in
+from runtime.position_trial import check_parts, check_positions
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, can_be_tried, own_tensors
 from runtime.recording import Recording, called_name
@@ -187,7 +188,8 @@ def _positions(
     if loss is None or not any(one.keys_bytes for one in shared):
         return None
     try:
-        check_divisible(module, recorder, few, loss, "mesh.context")
+        check_positions(module, recorder, few, loss, "mesh.context")
+        check_parts(module, recorder, few, loss, "mesh.context")
         return positions_in(few)
     except LaunchError:
         return None
