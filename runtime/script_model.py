@@ -457,13 +457,17 @@ class _KeysOfAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _exchanges(module: nn.Module) -> dict[str, int]:
-    """Return bytes of the tokens chosen for each experts module, once they were called."""
-    found: dict[str, int] = {}
+def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return bytes of the tokens chosen for each experts module, once they were called.
+
+    Behind them stands how many experts each token has chosen.
+    """
+    found: dict[str, tuple[int, int]] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         hidden, index = args[:2]
-        found[path] = index.numel() * hidden.shape[-1] * hidden.element_size()
+        size = index.numel() * hidden.shape[-1] * hidden.element_size()
+        found[path] = size, index.shape[1]
 
     for path, one in experts.modules_of(module).items():
         one.register_forward_pre_hook(functools.partial(note, path))
@@ -471,7 +475,7 @@ def _exchanges(module: nn.Module) -> dict[str, int]:
 
 
 def _experts(
-    module: nn.Module, units: Sequence[str], exchanged: Mapping[str, int]
+    module: nn.Module, units: Sequence[str], exchanged: Mapping[str, tuple[int, int]]
 ) -> TracedExperts | None:
     """Return the experts inside a layer's units that were called."""
     inside = [path for path in exchanged if any(f"{path}.".startswith(f"{u}.") for u in units)]
@@ -482,7 +486,8 @@ def _experts(
         count=math.gcd(*map(experts.count_of, parts)),
         hidden=int(parts[0].get_parameter("down_proj").shape[1]),
         parameters=sum(p.numel() for one in parts for p in one.parameters()),
-        exchanged_bytes=sum(exchanged.values()) // SAMPLES,
+        exchanged_bytes=sum(size for size, _ in exchanged.values()) // SAMPLES,
+        per_token=max(choices for _, choices in exchanged.values()),
     )
 
 
