@@ -78,7 +78,7 @@ def dims_of(
 ) -> dict[Draw, int] | None:
     """Return which dim of each draw has positions, by shapes of `length` and of `held` positions.
 
-    Draws without positions have none.  None where that cannot be told.
+    Draws without positions have none.  None where shapes do not say it.
 
     >>> dims_of(
     ...     {("net", 0): Size((2, 8, 3)), ("net", 1): Size((2, 1))},
