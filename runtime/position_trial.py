@@ -114,10 +114,7 @@ class _PartsTrial:
         self._length = positions_in(batch)
         every = torch.arange(self._length)
         self._halves = (every[::2], every[1::2])
-        self._parts = [
-            positions_of(batch, self._length, lambda x, half=half: x[:, half])
-            for half in self._halves
-        ]
+        self._parts = [self._part_of(batch, half) for half in self._halves]
         self._draws = any(node.draws for node in recorder.first.nodes)
         self._stage = RecordedStage(copied(module), recorder, 0, len(recorder.first.layers)).train()
         for part in self._stage.modules():
@@ -149,6 +146,9 @@ class _PartsTrial:
         self._compare_inner(inner, [value for _, values in made for value in values])
         self._compare_losses(whole, [one for one, _ in made], exact=bool(inner))
         return dims
+
+    def _part_of(self, batch: Any, half: Tensor) -> Any:
+        return positions_of(batch, self._length, lambda x: x[:, half])
 
     def _run(self, given: Any, sums: BatchSums, around: Around) -> tuple[Any, list[Tensor]]:
         """Return outputs, and the losses inside of the module."""
