@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from benchmarks.library_layers import SAMPLES, layers_of, loss_of
 from benchmarks.library_styles import styles_of
 from benchmarks.rehearsal import _NoValues, _shapes_apart
+from benchmarks.torch_internals import fake_store
 from planner import catalog
 from planner.catalog import models
 from planner.catalog.expressions import resolve_model
@@ -47,12 +48,11 @@ from planner.stacks.native import obstacle
 from profiler.chain import plan_of, short_chain, whole_stage
 from profiler.layer_bytes import bytes_of
 from runtime import capped, huggingface
-from runtime.adapter import Adapter
+from runtime.adapter import next_token_loss
 from runtime.language_model import adapter_of
 from runtime.mesh import Place, place_of
 from runtime.recompute import wrapped
 from runtime.tensor import divide
-from runtime.torch_internals import fake_store
 
 CPU = torch.device("cpu")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
@@ -274,11 +274,11 @@ def _runtime_layers(model: ModelGraph, plan: Plan, place: Place, kinds: Mapping[
     )
     stage = whole_stage(plan, adapter, place, CPU)
     in_halves(stage.module)
-    return {kinds[name]: layer for name, layer in stage.layers.items()}, _sum_of(adapter)
+    return {kinds[name]: layer for name, layer in stage.layers.items()}, _sum
 
 
-def _sum_of(adapter: Adapter) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda output, targets: adapter.loss(output, targets)[0]
+def _sum(output: Tensor, targets: Tensor) -> Tensor:
+    return next_token_loss(output, targets)[0]
 
 
 def _library_layers(

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.torch_internals import compiled_code
 from planner.documents.cluster import EIGHT_BITS, Precision
 from planner.documents.document import write_text
 from planner.documents.model import Architecture, ModelGraph
@@ -43,7 +44,6 @@ from runtime.context import WHOLE
 from runtime.eight_bits import products_of
 from runtime.initialize import materialize
 from runtime.language_model import adapter_of
-from runtime.torch_internals import compiled_code
 from runtime.train import token_engine
 from runtime.weight_gradients import defer
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks import traced_blocks
+from benchmarks.torch_internals import fake_store, shapes_found_in
 from planner.catalog import native
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Plan
@@ -32,7 +33,7 @@ from runtime import compiled, eight_bits, experts, relayed_experts
 from runtime.engine import Engine
 from runtime.live_memory import ASKS_DEVICE, LiveMemory
 from runtime.mesh import place_of
-from runtime.torch_internals import fake_store, fsdp_parameters, shapes_found_in
+from runtime.torch_internals import fsdp_parameters
 from runtime.train import token_engine
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.torch_internals import divided_graphs
 from runtime.live_memory import left_out
-from runtime.torch_internals import divided_graphs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 MADE_IN_KERNELS = frozenset(

@@ -36,6 +36,7 @@ from meshwright.cli import main
 from runtime import lora
 from runtime.initialize import seed_of
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.run import LaunchRun
 
 STEPS, LENGTH, SAMPLES = 3, 96, 8
@@ -111,16 +112,18 @@ def with_meshwright(folder: Path, name: str, output: Path) -> dict[str, Any]:
     if main([*planned, "-o", str(plan)]):
         raise SystemExit(1)
     launch(
-        plan,
-        LaunchRun(
-            data=folder / "chat.jsonl",
-            weights=folder,
-            steps=STEPS,
-            checkpoint=output / "saved",
-            output=output / "run",
-            training=tuple(f"{key}={value}" for key, value in SETTINGS.items()),
-        ),
-        device="cpu",
+        Launch(
+            plan,
+            LaunchRun(
+                data=folder / "chat.jsonl",
+                weights=folder,
+                steps=STEPS,
+                checkpoint=output / "saved",
+                output=output / "run",
+                training=tuple(f"{key}={value}" for key, value in SETTINGS.items()),
+            ),
+            device="cpu",
+        )
     )
     if main(["export", str(output / "saved"), "--to", "peft", "-o", str(output / "adapters")]):
         raise SystemExit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,8 +43,8 @@ LONG_RUN_HOURS = 1.0
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission
-    from runtime.agent import NodeAgent
-    from runtime.launch import RankFailed
+    from runtime.bad_ends import RankFailed
+    from runtime.launch_record import Launch
     from runtime.nodes import NodeRank
     from runtime.report import Comparison, RunReport
 
@@ -92,7 +92,8 @@ def launch(
     if where.job:
         raise DocumentError("job", "settings go with --on slurm or kubernetes")
     need_torch("launching a plan")
-    from runtime.launch import RankFailed  # noqa: PLC0415 - the runtime
+    from runtime.bad_ends import RankFailed  # noqa: PLC0415 - the runtime
+    from runtime.launch_record import Launch  # noqa: PLC0415
 
     node_rank = where.node_rank()
     fit = LaunchablePlan.of(plan_path, profile)
@@ -116,20 +117,20 @@ def launch(
         Slots() as slots,
         BookKeeper(planned, run) as keeper,
     ):
+        asked = Launch(
+            fit.path,
+            run,
+            dry_run=dry_run,
+            quiet=quiet,
+            node_rank=node_rank,
+            survive=survive,
+            zygote=zygote if survive else None,
+            slots=slots if survive else None,
+            begun=keeper.begin if survive else None,
+        )
         while True:
             try:
-                return launched(
-                    fit,
-                    run,
-                    node_rank,
-                    survive=survive,
-                    dry_run=dry_run,
-                    zygote=zygote if survive else None,
-                    slots=slots if survive else None,
-                    keeper=keeper if survive else None,
-                    ends=ends,
-                    quiet=quiet,
-                )
+                return launched(fit, replace(asked, run=run), ends)
             except RankFailed as failed:
                 ends += [] if failed.end is None else [failed.end]
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
@@ -306,30 +307,14 @@ def _refuse_foreign(wanted: Plan, path: str) -> None:
         raise LaunchError(f"{path}: {other}")
 
 
-def launched(
-    fit: LaunchablePlan,
-    run: LaunchRun,
-    node_rank: NodeRank,
-    *,
-    survive: bool,
-    dry_run: bool = False,
-    agent: NodeAgent | None = None,
-    zygote: Zygote | None = None,
-    slots: Slots | None = None,
-    keeper: BookKeeper | None = None,
-    meanwhile: Callable[[], None] | None = None,
-    ends: Sequence[RankEnd] = (),
-    quiet: bool,
-) -> Launched | None:
-    """Launch a plan on the devices that are here; `ends` are those of former attempts.
-
-    A `keeper` of the book begins after the first step; `meanwhile` is called while ranks run.
-    """
+def launched(fit: LaunchablePlan, asked: Launch, ends: Sequence[RankEnd] = ()) -> Launched | None:
+    """Launch a plan on the devices that are here; `ends` are those of former attempts."""
     from runtime.launch import launch as start  # noqa: PLC0415 - the runtime
     from runtime.preflight import cuda_devices  # noqa: PLC0415
     from runtime.report import comparison  # noqa: PLC0415
 
     wanted, graph, machine = fit.plan, fit.graph, fit.machine
+    run, node_rank = asked.run, asked.node_rank
     devices = [group.devices_per_node for group in machine.groups for _ in range(group.nodes)]
     if node_rank.nodes > 1 and node_rank.nodes != len(devices):
         raise LaunchError(
@@ -353,7 +338,7 @@ def launched(
     saves = None
     if run.checkpoint is not None and run.checkpoint_every is None:
         saves = figures
-        run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=quiet)
+        run = with_interval(run, saves, step_s=prediction.step_time_s, quiet=asked.quiet)
 
     def expect(steps: int) -> Expected:
         return expected_of(
@@ -363,31 +348,23 @@ def launched(
             steps=steps,
             step_s=prediction.step_time_s,
             every_steps=run.checkpoint_every or steps,
-            survives=survive,
-            copies=COPIES_SHARE if survive else 0.0,
+            survives=asked.survive,
+            copies=COPIES_SHARE if asked.survive else 0.0,
         )
 
     report = start(
-        fit.path,
-        run,
-        model=graph,
-        dry_run=dry_run,
-        peak_step_s=prediction.mfu * prediction.step_time_s or None,
-        predicted_step_s=prediction.step_time_s,
-        prediction=prediction,
-        saves=saves,
-        expect=expect if run.checkpoint is not None else None,
-        node_rank=node_rank,
-        nodes=devices if node_rank.nodes > 1 else (),
-        survive=survive,
-        agent=agent,
-        zygote=zygote,
-        slots=slots,
-        begun=None if keeper is None else keeper.begin,
-        meanwhile=meanwhile,
-        # Copies are newer than the last comparison of replicas; checkpoints are compared first.
-        copies=all(end.cause != "corruption" for end in ends),
-        quiet=quiet,
+        replace(
+            asked,
+            plan=fit.path,
+            run=run,
+            model=graph,
+            nodes=devices if node_rank.nodes > 1 else (),
+            prediction=prediction,
+            saves=saves,
+            expect=expect if run.checkpoint is not None else None,
+            # Copies are newer than the last comparison of replicas; checkpoints are compared first.
+            copies=all(end.cause != "corruption" for end in ends),
+        )
     )
     if report is None:
         return None

@@ -18,9 +18,10 @@ from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within
 from runtime import checkpoint
 from runtime.agent import NodeAgent, RunOver, agent_of
+from runtime.bad_ends import MOST_EVIDENCE, RankFailed
 from runtime.channel import without_secret
 from runtime.held import signals_kept
-from runtime.launch import MOST_EVIDENCE, RankFailed
+from runtime.launch_record import Launch
 from runtime.nodes import NodeRank
 from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
@@ -101,19 +102,19 @@ class Epochs:
             self._growth = Growth(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
             try:
-                return launched(
-                    self._fit,
+                asked = Launch(
+                    self._fit.path,
                     self._run,
-                    self._agent.node_rank(),
+                    quiet=self._quiet,
+                    node_rank=self._agent.node_rank(),
                     survive=True,
                     agent=self._agent,
                     zygote=self._means.zygote,
                     slots=self._means.slots,
-                    keeper=self._means.keeper,
+                    begun=self._means.keeper.begin,
                     meanwhile=self._growth.look,
-                    ends=epoch.ends,
-                    quiet=self._quiet,
                 )
+                return launched(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)

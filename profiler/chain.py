@@ -30,7 +30,7 @@ from planner.documents.profile import Recompute
 from planner.documents.training import Training
 from planner.schedules import PLAIN
 from runtime import recompute as recomputing
-from runtime.adapter import Adapter
+from runtime.adapter import Adapter, next_token_loss
 from runtime.batches import part_of, samples_in
 from runtime.compiled import Compiler
 from runtime.described_model import DescribedModel
@@ -218,13 +218,13 @@ class Chain:
 
     def loss(self, made: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of what the last layer made."""
-        return made if self._recorded is not None else self.adapter.loss(made, targets)[0]
+        return made if self._recorded is not None else next_token_loss(made, targets)[0]
 
     def whole_loss(self, module: nn.Module, tokens: Tensor, targets: Any) -> Tensor:
         """Return the sum of losses of all layers as one stage."""
         if self._recorded is not None:
             return self._total(module(micro=MicroBatch(targets)), targets)
-        return self.adapter.loss(module(micro=MicroBatch((tokens, targets))), targets)[0]
+        return next_token_loss(module(micro=MicroBatch((tokens, targets))), targets)[0]
 
     def run(self, layer: nn.Module, taken: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what a layer makes."""

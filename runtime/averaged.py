@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ class Averaged:
     which copies the module and so takes no divided one.
     """
 
-    def __init__(self, slots: Sequence[Slot], decay: float) -> None:
-        self.decay = decay
+    def __init__(
+        self, slots: Sequence[Slot], decay: float, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """`settle` makes the updates that are still owed, before weights are exchanged."""
+        self.decay, self._settle = decay, settle
         self._slots = tuple(slots)
         self._values = [slot.local.clone() for slot in self._slots]
         self._updates = torch.zeros((), dtype=torch.int64)
@@ -38,6 +41,7 @@ class Averaged:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Let the model have the averages while this is open, to evaluate or to save them."""
+        self._settle()
         self._exchange()
         try:
             yield

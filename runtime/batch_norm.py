@@ -1,7 +1,8 @@
 """BatchNorm under a plan: what is normalised together, and running statistics that agree.
 
-Each micro-batch is normalised by itself, as under DDP; or, synchronised, with those of the other
-data ranks that run at the same time, so that results follow micro-batch x slices.
+Each micro-batch is normalised by itself, as under DDP, with its positions on all ranks; or,
+synchronised, with those of the other data ranks that run at the same time, so that results follow
+micro-batch x slices.
 
 A forward puts the mean and variance of its micro-batch aside.  Behind the last backward those of
 all data ranks are applied in the order of samples, as one process that runs all micro-batches one
@@ -39,10 +40,15 @@ class RunningStatistics:
     ) -> None:
         """Take over every BatchNorm in these modules that keeps running statistics.
 
-        `synchronised` takes the others too, and needs ranks with as many micro-batches each.
+        Where ranks normalise together it takes the others too.  `synchronised` needs ranks with as
+        many micro-batches each.
         """
-        self._place = place
-        self._synchronised = kind == "synchronised" and place.data_degree > 1
+        slices = _groups(place, "data_shard", "data_replicate")
+        synchronised = kind == "synchronised"
+        self._together = (*_groups(place, "context"), *(slices if synchronised else ()))
+        """Groups over which a micro-batch is normalised."""
+        self._slices = () if synchronised else slices
+        """Groups over which statistics are applied one after the other."""
         self._norms: list[_BatchNorm] = []
         self._seen: dict[_BatchNorm, list[Tensor]] = {}
         for module in modules:
@@ -53,7 +59,7 @@ class RunningStatistics:
                         'use BatchNorm, and batch_norm="synchronised" of the engine'
                     )
                 if isinstance(part, _BatchNorm) and (
-                    part.running_mean is not None or self._synchronised
+                    part.running_mean is not None or self._together
                 ):
                     self._norms.append(part)
                     self._seen[part] = []
@@ -65,8 +71,8 @@ class RunningStatistics:
         refuse_graph()
         norm._check_input_dim(x)
         made, mean, variance = (
-            synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._groups())
-            if self._synchronised
+            synchronised_batch_norm(x, norm.weight, norm.bias, eps=norm.eps, groups=self._together)
+            if self._together
             else _batch_norm(norm, x)
         )
         if norm.running_mean is not None and not in_backward():  # a recomputation sees nothing new
@@ -103,24 +109,22 @@ class RunningStatistics:
         for seen in self._seen.values():
             seen.clear()
 
-    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return this rank's groups along the axes over which samples are divided."""
-        if self._place.mesh is None:
-            return ()
-        axes: tuple[Axis, ...] = ("data_shard", "data_replicate")
-        groups = (self._place.axis(axis).get_group() for axis in axes)
-        return tuple(group for group in groups if group.size() > 1)
-
     def _of_all_slices(self, own: Tensor) -> tuple[Tensor, ...]:
         """Return what the data ranks have, in the order of their slices."""
-        if self._synchronised:
-            return (own,)  # all ranks have the same
         rows = own[None]
-        for group in self._groups():
+        for group in self._slices:
             parts = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(parts, rows.contiguous(), group=group)
             rows = torch.cat(parts)
         return tuple(rows)
+
+
+def _groups(place: Place, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
+    """Return this rank's groups of several ranks along axes."""
+    if place.mesh is None:
+        return ()
+    groups = (place.axis(axis).get_group() for axis in axes)
+    return tuple(group for group in groups if group.size() > 1)
 
 
 def _batch_norm(norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ Sums of dW run over chunks in the weights' type: with bf16 few large chunks lose
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,20 +98,16 @@ def chunked_loss(
     return _Chunked.apply(x, weight, bias, targets, rule), (targets != IGNORED).sum()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     """How chunks are computed."""
 
-    def __init__(
-        self,
-        *,
-        rows: int,
-        makes: bool,
-        cap: float | None,
-        divisor: float,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.rows, self.makes = rows, makes
-        self.cap, self.divisor, self.group = cap, divisor, group
+    rows: int
+    makes: bool
+    """Gradients are made in forward."""
+    cap: float | None
+    divisor: float
+    group: dist.ProcessGroup | None
 
     def first(self, weight: Tensor) -> int:
         """Return the number of this rank's first output."""

@@ -266,7 +266,7 @@ class Engine:
                 [MicroBatch(batches.part_of(example, range(plan.micro_batch)))]
             )
             assert isinstance(pipeline, StalePipeline)
-            self._late = LateUpdates(pipeline, self._optimizers, clip_norm)
+            self._late = LateUpdates(pipeline, self._optimizers, clip_norm, self._average)
         self._optimizers.participation = model.participation
         self._optimizers.tracks_unused = track_unused
         self._optimizers.agree(lambda: model.beside(parts), every=compare_every)
@@ -473,8 +473,7 @@ class Engine:
 
     def averaged(self, decay: float) -> Averaged:
         """Return an exponential moving average of the weights, made anew behind each update."""
-        self._refuse_late("averaged")
-        made = Averaged(self._optimizers.slots, decay)
+        made = Averaged(self._optimizers.slots, decay, self._drain)
         self._state.averages.append(made)
         return made
 
@@ -632,8 +631,8 @@ class Engine:
             self._optimizers.agreement.refuse_drift()
         scale = self._optimizers.scale
         moved = count != 0 and not (scale.active and not math.isfinite(norm))
-        for average in self._state.averages if moved else ():
-            average.update()
+        if moved:
+            self._average()
         skipped = count == 0 or scale.skips(norm)
         return self._result(loss, count, norm, metrics, ending, moved=moved, skipped=skipped)
 
@@ -666,6 +665,10 @@ class Engine:
             noticed=ending >= 1,
             out_of_time=ending % 1 > 0,
         )
+
+    def _average(self) -> None:
+        for average in self._state.averages:
+            average.update()
 
     def _drain(self) -> None:
         """Make the updates that a pipeline which never drains still owes; all ranks together."""

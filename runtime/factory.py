@@ -206,18 +206,10 @@ def _made(file: ModuleType, source: str) -> nn.Module:
         raise DocumentError("", f"has no function '{name}'", file=source)
     returned = in_users_file(source, factory)
     if isinstance(returned, dict):
-        made: nn.Module = _branches(returned, name, source)
-    elif isinstance(returned, nn.Sequential | nn.ModuleList | list | tuple):
-        made = _chain(list(returned), name, source)
-    elif isinstance(returned, nn.Module):
-        made = returned
-    else:
-        made = _chain([], name, source)
-    for part in made.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            kind = type(part).__name__
-            raise DocumentError("", f"has a {kind}; use a norm over one sample", file=source)
-    return made
+        return _branches(returned, name, source)
+    if isinstance(returned, nn.Sequential | nn.ModuleList | list | tuple):
+        return _chain(list(returned), name, source)
+    return returned if isinstance(returned, nn.Module) else _chain([], name, source)
 
 
 def _chain(modules: Sequence[Any], factory: str, source: str) -> ModuleGraph:

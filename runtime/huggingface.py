@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from planner.documents.model import ModelGraph
 from planner.errors import LaunchError
 from runtime import capped, document_attention, experts
-from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+from runtime.adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
 from runtime.context import WHOLE, Context, attention, for_each_query_head
 from runtime.library_families import FAMILIES, configuration
 
@@ -115,7 +115,7 @@ class LibraryBlock(nn.Module):
         return self.layer(x, **{**self.fixed, **self.in_documents(starts)})
 
 
-class HuggingFace:
+class HuggingFace(Adapter):
     """Adapter of the families in FAMILIES."""
 
     def __init__(
@@ -129,64 +129,47 @@ class HuggingFace:
         context: Context = WHOLE,
         documents: bool = False,
     ) -> None:
-        assert model.architecture is not None
-        self.model = model
-        self.architecture = model.architecture
-        self.family = FAMILIES[model.architecture.family]
-        self.config = configuration(model.architecture, folder)
-        self.tied_names = frozenset(
-            ("embedding.tokens.weight", "head.output.weight")
-            if model.architecture.tied_embeddings
-            else ()
-        )
-        name = model.architecture.family
+        super().__init__(model, dtype)
+        self.family = FAMILIES[self.architecture.family]
+        self.config = configuration(self.architecture, folder)
+        name = self.architecture.family
         # Takes seconds to import, so not at the top.
         name = self.family.module or name
         self._modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        self._seq_len, self._dtype, self._device = seq_len, dtype, device
+        self._seq_len, self._device = seq_len, device
         self._context = context
         self._positions = context.positions(seq_len)
         self._held = self._positions.to(device)
-        if context.degree > 1:
-            from transformers import AttentionInterface  # noqa: PLC0415 - as above
-
-            AttentionInterface.register(_CONTEXT_ATTENTION, _over_context)
-            self.config._attn_implementation = _CONTEXT_ATTENTION
-        if self.family.own_attention:
-            from transformers import AttentionInterface  # noqa: PLC0415 - as above
-
-            AttentionInterface.register(_CAPPED_ATTENTION, _capped)
-            self.config._attn_implementation = _CAPPED_ATTENTION
         self.most_documents = seq_len
         self._maskless = (
             documents
             and context.degree == 1
             and self.family.hands_on
             and not self.family.own_attention
-            and model.architecture.latent is None
+            and self.architecture.latent is None
             and document_attention.applies(device, dtype)
         )
-        if self._maskless:
-            from transformers import AttentionInterface  # noqa: PLC0415 - as above
-
-            AttentionInterface.register(_DOCUMENT_ATTENTION, _within_documents)
-            self.config._attn_implementation = _DOCUMENT_ATTENTION
-        elif (
-            device.type == "cuda"
-            and dtype == torch.float32
-            and context.degree == 1
-            and not self.family.own_attention
-        ):
-            from transformers import AttentionInterface  # noqa: PLC0415 - as above
-
-            AttentionInterface.register(_EQUAL_HEADS, _with_equal_heads)
-            self.config._attn_implementation = _EQUAL_HEADS
+        if self.family.own_attention:
+            self._attend_by(_CAPPED_ATTENTION, _capped)
+        elif context.degree > 1:
+            self._attend_by(_CONTEXT_ATTENTION, _over_context)
+        elif self._maskless:
+            self._attend_by(_DOCUMENT_ATTENTION, _within_documents)
+        elif device.type == "cuda" and dtype == torch.float32:
+            self._attend_by(_EQUAL_HEADS, _with_equal_heads)
         self._rotary: dict[tuple[str | None, int], Any] = {}
         self._masks: dict[int, Tensor] = {}
         self._of_starts: tuple[weakref.ref[Tensor] | None, dict[Any, Any]] = (None, {})
         """What layers share of the micro-batch whose documents begin there."""
         if documents:
             self._refuse_unknown_lengths()
+
+    def _attend_by(self, name: str, attend: Callable[..., Any]) -> None:
+        """Let the library's layers call this attention, by a name of ours."""
+        from transformers import AttentionInterface  # noqa: PLC0415 - takes seconds to import
+
+        AttentionInterface.register(name, attend)
+        self.config._attn_implementation = name
 
     def layer(self, name: str) -> nn.Module:
         """Return a layer on the meta device."""
@@ -228,12 +211,6 @@ class HuggingFace:
         settings = self.config.to_dict()
         settings["architectures"] = [f"{self.family.classes}ForCausalLM"]
         return json.dumps(settings, indent=2, default=str)
-
-    def tie(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let the output projection be the token embedding, where both are here."""
-        if self.tied_names and EMBEDDING in layers and HEAD in layers:
-            output, tokens = layers[HEAD].output, layers[EMBEDDING].tokens
-            cast(nn.Linear, output).weight = cast(nn.Embedding, tokens).weight
 
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Give the values that the library's `_init_weights` would draw."""
@@ -315,15 +292,6 @@ class HuggingFace:
         """Experts keep their gate and up projections in one parameter [expert, 2 ffn, hidden]."""
         transposed = self.architecture.family == "gpt_oss"
         return 2 if name.endswith("experts.gate_up_proj") and not transposed else 1
-
-    def boundary(self, layer: str, tokens: Tensor) -> Tensor:
-        """Every layer but the head returns hidden states."""
-        shape = (*tokens.shape, self.architecture.hidden_size)
-        return torch.empty(shape, dtype=self._dtype, device="meta")
-
-    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Next-token cross-entropy."""
-        return next_token_loss(output, targets)
 
     @property
     def _padding(self) -> int | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from runtime import lora
 from runtime.adapter import Adapter, parameter_names
+from runtime.divided import part_of
 from runtime.published import Region, Weights
 
 
@@ -83,10 +84,6 @@ def _made(
     weights: Weights | None,
     keep: Region | None,
 ) -> nn.Parameter:
-    if not parameter.is_meta:  # a user's own module, with values of its own
-        # Whatever their strides are: flat buffers, FSDP and the optimizer run through memory.
-        own = parameter.detach().to(device).contiguous()
-        return nn.Parameter(own, requires_grad=parameter.requires_grad)
     published = adapter.published_name(name)
     shard = _shard(parameter)
     adapters = lora.is_adapters(name)
@@ -100,9 +97,11 @@ def _made(
         generator = torch.Generator(device).manual_seed(seed_of(seed, published))
         (lora if adapters else adapter).fill(name, local, generator)
         if shard is not None:
-            pieces = adapter.pieces(name) if shard[0] == 1 else 1
+            dim, index, parts = shard
+            count = adapter.pieces(name) if dim == 1 else 1
+            own = part_of(local, dim, [local.shape[dim] // count] * count, index, parts)
             # Without a format, the only one of 8 experts would keep the stride between them.
-            local = part(local, *shard, pieces=pieces).clone(memory_format=torch.contiguous_format)
+            local = own.clone(memory_format=torch.contiguous_format)
     local = local.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
@@ -121,16 +120,6 @@ def _in_place(kept: Tensor, parameter: Tensor, keep: Region) -> Tensor:
     result = torch.empty(local.shape, device=kept.device, dtype=parameter.dtype)
     result.narrow(dim, begin, end - begin).copy_(kept)
     return result
-
-
-def part(whole: Tensor, dim: int, index: int, parts: int, *, pieces: int) -> Tensor:
-    """Return one of `parts` along a dim that has `pieces` matrices, each of which is divided.
-
-    >>> part(torch.arange(8), 0, index=1, parts=2, pieces=2)
-    tensor([2, 3, 6, 7])
-    """
-    mine = whole.unflatten(dim, (pieces, -1)).chunk(parts, dim + 1)[index]
-    return mine.flatten(dim, dim + 1)
 
 
 def _shard(parameter: Tensor) -> tuple[int, int, int] | None:

@@ -77,6 +77,21 @@ class BatchSums:
             self._found[key] = value.detach().clone()
         return self._found[key]
 
+    @property
+    def places(self) -> int:
+        """How many sums were asked for."""
+        return len(self._found)
+
+    def differs(self, other: BatchSums) -> str | None:
+        """Return a place whose sum is another one in `other`, to rounding; None if none is."""
+        if self._found.keys() != other._found.keys():
+            return next(iter(self._found.keys() ^ other._found.keys()))[0]
+        for key, value in self._found.items():
+            one, two = value.double(), other._found[key].double()
+            if one.shape != two.shape or not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
+                return key[0]
+        return None
+
     def asked_too(self, other: BatchSums) -> None:
         """Add nothing at the places of another forward, so that all ranks sum the same places."""
         for key, value in other._found.items():

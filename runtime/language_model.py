@@ -19,7 +19,7 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError
 from planner.layers.parameters import routes
 from runtime import document_attention, lora
-from runtime.adapter import Adapter
+from runtime.adapter import Adapter, next_token_loss
 from runtime.compiled import Compiler
 from runtime.context import WHOLE, Context
 from runtime.described_model import DescribedModel
@@ -144,7 +144,7 @@ class LanguageModel:
 
     def loss(self, made: Any, batch: tuple[Tensor, ...]) -> Any:
         """Return the sum of losses and what it counts; a loss in chunks is the head's."""
-        return self.adapter.loss(made, batch[1]) if self.plan.loss is None else made
+        return next_token_loss(made, batch[1]) if self.plan.loss is None else made
 
     def batch(self, given: Any) -> tuple[Tensor, ...]:
         """Return inputs and targets, and where documents begin, at this rank's positions.

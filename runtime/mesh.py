@@ -156,11 +156,6 @@ class Place:
         return self.mesh[tuple(used)]._flatten(f"{data} x {other}")
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        """Ranks with slices of their own, whether ZeRO divides over them or not."""
-        return self._together("data_replicate", "data_shard").get_group()
-
-    @property
     def replica_group(self) -> dist.ProcessGroup:
         """Ranks that compute gradients of the same parameters: of slices, and of positions."""
         assert self.mesh is not None
@@ -169,6 +164,20 @@ class Place:
         if len(used) < 2:
             return self.mesh[used[0] if used else "data_shard"].get_group()
         return self.mesh[tuple(used)]._flatten(" x ".join(used)).get_group()
+
+    @property
+    def matrix_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Ranks that divide a matrix over ZeRO and this axis together: the tensor axis, experts."""
+        assert self.mesh is not None
+        found = {}
+        if self.degrees.tensor > 1:
+            axes = ("data_shard", "context", "tensor")
+            used = [n for n in self.mesh.mesh_dim_names or () if n in axes and self._degree(n) > 1]
+            found["tensor"] = self.mesh[tuple(used)]._flatten(f"matrix of {used}").get_group()
+        if self.degrees.expert > 1:
+            both = self.expert_mesh["expert_shard", "expert"]
+            found["expert"] = both._flatten("matrix of experts").get_group()
+        return found
 
     def _degree(self, axis: str) -> int:
         return int(getattr(self.degrees, axis))

@@ -7,7 +7,7 @@ some of them: keys and values of the others are gathered here.  Where samples ho
 documents, a query sees no key before its own document's first.
 
 All else in the module must act on each position by itself, and learn from its inputs alone which
-position it is: `check_positions` runs it in parts to see.
+position it is: runtime.position_trial runs it in parts to see.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,8 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from planner.errors import LaunchError
 from runtime import capped, context
 from runtime.context import WHOLE, Context, for_each_query_head
-from runtime.recorder import Recorder, arguments, has_data
-from runtime.trial import copied, untouched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,92 +182,6 @@ def library_attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-# --- where a module may be divided ----------------------------------------------------------------
-
-
-def check_divisible(
-    module: nn.Module, recorder: Recorder, batch: Any, loss: Callable[[Any, Any], Any], why: str
-) -> None:
-    """Refuse a module of which ranks cannot have parts of samples, for what it does between units.
-
-    Raises LaunchError, which begins with `why`, the place in the plan.
-    """
-    norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-    if any(isinstance(part, norms) for part in module.modules()):
-        raise LaunchError(f"{why}, and BatchNorm has statistics of all positions; use 1")
-    drawing = next((node.name for node in recorder.first.nodes if node.draws), None)
-    if drawing is not None:
-        raise LaunchError(
-            f"{why}, and {drawing} draws random numbers, which are those of whole samples; "
-            "leave dropout out, or use 1"
-        )
-    check_positions(module, recorder, batch, loss, why)
-
-
-@torch.no_grad()
-def check_positions(
-    module: nn.Module, recorder: Recorder, batch: Any, loss: Callable[[Any, Any], Any], why: str
-) -> None:
-    """Refuse a module that mixes positions elsewhere than in `attention`, or counts them itself.
-
-    `batch` has two samples or more, with positions along dim 1 of all that is cut.  Where attention
-    sees a query's own position alone, what one position gets must change nothing at the others, and
-    positions in another order must give the same in that order; the loss must be the sum of the
-    losses of parts.  `why` is the place in the plan.  A module without data is not tried.
-    """
-    length = positions_in(batch)
-    if not has_data((*tree_leaves(batch), *module.parameters())):
-        return
-    with untouched(module, recorder.inputs, loss), noted() as calls:
-        tried = copied(module).eval()
-
-        def made(given: Any) -> Any:
-            args, kwargs = arguments(recorder.inputs(given))
-            with seeing(SeenKeys(itself=True)):
-                return tried(*args, **kwargs)
-
-        whole = made(batch)
-        if not calls:
-            raise LaunchError(
-                f"{why}, and {type(module).__name__} calls no meshwright.attention(query, key, "
-                "value), by which positions are mixed; let its attention be that one, or use 1"
-            )
-        at = length // 2
-        changed = made(_positions_of(batch, length, lambda x: _with_other(x, at)))
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
-        others = order[order != at]
-        for one, other in _pairs(whole, changed, length):
-            if not _same(one[:, others], other[:, others]):
-                raise LaunchError(
-                    f"{why}, and {type(module).__name__} mixes positions elsewhere than in "
-                    "meshwright.attention (another attention, a convolution, a mean); use 1"
-                )
-        turned = made(_positions_of(batch, length, lambda x: x[:, order]))
-        for one, other in _pairs(whole, turned, length):
-            if not _same(one[:, order], other):
-                raise LaunchError(
-                    f"{why}, and {type(module).__name__} counts positions by itself "
-                    "(torch.arange); give them with the batch, [sample, position]"
-                )
-
-
-def _pairs(one: Any, other: Any, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
-        if isinstance(a, Tensor) and a.ndim > 1 and a.shape[1] == length:
-            yield a, b
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-def _with_other(x: Tensor, at: int) -> Tensor:
-    """Return x with that of other samples at one position."""
-    x = x.clone()
-    x[:, at] = x[:, at].roll(1, 0)
-    return x
-
-
 def positions_in(batch: Any) -> int:
     """Return how many positions the samples of a batch have, along dim 1 of what is cut.
 
@@ -296,10 +207,11 @@ def divided(batch: Any, place: Context) -> Any:
             "chunks; pad samples to a multiple"
         )
     held = place.positions(length)
-    return _positions_of(batch, length, lambda x: x[:, held.to(x.device)])
+    return positions_of(batch, length, lambda x: x[:, held.to(x.device)])
 
 
-def _positions_of(batch: Any, length: int, take: Callable[[Tensor], Tensor]) -> Any:
+def positions_of(batch: Any, length: int, take: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch, or outputs, with what `take` makes of the tensors that have positions."""
     return tree_map(
         lambda x: take(x) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == length else x,
         batch,

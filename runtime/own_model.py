@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,15 @@ from planner.errors import LaunchError
 from runtime import batches, experts, inner_loss
 from runtime.compiled import Compiler
 from runtime.coupled_loss import check_loss
+from runtime.divided_draws import DividedDraws, Draw
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place, place_of
-from runtime.named_attention import SeenKeys, check_divisible, divided, seeing
+from runtime.named_attention import SeenKeys, divided, positions_in, seeing
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
+from runtime.position_trial import check_parts, check_positions
 from runtime.recorder import Inputs, Recorder
+from runtime.recording import Node
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, refuse_changing
 from runtime.script_plan import script_plan
 from runtime.script_stage import (
@@ -107,13 +110,16 @@ class OwnModel:
         refuse_plan(plan, module, loss, by_plan=self.by_plan)
         if plan.training.lora is not None:
             adapt(plan, module, recorder)
+        plain = recorder  # modules are tried in fp32
         if dtype != torch.float32 or plan.training.lora is not None:
             recorder = Recorder.of(module, few, inputs, units=units, dtype=dtype)
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
         check_loss(plan, module, recorder, batch, loss)
-        self._check_divisions(plan, module, recorder, few, loss)
+        self._draws: Mapping[Draw, int] = {}
+        """Which dim of what a node draws has positions."""
+        self._check_divisions(plan, module, plain, few, loss)
         self.plan = plan
         self.recorder = recorder
         self.aliases: Mapping[str, str] = recorder.aliases
@@ -147,13 +153,25 @@ class OwnModel:
         if not self._sees_less(plan):
             return
         why = "documents" if plan.mesh.context == 1 else f"mesh.context: is {plan.mesh.context}"
-        if self.sums or isinstance(loss, whole_batch):
-            raise LaunchError(f"{why}, and sums over the batch are those of whole samples; use 1")
-        check_divisible(module, recorder, few, loss, why)
+        check_positions(module, recorder, few, loss, why)
+        if plan.mesh.context > 1:
+            self._draws = check_parts(module, recorder, few, loss, why)
 
-    def _seeing(self, batch: Any) -> AbstractContextManager[None]:
-        """Return what attention sees while a node of a micro-batch is called."""
-        return seeing(SeenKeys(context=self.place.context, batch=batch))
+    @contextmanager
+    def _seeing(self, batch: Any, node: Node) -> Iterator[None]:
+        """Let a node of a micro-batch see and draw what this rank's positions do."""
+        place = self.place.context
+        with ExitStack() as held:
+            held.enter_context(seeing(self._seen(batch)))
+            if place.degree > 1 and node.draws:
+                length = positions_in(batch) * place.degree
+                own = place.positions(length)
+                held.enter_context(DividedDraws(node.name, self._draws, own, length))
+            yield
+
+    def _seen(self, batch: Any) -> SeenKeys:
+        """Return what attention sees in a micro-batch."""
+        return SeenKeys(context=self.place.context, batch=batch)
 
     def _tried(self, few: Any) -> Any:
         """Return the batch of trials, for the tensor axis, of what is divided there."""
@@ -186,7 +204,7 @@ class OwnModel:
             part.module.around = self.around(plan)
         return parts
 
-    def around(self, plan: Plan) -> Callable[[Any], AbstractContextManager[None]] | None:
+    def around(self, plan: Plan) -> Callable[[Any, Node], AbstractContextManager[None]] | None:
         """Return what each call of a stage's nodes is made in, by the batch of its micro-batch."""
         return self._seeing if self._sees_less(plan) or plan.loss is not None else None
 

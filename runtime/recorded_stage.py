@@ -141,7 +141,7 @@ class RecordedStage(nn.Module):
         self._number = 0
         self.loss: Callable[[Any, MicroBatch], Tensor] | None = None
         """What the last stage makes of the module's outputs, if not the outputs themselves."""
-        self.around: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
+        self.around: Callable[[Any, Node], contextlib.AbstractContextManager[None]] | None = None
         """What each call of a node is made in, by the batch of its micro-batch."""
         self.order: BackwardOrder | None = None
         """In which units that FSDP wraps are gathered and reduced."""
@@ -472,7 +472,7 @@ class _MicroBatchRun:
             seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
         )
         around = self._stage.around
-        seeing = contextlib.nullcontext() if around is None else around(self._batch)
+        seeing = contextlib.nullcontext() if around is None else around(self._batch, node)
         with drawing, seeing, contextlib.nullcontext() if node.grad else torch.no_grad():
             made = tree_leaves(called(*args, **kwargs))
         for place, value in node.made:

@@ -7,14 +7,13 @@ the demo, and plain enough to read in a minute.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.documents.model import Architecture, Experts, ModelGraph
-from runtime.adapter import EMBEDDING, HEAD, Head, TensorStyle, next_token_loss
+from runtime.adapter import EMBEDDING, HEAD, Adapter, Head, TensorStyle
 from runtime.context import WHOLE, Context, attention, for_each_query_head
 from runtime.experts import mixed
 
@@ -173,7 +172,7 @@ def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Reference:
+class Reference(Adapter):
     """Adapter of the reference transformer."""
 
     def __init__(
@@ -185,15 +184,7 @@ class Reference:
         device: torch.device,
         context: Context = WHOLE,
     ) -> None:
-        assert model.architecture is not None
-        self.model = model
-        self.architecture = model.architecture
-        self._dtype = dtype
-        self.tied_names = frozenset(
-            ("embedding.tokens.weight", "head.output.weight")
-            if model.architecture.tied_embeddings
-            else ()
-        )
+        super().__init__(model, dtype)
         self._context = context
         self.rotary = rotary_tables(
             self.architecture.head_dim, context.positions(seq_len), dtype, device
@@ -208,16 +199,6 @@ class Reference:
             if name == HEAD:
                 return Head(norm(a), nn.Linear(a.hidden_size, a.vocab_size, bias=False))
             return Block(a, self.rotary, self._context, self._experts(name))
-
-    def configuration(self) -> str | None:
-        """No library has this model."""
-        return None
-
-    def tie(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let the output projection be the token embedding, where both are here."""
-        if self.tied_names and EMBEDDING in layers and HEAD in layers:
-            output, tokens = layers[HEAD].output, layers[EMBEDDING].tokens
-            cast(nn.Linear, output).weight = cast(nn.Embedding, tokens).weight
 
     def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Normal weights, norms of one, biases of zero."""
@@ -273,12 +254,3 @@ class Reference:
     def pieces(self, name: str) -> int:
         """Experts keep their gate and up projections in one parameter [expert, 2 ffn, hidden]."""
         return 2 if name.endswith("experts.gate_up_proj") else 1
-
-    def boundary(self, layer: str, tokens: Tensor) -> Tensor:
-        """Every layer but the head returns hidden states."""
-        shape = (*tokens.shape, self.architecture.hidden_size)
-        return torch.empty(shape, dtype=self._dtype, device="meta")
-
-    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Next-token cross-entropy."""
-        return next_token_loss(output, targets)

@@ -39,7 +39,8 @@ from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
 from runtime.divided import take_parts
 from runtime.loss import counted
-from runtime.named_attention import bytes_of, check_divisible, noted, positions_in
+from runtime.named_attention import bytes_of, noted, positions_in
+from runtime.position_trial import check_parts, check_positions
 from runtime.recorded_stage import MicroBatch, RecordedStage
 from runtime.recorder import Inputs, Recorder, arguments, can_be_tried, own_tensors
 from runtime.recording import Recording, called_name
@@ -187,7 +188,8 @@ def _positions(
     if loss is None or not any(one.keys_bytes for one in shared):
         return None
     try:
-        check_divisible(module, recorder, few, loss, "mesh.context")
+        check_positions(module, recorder, few, loss, "mesh.context")
+        check_parts(module, recorder, few, loss, "mesh.context")
         return positions_in(few)
     except LaunchError:
         return None
@@ -455,13 +457,17 @@ class _KeysOfAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _exchanges(module: nn.Module) -> dict[str, int]:
-    """Return bytes of the tokens chosen for each experts module, once they were called."""
-    found: dict[str, int] = {}
+def _exchanges(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return bytes of the tokens chosen for each experts module, once they were called.
+
+    Behind them stands how many experts each token has chosen.
+    """
+    found: dict[str, tuple[int, int]] = {}
 
     def note(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         hidden, index = args[:2]
-        found[path] = index.numel() * hidden.shape[-1] * hidden.element_size()
+        size = index.numel() * hidden.shape[-1] * hidden.element_size()
+        found[path] = size, index.shape[1]
 
     for path, one in experts.modules_of(module).items():
         one.register_forward_pre_hook(functools.partial(note, path))
@@ -469,7 +475,7 @@ def _exchanges(module: nn.Module) -> dict[str, int]:
 
 
 def _experts(
-    module: nn.Module, units: Sequence[str], exchanged: Mapping[str, int]
+    module: nn.Module, units: Sequence[str], exchanged: Mapping[str, tuple[int, int]]
 ) -> TracedExperts | None:
     """Return the experts inside a layer's units that were called."""
     inside = [path for path in exchanged if any(f"{path}.".startswith(f"{u}.") for u in units)]
@@ -480,7 +486,8 @@ def _experts(
         count=math.gcd(*map(experts.count_of, parts)),
         hidden=int(parts[0].get_parameter("down_proj").shape[1]),
         parameters=sum(p.numel() for one in parts for p in one.parameters()),
-        exchanged_bytes=sum(exchanged.values()) // SAMPLES,
+        exchanged_bytes=sum(size for size, _ in exchanged.values()) // SAMPLES,
+        per_token=max(choices for _, choices in exchanged.values()),
     )
 
 

@@ -32,7 +32,7 @@ from runtime.gradients import Gradients
 from runtime.inner_loss import BatchSums, InnerLosses, running
 from runtime.loss import Totals, counted
 from runtime.mesh import Place
-from runtime.named_attention import positions_in
+from runtime.named_attention import divided, positions_in
 from runtime.parallelize import gathers_anew, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
@@ -79,6 +79,9 @@ class StepPasses:
         self._statistics = statistics
         self._device = device
         self._sums = sums
+        # By all ranks together, also those whose stage sums nothing.
+        summed = sums and place.mesh is not None and place.replicas > 1
+        self._replica_group = place.replica_group if summed else None
         self._compares = compares
         self._surveyed: Totals | None = None
         """What the loss counts, while sums over the batch are made."""
@@ -283,9 +286,9 @@ class StepPasses:
         return sums
 
     def _of_all_slices(self, values: Tensor) -> Tensor:
-        """Return the sum of what the data ranks of this stage have."""
-        if self._place.mesh is not None and self._place.data_degree > 1:
-            dist.all_reduce(values, group=self._place.data_group)
+        """Return the sum of what the ranks of this stage have of all slices and positions."""
+        if self._replica_group is not None:
+            dist.all_reduce(values, group=self._replica_group)
         return values
 
     def _forward(self, micros: Sequence[MicroBatch], sums: BatchSums | None = None) -> None:
@@ -351,10 +354,13 @@ class StepPasses:
         made = self._outputs(micros)
         if not made:
             return
-        outputs = of_all_slices(batches.joined(made), place, self._counts)
         own = batches.joined([micro.batch for micro in micros])
-        batch = of_all_slices(own, place, self._counts)
-        notes = place.data_rank == 0 and place.along("tensor") == 0  # all have the same
+        outputs, batch = (
+            of_all_slices(self._at_all_positions(one, micros), place, self._counts)
+            for one in (batches.joined(made), own)
+        )
+        # All have the same.
+        notes = place.data_rank == place.along("tensor") == place.context.rank == 0
         if not torch.is_grad_enabled():
             if notes:
                 samples = sum(self._counts) if self._counts else plan.global_batch
@@ -366,8 +372,9 @@ class StepPasses:
             batch,
             own=plan.samples_of(place.data_rank),
             size=plan.micro_batch,
-            parts=plan.global_batch // plan.micro_batch,
+            parts=plan.global_batch // plan.micro_batch * place.context.degree,
         )
+        grads = [divided(one, place.context) for one in grads]
         if notes:
             self.totals.add(one)
         self._by_output = {id(m): grad for m, grad in zip(micros, grads, strict=True)}

@@ -312,9 +312,9 @@ def script_stage(
                 recorder=recorder,
                 styles=styles,
                 participation=participation,
-                unused=unused,
                 loss=loss,
             ),
+            unused=unused,
             compiler=compiler,
             wrapped=wraps,
             narrow=NarrowWeights(

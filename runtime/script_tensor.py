@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from planner.documents.plan import Plan
 from planner.errors import LaunchError, PlanError
-from planner.schedules import schedule_of
 from runtime import lora
 from runtime.derived_styles import DerivedStyles, given_text, line_of
 from runtime.divided import shards, take_parts
@@ -62,12 +61,6 @@ def styles_by_name(
     degree = plan.mesh.tensor
     if degree == 1:
         return ScriptStyles()
-    if styles and schedule_of(plan.schedule).splits_backward:
-        raise LaunchError(
-            f"schedule: is {plan.schedule}, which makes weight gradients apart, and modules of a "
-            "tensor= map run as torch runs them, who makes all at once; leave the map out, or use "
-            "another schedule"
-        )
     given = _given(module, recorder, styles or {})
     units = DerivedStyles(module, recorder, tried, left_out=frozenset(given)).of(degree)
     derived = {name: unit for name, unit in units.items() if unit.regions}

@@ -199,9 +199,15 @@ class LateUpdates:
     """Updates of a pipeline that never drains: each by the gradients of the step before."""
 
     def __init__(
-        self, pipeline: StalePipeline, optimizers: TorchOptimizers, clip_norm: float
+        self,
+        pipeline: StalePipeline,
+        optimizers: TorchOptimizers,
+        clip_norm: float,
+        updated: Callable[[], None],
     ) -> None:
+        """`updated` is called after each update."""
         self._pipeline, self._optimizers, self._clip_norm = pipeline, optimizers, clip_norm
+        self._updated = updated
         self._counts: deque[Tensor] = deque()
         """Of the steps whose update waits; oldest first."""
         self._norm = 0.0
@@ -221,6 +227,7 @@ class LateUpdates:
         optimizers = self._optimizers
         optimizers.follow()
         measured = optimizers.step(totals, self._clip_norm, self._counts.popleft())
+        self._updated()
         self._counts.append(measured.count)
         loss, self._norm, _, drift, ending = measured.report.tolist()
         if drift and optimizers.agreement is not None:

@@ -92,11 +92,17 @@ class AxisEntry:
 
 def part_of_dropout(like: Tensor, p: float, dim: int, across: Across) -> Tensor:
     """Return this rank's part of what a dropout of the whole tensor multiplies with."""
-    shape = list(like.shape)
-    shape[dim] *= across.degree
-    # Draws follow memory, in which dims may lie in another order.
-    order = sorted(range(like.ndim), key=like.stride, reverse=True)
-    ones = torch.ones([shape[at] for at in order], dtype=like.dtype, device=like.device)
-    drawn = functional.dropout(ones.permute([order.index(at) for at in range(like.ndim)]), p, True)
     own = like.shape[dim]
+    drawn = functional.dropout(widened(like, dim, own * across.degree).fill_(1), p, True)
     return drawn.narrow(dim, across.rank * own, own)
+
+
+def widened(like: Tensor, dim: int, size: int) -> Tensor:
+    """Return a tensor without values, of another size along a dim, laid out as `like` is.
+
+    Draws follow memory, in which dims may lie in another order.
+    """
+    shape = [size if at == dim else own for at, own in enumerate(like.shape)]
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    made = torch.empty([shape[at] for at in order], dtype=like.dtype, device=like.device)
+    return made.permute([order.index(at) for at in range(like.ndim)])

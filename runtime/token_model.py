@@ -20,7 +20,7 @@ from runtime.gradients import Slot
 from runtime.language_model import inputs_and_targets
 from runtime.learning_rate import learning_rate
 from runtime.mesh import Place
-from runtime.named_attention import SeenKeys, divided, seeing
+from runtime.named_attention import SeenKeys, divided
 from runtime.optimizer import adamw
 from runtime.own_model import OwnModel
 from runtime.recorder import Inputs
@@ -157,9 +157,9 @@ class TokenModel(OwnModel):
     def _sees_less(self, plan: Plan) -> bool:
         return super()._sees_less(plan) or self._documents
 
-    def _seeing(self, batch: Any) -> contextlib.AbstractContextManager[None]:
+    def _seen(self, batch: Any) -> SeenKeys:
         starts = batch[3] if self._documents else None
-        return seeing(SeenKeys(context=self.place.context, starts=starts, batch=batch))
+        return SeenKeys(context=self.place.context, starts=starts, batch=batch)
 
     def learning_rate(self, steps: int) -> float | None:
         """Return that of the update behind `steps` others."""

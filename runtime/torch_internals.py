@@ -7,8 +7,6 @@ differ, one function here does the work with either.  Where a class of torch is 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -23,9 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
-from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import _VersionWrapper as VersionWrapper
 
@@ -38,7 +34,6 @@ __all__ = [
     "PipelineAction",
     "PipelineRuntime",
     "ReduceScatter",
-    "ReplicateModule",
     "TensorMeta",
     "VersionWrapper",
     "act_around",
@@ -46,15 +41,12 @@ __all__ = [
     "before_reduction",
     "begin_backward",
     "compile_failures",
-    "compiled_code",
     "compiled_graphs",
     "compiler_lack",
     "compute_local_shape_and_global_offset",
-    "divided_graphs",
     "end_backward",
     "expect_graphs",
     "extend_gather",
-    "fake_store",
     "forget_forward_order",
     "fsdp_parameters",
     "has_ordered_effect",
@@ -64,7 +56,6 @@ __all__ = [
     "reduce_scatter",
     "refuse_graph",
     "replicate",
-    "shapes_found_in",
     "share_memory",
 ]
 
@@ -78,13 +69,6 @@ def compile_failures() -> tuple[type[Exception], ...]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # noqa: PLC0415
 
     return torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode
-
-
-def compiled_code(run: Callable[[], None]) -> list[str]:
-    """Return the code of every graph that `run` compiles, in order."""
-    from torch._inductor.utils import run_and_get_code  # noqa: PLC0415
-
-    return list(run_and_get_code(run)[1])
 
 
 def compiled_graphs() -> int:
@@ -116,30 +100,6 @@ def compiler_lack(device: torch.device) -> str | None:
     except exc.InvalidCxxCompiler:
         return "there is no C++ compiler; install g++ or set CXX"
     return None
-
-
-def divided_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of torch.compile that hands on graphs of forward and of backward.
-
-    They are decomposed and divided as inductor does it, which decides what is saved for backward.
-    """
-    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
-    from torch._functorch import config  # noqa: PLC0415
-    from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: PLC0415
-    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
-
-    divided = aot_autograd(
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
-        decompositions=select_decomp_table,
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
-    )
-
-    def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
-        with config.patch(unlift_effect_tokens=True):
-            return divided(graph, inputs)
-
-    return backend
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -201,35 +161,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def fake_store() -> dist.Store:
-    """Return the store of a process group that sends nothing."""
-    # Part of torch's tests, which a training image may have left out.
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
-
-    store: dist.Store = FakeStore()
-    return store
-
-
 def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup) -> None:
     """Put this rank's part of the sum over a group into `output`."""
     # 2.13 warns of the older name, which is the only one of 2.11.
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named(output, source, group=group)
-
-
-@contextlib.contextmanager
-def stages_know_shapes() -> Iterator[None]:
-    """Let the ranks of a pipeline agree that all know their shapes, without asking the others."""
-    voted = PipelineStage._warmup_backward_result
-
-    def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
-        return torch.ones_like(voted(stage, received_result=received_result))
-
-    PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        PipelineStage._warmup_backward_result = voted  # type: ignore[method-assign]
 
 
 def fsdp_parameters(module: FSDPModule, *, below: bool = False) -> Iterator[Any]:
@@ -343,24 +279,6 @@ def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., 
     shard = record._sharded_local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
     record._init_extensions()
-
-
-@contextlib.contextmanager
-def shapes_found_in(
-    context: Callable[[], contextlib.AbstractContextManager[object]],
-) -> Iterator[None]:
-    """Let DTensor work out the shapes of whole tensors inside a context of its own."""
-    before = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def inside(propagator: Any, op_schema: Any) -> Any:
-        with context():
-            return before(propagator, op_schema)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = inside  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = before  # type: ignore[method-assign]
 
 
 class KeptByCall(dict[int, Any]):

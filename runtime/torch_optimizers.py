@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from planner.errors import OptimizerError
 from runtime.gradient_wire import Mean
@@ -38,6 +38,7 @@ from runtime.mesh import Place
 from runtime.quantized_state import bytes_of, is_quantized, plain_values, take_values
 from runtime.streamed_state import StreamedState, steps_apart
 from runtime.torch_habits import PendingGradient, refuse_step
+from runtime.torch_internals import compute_local_shape_and_global_offset
 from runtime.trial import untouched
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -240,6 +241,8 @@ class TorchOptimizers(Gradients):
         self._rate = learning_rate
         self._parts: dict[str, _ParameterPart] = {}
         self._load: dict[Any, int] = {}
+        self._of_both = place.matrix_groups if place.sharded else {}
+        """Ranks that divide a matrix together; made by all ranks, whatever their optimizers."""
         self._streamed = StreamedState(device) if streamed else None
         by_name = {slot.name: slot for slot in self.slots}
         own: dict[int, tuple[Factory, list[dict[str, Any]]]] = {}
@@ -326,7 +329,7 @@ class TorchOptimizers(Gradients):
                 # values that an update leaves.
                 parts.append(_ParameterPart(slot, nn.Parameter(slot.local.data)))
                 continue
-            group, _ = _division(slot)
+            group = self._division(slot)
             loads = [self._load.get((id(group), rank), 0) for rank in range(group.size())]
             owner = loads.index(min(loads))
             self._load[id(group), owner] = loads[owner] + slot.parameter.numel()
@@ -447,8 +450,7 @@ class TorchOptimizers(Gradients):
 
     def _scatter(self, part: _ParameterPart) -> None:
         """Take this rank's part of what the owner made."""
-        group, dim = _division(part.slot)
-        slot = part.slot
+        group, slot = self._division(part.slot), part.slot
         whole = part.plain.data if part.owned else torch.empty_like(slot.parameter, device="meta")
         if not part.owned:
             whole = torch.empty(whole.shape, dtype=slot.local.dtype, device=self.device)
@@ -457,9 +459,23 @@ class TorchOptimizers(Gradients):
         if slot.sections:
             take_sections(slot, slot.local, whole)
             return
-        length = -(-whole.shape[dim] // group.size())
-        begin = min(group.rank() * length, whole.shape[dim])
-        slot.local.copy_(whole.narrow(dim, begin, slot.local.shape[dim]))
+        parameter = slot.parameter
+        assert isinstance(parameter, DTensor)
+        shape, begin = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        own = tuple(slice(at, at + size) for at, size in zip(begin, shape, strict=True))
+        slot.local.copy_(whole[own])
+
+    def _division(self, slot: Slot) -> dist.ProcessGroup:
+        """Return the ranks that divide a parameter."""
+        parameter = slot.parameter
+        assert isinstance(parameter, DTensor)
+        mesh = parameter.device_mesh
+        dims = [at for at, one in enumerate(parameter.placements) if not isinstance(one, Replicate)]
+        if len(dims) == 1:
+            return mesh.get_group(dims[0])
+        return self._of_both[(mesh.mesh_dim_names or ())[dims[-1]]]
 
     def state(self) -> dict[str, Tensor]:
         """Return parameters and optimizer state by name, sharing the live memory.
@@ -579,23 +595,8 @@ class TorchOptimizers(Gradients):
 
 def _is_divided(slot: Slot) -> bool:
     return isinstance(slot.parameter, DTensor) and any(
-        isinstance(p, Shard) for p in slot.parameter.placements
+        not isinstance(p, Replicate) for p in slot.parameter.placements
     )
-
-
-def _division(slot: Slot) -> tuple[dist.ProcessGroup, int]:
-    """Return the ranks that divide a parameter, and along which dim."""
-    parameter = slot.parameter
-    assert isinstance(parameter, DTensor)
-    if sum(isinstance(placement, Shard) for placement in parameter.placements) > 1:
-        raise OptimizerError(
-            f"{slot.name}: is divided over the tensor axis and by ZeRO, and its optimizer looks at "
-            "whole matrices; use zero 0, tensor 1, or another optimizer for it"
-        )
-    for at, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            return parameter.device_mesh.get_group(at), placement.dim
-    raise AssertionError(slot.name)
 
 
 def _whole_of(slot: Slot, local: Tensor) -> Tensor:

@@ -75,8 +75,6 @@ class Script:
     recorder: Recorder
     styles: ScriptStyles
     participation: Participation
-    unused: Sequence[nn.Parameter]
-    """Parameters that nothing reads, on the stage that has them."""
     loss: token_loss | None
     """What may be made in chunks."""
 
@@ -97,6 +95,8 @@ class Staged:
     """Data parallelism or mixed precision is at work (the module is an FSDPModule)."""
     store: WeightGradients | None = None
     """Where weight gradients wait, if the schedule makes them apart."""
+    unused: Sequence[nn.Parameter] = ()
+    """Parameters that nothing reads, on the stage that has them."""
     adapted: int = 0
     """Modules with an adapter; 0 where the whole model is trained."""
     summed: set[str] = field(default_factory=set)
@@ -446,31 +446,21 @@ def _activations(staged: Staged, item: PlacedLayer, packing: activations.Packing
 
 def _data(staged: Staged, at: int) -> None:
     """Let data parallelism hold the units of a layer, experts by themselves."""
-    plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
+    plan, place, device = staged.plan, staged.place, staged.device
     if not staged.wrapped:
         return
-    if isinstance(of, LanguageRules):
-        name = staged.placed[at].layer
-        layer = staged.module.part(name)
+    for name in staged.module.layers[at].units:
         inner = _experts_apart(staged, name)
         for module in inner:
             over_data(module, plan, place.expert_data, device, root=False)
-        layer.register_forward_hook(no_view)
         if staged.compiles(name):  # hooks of experts end a graph
             for module in inner:
-                act_around(layer, cast(FSDPModule, module))
-        if name in staged.module.units:
-            over_data(layer, plan, place.data, device, root=False)
-            staged.narrow.take(layer)
-        return
-    for name in staged.module.layers[at].units:
-        for module in _experts_apart(staged, name):
-            over_data(module, plan, place.expert_data, device, root=False)
+                act_around(staged.module.part(name), cast(FSDPModule, module))
         unit = staged.module.units.get(name)
         if unit is not None and not isinstance(unit, FSDPModule):
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
-            over_data(unit, plan, place.data, device, root=False, besides=_whole(staged, of))
+            over_data(unit, plan, place.data, device, root=False, besides=_whole(staged))
             staged.narrow.take(unit)
 
 
@@ -489,11 +479,10 @@ def _root(staged: Staged) -> None:
     """Let data parallelism hold what no unit has, and say when it gathers and reduces."""
     plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
     module = staged.module
-    whole = _whole(staged, of) if isinstance(of, Script) else []
+    whole = _whole(staged)
     if staged.wrapped:
-        if isinstance(of, Script):
-            _make_contiguous(module)
-            module.register_forward_hook(no_view)
+        _make_contiguous(module)
+        module.register_forward_hook(no_view)
         over_data(module, plan, place.data, device, root=True, besides=whole)
         root = cast(FSDPModule, module)
         units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
@@ -510,19 +499,19 @@ def _root(staged: Staged) -> None:
         staged.replicated = tuple(
             (parameter, group)
             for parameter, group in replicated(module, plan, place)
-            if isinstance(of, LanguageRules) or all(parameter is not one for one in of.unused)
+            if all(parameter is not one for one in staged.unused)
         )
     elif staged.wrapped and isinstance(of, Script) and place.replica_group.size() > 1:
-        unused, group = {id(one) for one in of.unused}, place.replica_group
+        unused, group = {id(one) for one in staged.unused}, place.replica_group
         staged.replicated = tuple(
             (one, group) for one in whole if id(one) not in unused and one.requires_grad
         )
 
 
-def _whole(staged: Staged, of: Script) -> list[nn.Parameter]:
+def _whole(staged: Staged) -> list[nn.Parameter]:
     """Return what FSDP leaves whole: what has no dim, and what no gradient ever moves."""
     scalars = [parameter for parameter in staged.module.parameters() if not parameter.ndim]
-    return [*scalars, *of.unused]
+    return [*scalars, *staged.unused]
 
 
 def _make_contiguous(module: nn.Module) -> None:

@@ -218,6 +218,8 @@ class _LinearProducts(torch.autograd.Function):
 def _accumulate(weight: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient as autograd would, whatever kind of tensor it is."""
     if isinstance(weight, DTensor):
+        if isinstance(grad, DTensor):  # where torch's styles run, products are of DTensors
+            grad = grad.redistribute(placements=weight.placements).to_local()
         if weight.grad is not None:
             cast(DTensor, weight.grad).to_local().add_(grad)
             return

@@ -35,6 +35,7 @@ from planner.search.search import search
 from plans import Case
 from runtime import data, run
 from runtime import launch as launching
+from runtime.launch_record import Launch
 from tests.runtime.ports import free_port
 
 HERE = Path(__file__).parent
@@ -103,10 +104,12 @@ def our_losses(plan: Plan, weights: Path, folder: Path) -> list[float]:
     """Launch a plan as the command does; return the losses [step]."""
     write(plan, folder / "plan.yaml")
     launching.launch(
-        folder / "plan.yaml",
-        run.LaunchRun(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
-        device="cpu",
-        quiet=True,
+        Launch(
+            folder / "plan.yaml",
+            run.LaunchRun(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
+            device="cpu",
+            quiet=True,
+        )
     )
     return [record.loss for record in run.read_records(run.metrics_file(folder / "run"))]
 

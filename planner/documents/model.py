@@ -243,6 +243,8 @@ class TracedExperts(Part):
     parameters: Positive
     exchanged_bytes: Count
     """Of one sample's tokens on the way to the experts chosen for them, in fp32."""
+    per_token: Positive = 1
+    """Experts that are chosen for a token."""
 
 
 class TracedLogits(Part):

@@ -25,6 +25,7 @@ from planner.documents.model import (
     Layer,
     LayerTrace,
     ModelGraph,
+    TracedExperts,
     TracedLogits,
 )
 from planner.documents.profile import ChunkedLoss
@@ -34,7 +35,9 @@ from planner.layers.feed_forward import experts, mlp
 from planner.layers.kernels import MODULES, compiled
 from planner.layers.operator_table import (
     FP32,
+    GroupAxis,
     Operator,
+    OperatorKind,
     OperatorTable,
     Setting,
     either,
@@ -48,6 +51,7 @@ from planner.layers.parameters import (
     norms_of_block,
     routes,
 )
+from planner.layers.routing import Routing
 
 
 def table(model: ModelGraph, layer: Layer, setting: Setting) -> OperatorTable:
@@ -379,23 +383,67 @@ def _crossing_ranks(
         )
         before.append(gathered)
     if setting.spreads_experts and layer.experts is not None:
-        size = layer.experts.exchanged_bytes * scale
-        there, back = (
-            Operator(
-                name=f"{layer.name}_{made}",
-                kind="all_to_all",
-                inputs=(),
-                outputs={made: size},
-                saved=(made,),
-                moved_bytes=size,
-                backward_moved_bytes=size,
-                axis="expert",
-            )
-            for made in ("sent", "returned")
-        )
-        before.append(there)
-        behind.append(back)
+        there, back = _to_experts(layer.name, layer.experts, setting, scale)
+        before += there
+        behind += back
     return before, behind
+
+
+def _to_experts(
+    name: str, experts: TracedExperts, setting: Setting, scale: float
+) -> tuple[list[Operator], list[Operator]]:
+    """Return how tokens of a traced layer come to experts of other ranks, and back.
+
+    Sent to each of their experts they take c b bytes, b those of a rank's tokens and c the choices
+    of each.  Relayed, a copy goes to every node and from there to every rank that has some of them.
+    Gathered, all ranks' tokens come to each, whose buffers have rows for min(c, own experts) of
+    each token: what of those is not filled is held beside the trace.
+    """
+    sent = experts.exchanged_bytes * scale
+    tokens = sent / experts.per_token
+
+    def moved(
+        made: str, size: float, axis: GroupAxis, kind: OperatorKind = "all_to_all"
+    ) -> Operator:
+        return Operator(
+            name=f"{name}_{made}",
+            kind=kind,
+            inputs=(),
+            outputs={made: size},
+            saved=(made,),
+            moved_bytes=size,
+            backward_moved_bytes=size,
+            axis=axis,
+        )
+
+    if setting.dispatch == "allgather":
+        every = setting.expert * tokens
+        rows = every * smaller(float(experts.per_token), experts.count / setting.expert)
+        inner = experts.parameters / (3 * experts.count * experts.hidden)
+        empty = larger(0.0, rows - sent) * (2 + 3 * inner / experts.hidden)
+        held = Operator(
+            name=f"{name}_rows",
+            kind="memory",
+            inputs=(),
+            outputs={"rows": empty},
+            saved=("rows",),
+            moved_bytes=6 * rows + every,
+            backward_moved_bytes=6 * rows + every,
+        )
+        gathered = moved("gathered", every, "expert", "all_gather")
+        scattered = replace(
+            moved("scattered", every, "expert", "reduce_scatter"),
+            outputs={"scattered": tokens},
+            saved=(),
+        )
+        return [gathered, held], [scattered]
+    if not setting.relays:
+        return [moved("sent", sent, "expert")], [moved("returned", sent, "expert")]
+    routing = Routing(experts.count, experts.per_token)
+    nodes, ranks = (copies * tokens for copies in routing.hops(setting.expert, setting.relay))
+    there = moved("at_nodes", nodes, "experts_across"), moved("at_ranks", ranks, "experts_inside")
+    back = moved("of_ranks", ranks, "experts_inside"), moved("of_nodes", nodes, "experts_across")
+    return [*there], [*back]
 
 
 def _logits_in_chunks(

@@ -443,9 +443,10 @@ def relay_of(request: Request, degrees: Degrees | Layout) -> int | None:
     each token to each of its experts, where that is no slower, as inside a node.
     """
     pins, a = request.pins, request.model.architecture
-    if degrees.expert == 1 or a is None or a.experts is None:
+    if degrees.expert == 1 or not request.model.expert_count:
         return None
-    if pins.relay is not None or pins.dispatch is not None or not request.space.relay:
+    pinned = pins.relay is not None or pins.dispatch is not None
+    if pinned or not request.space.relay or a is None or a.experts is None:
         return pins.relay
     tokens = request.job.seq_len / (degrees.tensor * degrees.context)
     return fastest_relay(

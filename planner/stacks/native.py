@@ -202,11 +202,6 @@ def _own_limits(model: ModelGraph, layout: Layout) -> Iterator[Obstacle]:
         )
     if layout.expert > 1 and not model.expert_count:
         yield Obstacle("mesh.expert", f"is {layout.expert}, and {model.name} has no experts")
-    if layout.expert > 1 and (layout.relay is not None or layout.dispatch != "alltoall"):
-        name = "dispatch" if layout.relay is None else "relay"
-        yield Obstacle(
-            name, f"is {getattr(layout, name)}, which is not priced for modules of one's own"
-        )
     if layout.loss is not None and not any(layer.logits for layer in model.layers):
         yield Obstacle(
             "loss",

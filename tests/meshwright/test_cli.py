@@ -143,7 +143,7 @@ def test_commands_that_run_one_after_the_other_predict_the_same_seconds_here(
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(here / "cache"))
     launched: list[float] = []
     monkeypatch.setattr(
-        "runtime.launch.launch", lambda *_, **given: launched.append(given["predicted_step_s"])
+        "runtime.launch.launch", lambda asked: launched.append(asked.predicted_step_s)
     )
 
     def anew(*arguments: str) -> Any:

@@ -20,6 +20,7 @@ from planner.documents.plan import Plan, Training
 from planner.errors import LaunchError
 from runtime import data, run, train
 from runtime import launch as launching
+from runtime.launch_record import Launch
 from runtime.run import RankOrders
 from tests.limits import PATIENCE_S
 from tests.runtime import cases, combinations, library_runs
@@ -187,10 +188,14 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     output.mkdir(parents=True)
     write(row.document(), plan)
     launching.launch(
-        plan,
-        run.LaunchRun(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
-        device="cpu",
-        quiet=True,
+        Launch(
+            plan,
+            run.LaunchRun(
+                data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options
+            ),
+            device="cpu",
+            quiet=True,
+        )
     )
     return Found.of(list(run.read_records(run.metrics_file(output / "run"))))
 

@@ -15,6 +15,7 @@ from planner.documents.model import Architecture, Layer, ModelGraph
 from planner.documents.plan import Plan, Training
 from runtime import run as files_of
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.report import RunReport
 from runtime.run import LaunchRun
 from runtime.supervise import last_lines
@@ -121,7 +122,7 @@ class Room:
 
     def run(self, plan: Plan, **options: object) -> RunReport:
         settings = {"model": MODEL, "quiet": True, **options}
-        report = launch(self.plan(plan), self.asked(settings), **settings)
+        report = launch(Launch(self.plan(plan), self.asked(settings), **settings))
         assert report is not None
         return report
 
@@ -144,10 +145,12 @@ class Room:
             "from planner.errors import MeshwrightError\n"
             "from planner.documents.model import ModelGraph\n"
             "from runtime.launch import launch\n"
+            "from runtime.launch_record import Launch\n"
             "from runtime.run import LaunchRun\n"
             "try:\n"
             "    model = read(ModelGraph, sys.argv[2])\n"
-            "    launch(sys.argv[1], LaunchRun.model_validate_json(sys.argv[3]), model=model)\n"
+            "    asked = LaunchRun.model_validate_json(sys.argv[3])\n"
+            "    launch(Launch(sys.argv[1], asked, model=model))\n"
             "except MeshwrightError as error:\n"
             "    sys.exit(str(error))\n"
         )

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.torch_internals import fake_store, stages_know_shapes
 from planner.documents.plan import Plan
 from runtime.engine import Engine
 from runtime.live_memory import LiveMemory
-from runtime.torch_internals import fake_store, fsdp_parameters, stages_know_shapes
+from runtime.torch_internals import fsdp_parameters
 
 
 def script_peak_bytes(make: Callable[[Plan], Engine], plan: Plan, batch: Any, *, rank: int) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runtime.engine import Engine
+from tests.runtime.ranks import on_ranks
 
 DECAY = 0.8
 
@@ -29,6 +31,29 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 def build() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def late_averages() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return averages of a pipeline that never drains, and those made of its weights by hand."""
+    layout = {"pipeline": 2, "micro_batches": 2, "schedule": "pipedream-2bw"}
+    engine = Engine(build, layout, loss=loss, optimizer=sgd, batch=batch_of(0))
+    average, expected = engine.averaged(DECAY), dict[str, Tensor]()
+    for step in range(4):
+        engine.step(batch_of(step))
+    with average.applied():
+        averages = engine.state_dict()
+    other = Engine(build, layout, loss=loss, optimizer=sgd, batch=batch_of(0))
+    for step in range(4):
+        other.step(batch_of(step))
+        for name, value in other.state_dict().items():
+            expected[name] = expected.get(name, value).lerp(value, 1 - DECAY)
+    return averages, expected
+
+
+@pytest.mark.ranks
+def test_averages_of_late_updates_are_those_of_the_weights_behind_them() -> None:
+    for averages, expected in on_ranks(2, late_averages):
+        torch.testing.assert_close(averages, expected)
 
 
 def test_averages_are_those_of_torch() -> None:

@@ -14,6 +14,7 @@ import transformers
 from planner.errors import LaunchError
 from runtime import launch as launching
 from runtime import run
+from runtime.launch_record import Launch
 from tests.runtime.library_rows import OnCrew
 from tests.runtime.ranks import Crew
 
@@ -68,14 +69,16 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     (tmp_path / "text.txt").write_text("All happy families are alike.")
     with pytest.raises(LaunchError, match="has text, and training is on conversations"):
         launching.launch(
-            tmp_path / "example" / "0" / "plan.yaml",
-            run.LaunchRun(
-                data=tmp_path / "example" / "model" / "chat.jsonl",
-                evaluate=tmp_path / "text.txt",
-                output=tmp_path / "refused",
-            ),
-            device="cpu",
-            quiet=True,
+            Launch(
+                tmp_path / "example" / "0" / "plan.yaml",
+                run.LaunchRun(
+                    data=tmp_path / "example" / "model" / "chat.jsonl",
+                    evaluate=tmp_path / "text.txt",
+                    output=tmp_path / "refused",
+                ),
+                device="cpu",
+                quiet=True,
+            )
         )
 
     # Resumed under another plan, the last step is that of the run that did not stop.
@@ -83,18 +86,20 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
     losses = []
     for plan, steps in (("0", 2), ("2", 3)):
         launching.launch(
-            home / plan / "plan.yaml",
-            run.LaunchRun(
-                data=model / "chat.jsonl",
-                weights=model,
-                steps=steps,
-                checkpoint=tmp_path / "stopped",
-                output=tmp_path / "out",
-                training=tuple(f"{key}={value}" for key, value in example.SETTINGS.items()),
-                resume=steps == 3,
-            ),
-            device="cpu",
-            quiet=True,
+            Launch(
+                home / plan / "plan.yaml",
+                run.LaunchRun(
+                    data=model / "chat.jsonl",
+                    weights=model,
+                    steps=steps,
+                    checkpoint=tmp_path / "stopped",
+                    output=tmp_path / "out",
+                    training=tuple(f"{key}={value}" for key, value in example.SETTINGS.items()),
+                    resume=steps == 3,
+                ),
+                device="cpu",
+                quiet=True,
+            )
         )
         losses = [one.loss for one in run.read_records(run.metrics_file(tmp_path / "out"))]
     straight = [one.loss for one in run.read_records(run.metrics_file(home / "0" / "run"))]

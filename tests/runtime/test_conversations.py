@@ -16,6 +16,7 @@ from runtime import records
 from runtime.conversations import Conversations
 from runtime.data import Corpus, files, prepare
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.packing import OPEN_ROWS, PackedSamples, packed
 from runtime.run import LaunchRun
 from tests.runtime import chats
@@ -228,10 +229,12 @@ def test_conversations_with_a_model_of_our_own_are_refused_before_ranks_start(
 
     with pytest.raises(LaunchError, match="is no model of transformers, and attention of others"):
         launch(
-            room.plan(plan_of()),
-            LaunchRun(data=talks, tokenizer=tokenizer, output=room.folder / "out"),
-            model=MODEL,
-            quiet=True,
+            Launch(
+                room.plan(plan_of()),
+                LaunchRun(data=talks, tokenizer=tokenizer, output=room.folder / "out"),
+                model=MODEL,
+                quiet=True,
+            )
         )
 
     assert not (room.folder / "out" / "orders.yaml").exists()

@@ -78,7 +78,6 @@ def test_a_shared_weight_counts_once() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("normalised", "has a BatchNorm1d; use a norm over one sample"),
         ("broken", "raised ValueError: no luck"),
         ("number", r"number\(\) must return a module, a list of modules, or a dict"),
         ("missing", "has no function 'missing'"),
@@ -147,13 +146,14 @@ def all_trained(layouts: list[dict[str, Any]]) -> list[Run]:
     return [
         train(cases.plan(graph(name), **layout), graph(name), 3)
         for layout in layouts
-        for name in ("tied", "dropping", "flattened")
+        for name in ("tied", "dropping", "flattened", "normalised")
     ]
 
 
 @pytest.mark.ranks
 def test_ties_draws_and_modules_without_parameters_train_like_one_process() -> None:
-    """A weight of both ends, masks of Dropout, and a module that belongs to another's layer."""
+    """A weight of both ends, masks of Dropout, a module that belongs to another's layer, statistics
+    of a micro-batch."""
     (alone,) = on_ranks(1, all_trained, [{"micro_batches": 4}])
 
     every = on_ranks(2, all_trained, [{"micro_batches": 4, "pipeline": 2}])

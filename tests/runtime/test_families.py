@@ -32,6 +32,7 @@ from planner.stacks.native import obstacle
 from runtime import launch as launching
 from runtime import run
 from runtime.export import to_huggingface
+from runtime.launch_record import Launch
 from runtime.supported import supported
 from runtime.train import token_engine
 from tests.limits import PATIENCE_S
@@ -180,12 +181,14 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     output.mkdir(parents=True)
     write(plan_of(family, layout), output / "plan.yaml")
     launching.launch(
-        output / "plan.yaml",
-        run.LaunchRun(
-            data=TEXT, weights=published(family), steps=STEPS, output=output / "run", **options
-        ),
-        device="cpu",
-        quiet=True,
+        Launch(
+            output / "plan.yaml",
+            run.LaunchRun(
+                data=TEXT, weights=published(family), steps=STEPS, output=output / "run", **options
+            ),
+            device="cpu",
+            quiet=True,
+        )
     )
     records = list(run.read_records(run.metrics_file(output / "run")))
     return Found([r.loss for r in records], [r.grad_norm for r in records])

@@ -16,7 +16,7 @@ from planner.documents.events import Attempt
 from planner.documents.prediction import StagePrediction
 from planner.documents.units import GIB
 from planner.errors import LaunchError
-from runtime import faults, launch
+from runtime import bad_ends, faults
 from runtime.hang import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
@@ -73,7 +73,7 @@ def ended(tmp_path: Path, *, code: int, log: str, said: Failure | None = None) -
         output=tmp_path, run=LaunchRun(), ranks=SimpleNamespace(devices={3: 1}), resumed=None
     )
     cause = Exit(rank=3, code=code)
-    return launch._bad_end(ready, BadEnd(seen=(cause,), cause=cause, failure=said), after_step=5)
+    return bad_ends.bad_end(ready, BadEnd(seen=(cause,), cause=cause, failure=said), after_step=5)
 
 
 def test_a_hang_is_told_with_rank_collective_and_who_is_behind(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_hang_is_told_with_rank_collective_and_who_is_behind(tmp_path: Path) -
 
     error = ended(tmp_path, code=-signal.SIGABRT, log=WATCHDOG)
 
-    assert type(error) is launch.RanksHang  # no device is taken out
+    assert type(error) is bad_ends.RanksHang  # no device is taken out
     assert str(error).startswith(
         "rank 3 waited 600.029 s in collective 17 of its group (ALLREDUCE) after step 5; "
         "rank 5 began 16; nothing was saved"
@@ -106,7 +106,7 @@ def test_a_lost_device_names_its_place(tmp_path: Path) -> None:
 
     error = ended(tmp_path, code=1, log="", said=said)
 
-    assert isinstance(error, launch.RankLost)
+    assert isinstance(error, bad_ends.RankLost)
     assert cast(Any, error).local_rank == 1
 
 
@@ -142,9 +142,9 @@ def of_memory(tmp_path: Path, *, code: int, said: Failure | None, **known: Any) 
         resumed=None,
     )
     cause = Exit(rank=1, code=code)
-    memory = launch.MemoryUse(prediction=prediction, **known)
+    memory = bad_ends.MemoryUse(prediction=prediction, **known)
     bad = BadEnd(seen=(cause,), cause=cause, failure=said)
-    return launch._bad_end(ready, bad, after_step=5, memory=memory)
+    return bad_ends.bad_end(ready, bad, after_step=5, memory=memory)
 
 
 def test_out_of_memory_is_told_by_kind_beside_what_was_predicted(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_out_of_memory_is_told_by_kind_beside_what_was_predicted(tmp_path: Path)
 
     error = of_memory(tmp_path, code=1, said=said)
 
-    assert isinstance(error, launch.RankFailed)
+    assert isinstance(error, bad_ends.RankFailed)
     assert error.end == RankEnd(cause="out_of_memory", rank=1, after_step=5, needed=1.5)
     assert error.lead == (
         "rank 1 ran out of device memory (plan again with less memory per device) after step 5; "
@@ -174,7 +174,7 @@ def test_a_kill_is_one_for_memory_where_the_system_counts_it(tmp_path: Path) -> 
     host = of_memory(tmp_path / "b", code=code, said=None, killed=True, most_bytes=7)
     other = of_memory(tmp_path / "c", code=code, said=None, killed=False)
 
-    ends = [cast(launch.RankFailed, error).end for error in (own, host, other)]
+    ends = [cast(bad_ends.RankFailed, error).end for error in (own, host, other)]
     assert [end and (end.cause, end.needed, end.on_host) for end in ends] == [
         ("out_of_memory", 1.0, False),
         ("out_of_memory", None, True),
@@ -224,7 +224,7 @@ def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
 
     error = ended(tmp_path, code=1, log="", said=said)
 
-    assert isinstance(error, launch.RankFailed)
+    assert isinstance(error, bad_ends.RankFailed)
     assert (str(error), error.end) == ("w: rank 4 has", end)
 
 
@@ -241,10 +241,10 @@ def test_stacks_and_ends_of_logs_are_kept_with_the_attempt_that_ended(tmp_path: 
     )
     ready: Any = SimpleNamespace(output=tmp_path, ranks=SimpleNamespace(devices={3: 0, 5: 1}))
 
-    launch._keep_evidence(ready)
+    bad_ends.keep_evidence(ready)
 
     kept = evidence_folder(tmp_path, 2)
     assert {file.name for file in kept.iterdir()} == {"rank-00003.log", "rank-00003.stack"}
     assert (kept / "rank-00003.stack").read_text() == "File x"
     log = (kept / "rank-00003.log").read_text()
-    assert (len(log), log[-8:]) == (launch.MOST_KEPT, " the end")
+    assert (len(log), log[-8:]) == (bad_ends.MOST_KEPT, " the end")

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.torch_internals import fake_store
 from planner.catalog import stacks
 from planner.costs import flat_units
 from planner.costs.memory import StateSharding, state_types
-from runtime.torch_internals import fake_store
 
 WIDTH, RANKS, BLOCKS = 256, 8, 3
 BLOCK = 8 * WIDTH**2

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright
+from benchmarks.torch_internals import fake_store
 from planner.catalog.expressions import resolve_cluster
 from planner.costs.held import HeldStates, matrices_bytes
 from planner.costs.layout_costs import CostTables
@@ -21,7 +22,6 @@ from planner.requests.request import Request
 from runtime.batches import samples_in
 from runtime.engine import Engine
 from runtime.script_model import script_model
-from runtime.torch_internals import fake_store
 from tests.runtime.test_script_tensor import Model, batch_of, loss
 
 RANKS = 4

@@ -18,6 +18,7 @@ from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.search import search
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.run import LaunchRun
 from runtime.train import token_engine
 from tests.planner.documents.test_cluster import DEVICE
@@ -147,7 +148,13 @@ def test_each_rank_is_told_the_device_of_its_stages_group(
     document.write(plan, tmp_path / "plan.yaml")
 
     launch(
-        tmp_path / "plan.yaml", LaunchRun(output=tmp_path), model=MODEL, dry_run=True, device="cpu"
+        Launch(
+            tmp_path / "plan.yaml",
+            LaunchRun(output=tmp_path),
+            model=MODEL,
+            dry_run=True,
+            device="cpu",
+        )
     )
 
     lines = capsys.readouterr().out.splitlines()

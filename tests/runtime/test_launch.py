@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from planner.catalog.expressions import resolve_cluster
+from planner.costs.predict import predict
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from runtime import checkpoint, preflight
 from runtime import run as files_of
 from runtime.held import alone_in
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.preflight import cores
 from runtime.report import RunReport
 from tests.limits import PATIENCE_S
@@ -112,7 +115,7 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(room: Room) -> None:
     )
 
     with pytest.raises(DocumentError, match="vocab_size: is 256, but tokens by bytes reach 256"):
-        launch(room.plan(plan), room.asked({}), model=small, quiet=True)
+        launch(Launch(room.plan(plan), room.asked({}), model=small, quiet=True))
 
 
 def test_an_output_that_cannot_be_written_is_refused(room: Room) -> None:
@@ -183,10 +186,12 @@ def test_going_on_without_checksums_is_said(room: Room, capsys: pytest.CaptureFi
     saved = fake_checkpoint(room.folder / "saved", 30)
 
     launch(
-        room.plan(plan_of()),
-        room.asked({"checkpoint": saved.parent, "resume": True, "steps": 31}),
-        model=MODEL,
-        dry_run=True,
+        Launch(
+            room.plan(plan_of()),
+            room.asked({"checkpoint": saved.parent, "resume": True, "steps": 31}),
+            model=MODEL,
+            dry_run=True,
+        )
     )
 
     assert f"{saved}: was written without checksums; damage" in capsys.readouterr().err
@@ -219,10 +224,12 @@ def test_a_dry_run_prints_one_line_per_rank_and_starts_nothing(
     room: Room, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = launch(
-        room.plan(plan_of(data=2)),
-        room.asked({}),
-        model=MODEL,
-        dry_run=True,
+        Launch(
+            room.plan(plan_of(data=2)),
+            room.asked({}),
+            model=MODEL,
+            dry_run=True,
+        )
     )
 
     printed = capsys.readouterr().out.splitlines()
@@ -279,6 +286,7 @@ def test_a_run_reports_what_it_measured(room: Room, capfd: pytest.CaptureFixture
     held_out = room.folder / "held out.txt"
     held_out.write_text("Every unhappy family is unhappy in its own way. " * 20)
 
+    prediction = predict(plan_of(pipeline=2), MODEL, resolve_cluster("2xh100-sxm-80gb"))
     report = room.run(
         plan_of(pipeline=2),
         steps=6,
@@ -286,7 +294,7 @@ def test_a_run_reports_what_it_measured(room: Room, capfd: pytest.CaptureFixture
         training=["learning_rate=0.02", "rate_schedule=linear", "rate_steps=8"],
         evaluate=held_out,
         evaluate_every=3,
-        peak_step_s=1e-3,
+        prediction=prediction,
     )
 
     assert (report.steps, report.ranks, report.timed_steps, report.stopped) == (6, 2, 4, "steps")
@@ -296,7 +304,8 @@ def test_a_run_reports_what_it_measured(room: Room, capfd: pytest.CaptureFixture
     assert rates == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.015])
     assert report.step_time_s is not None
     assert report.tokens_per_s == pytest.approx(8 * 16 / report.step_time_s)
-    assert report.mfu == pytest.approx(1e-3 / report.step_time_s)
+    at_peak_s = prediction.mfu * prediction.step_time_s
+    assert report.mfu == pytest.approx(at_peak_s / report.step_time_s)
     assert report.losses[-1] < report.losses[0]
     weights_bytes = 4 * min(258 * 32 + 9280, 258 * 32 + 32 + 9280)
     for stage in report.stages:

@@ -20,6 +20,7 @@ from planner.documents.plan import Plan
 from planner.errors import LaunchError, MeshwrightError
 from runtime import checkpoint
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
@@ -45,7 +46,9 @@ def on_nodes(
             settings[name] = value(number) if callable(value) else value
         asked = room.asked(settings)
         try:
-            ends[number] = launch(path, asked, node_rank=node_rank, nodes=devices, **settings)
+            ends[number] = launch(
+                Launch(path, asked, node_rank=node_rank, nodes=devices, **settings)
+            )
         except MeshwrightError as error:
             ends[number] = error
 
@@ -169,13 +172,14 @@ import json, os, sys
 from planner.documents.document import read
 from planner.documents.model import ModelGraph
 from runtime.launch import launch
+from runtime.launch_record import Launch
 from runtime.nodes import node_rank_of
 from runtime.run import LaunchRun
 folder = sys.argv[1]
-report = launch(folder + "/plan.yaml", LaunchRun(
+report = launch(Launch(folder + "/plan.yaml", LaunchRun(
     data=folder + "/text.txt", output=folder + "/out", steps=3),
     model=read(ModelGraph, folder + "/model.yaml"), quiet=True,
-    node_rank=node_rank_of(os.environ), nodes=(2, 2))
+    node_rank=node_rank_of(os.environ), nodes=(2, 2)))
 print(json.dumps(report.losses if report else None))
 """
 

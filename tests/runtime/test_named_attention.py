@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import meshwright
 from planner.errors import LaunchError
 from runtime.engine import Engine
-from runtime.named_attention import check_positions
+from runtime.position_trial import check_positions
 from runtime.recorder import Recorder
 from tests.runtime.ranks import on_ranks
 

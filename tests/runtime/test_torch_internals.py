@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from runtime.torch_internals import KeptByCall, fsdp_parameters, reduce_scatter, shapes_found_in
+from benchmarks.torch_internals import shapes_found_in
+from runtime.torch_internals import KeptByCall, fsdp_parameters, reduce_scatter
 
 ROOT = Path(__file__).parents[2]
 

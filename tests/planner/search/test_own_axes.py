@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.catalog.expressions import resolve_cluster
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
 from planner.documents.model import Layer, LayerTrace, ModelGraph, TracedExperts, TracedLogits
 from planner.documents.plan import Job, Layout
 from planner.documents.profile import ChunkedLoss
 from planner.layers.arithmetic import local_parameters, traced
-from planner.layers.operator_table import Setting
+from planner.layers.arithmetic import table as table_of
+from planner.layers.operator_table import Operator, OperatorTable, Setting
 from planner.requests.pins import read_pins
 from planner.requests.request import Request
 from planner.search.search import search
@@ -57,6 +58,7 @@ HEAD = Layer(
 MODEL = ModelGraph(name="own", source="script:build", layers=(BLOCK, HEAD), positions=1024)
 JOB = Job(seq_len=1, global_batch=8, precision="bf16")
 CLUSTER = resolve_cluster("8xa100-sxm-80gb")
+NODES = resolve_cluster("16xa100-sxm-80gb")
 
 
 def setting(**fields: object) -> Setting:
@@ -80,6 +82,40 @@ def test_tokens_go_to_experts_and_come_back() -> None:
     assert sent == [2 * 2**23 / 2 / 2] * 2  # of a rank's positions
     assert local_parameters(MODEL, BLOCK, expert=4) == (4_000_000, 15_000_000)
     assert local_parameters(MODEL, BLOCK) == (64_000_000, 0.0)
+
+
+@pytest.mark.parametrize("fields", [{"dispatch": "allgather"}, {"relay": 2}])
+def test_tokens_go_as_those_of_a_mixture_that_is_known(fields: dict[str, object]) -> None:
+    model = resolve_model("mixtral-8x7b")
+    a = model.architecture
+    assert a is not None and a.experts is not None
+    own = EXPERTS.model_copy(
+        update={
+            "hidden": a.hidden_size,
+            "per_token": a.experts.per_token,
+            "exchanged_bytes": 512 * a.experts.per_token * a.hidden_size * 4,
+        }
+    )
+    how = setting(seq_len=512, expert=4, tensor=1, **fields)
+    known = next(layer for layer in model.layers if layer.kind == "moe_block")
+
+    of_traced, of_known = (
+        {(op.kind, op.axis, index): op.moved_bytes for index, op in enumerate(_on_links(table))}
+        for table in (
+            traced(BLOCK.model_copy(update={"experts": own}), how),
+            table_of(model, known, how),
+        )
+    )
+
+    assert of_traced.keys() == of_known.keys()
+    for key, size in of_traced.items():
+        # Routers of known models are not balanced, and choices are sent too.
+        skew = how.kernels.expert_skew if key[0] == "all_to_all" else 1.0
+        assert skew * size == pytest.approx(of_known[key], rel=0.01), key
+
+
+def _on_links(table: OperatorTable) -> list[Operator]:
+    return [one for one in table.operators if one.axis.startswith("expert")]
 
 
 @pytest.mark.parametrize("gradients", ["precomputed", "recomputed"])
@@ -112,11 +148,6 @@ def test_chunks_hold_no_logits_and_compute_as_much(gradients: str) -> None:
             "mesh.expert: is 2, and own has no experts",
         ),
         (
-            {},
-            Layout(data_shard=4, expert=4, zero=1, dispatch="allgather"),
-            "dispatch: is allgather, which is not priced",
-        ),
-        (
             {"layers": (BLOCK, HEAD.model_copy(update={"logits": None}))},
             Layout(loss=ChunkedLoss()),
             "loss: is in chunks, and own returns no logits",
@@ -139,9 +170,14 @@ def test_the_search_chooses_among_them() -> None:
         fix: search(Request(MODEL, CLUSTER, JOB, pins=read_pins([fix], ())))
         for fix in ("context=4", "expert=8", "loss=recomputed/256")
     }
+    gathered = Request(MODEL, CLUSTER, JOB, pins=read_pins(["expert=4", "dispatch=allgather"], ()))
+    found["allgather"] = search(gathered)
+    relayed = Request(MODEL, NODES, JOB, pins=read_pins(["expert=8", "relay=4"], ()))
+    assert search(relayed).plan.relay == 4
 
     assert found["context=4"].plan.mesh.context == 4
     assert found["expert=8"].plan.mesh.expert == 8
+    assert found["allgather"].plan.dispatch == "allgather"
     assert found["loss=recomputed/256"].plan.loss == ChunkedLoss(rows=256, gradients="recomputed")
     free = search(Request(MODEL, CLUSTER, JOB))
     for answer in found.values():

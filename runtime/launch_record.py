@@ -1,0 +1,70 @@
+"""One launch of a plan, as one record: what is asked for, what is known, and what lives longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from planner.documents.events import Expected
+from planner.documents.model import ModelGraph
+from planner.documents.prediction import Prediction
+from planner.whatif.survival import SaveFigures
+from runtime.agent import NodeAgent
+from runtime.nodes import ALONE, NodeRank
+from runtime.run import Device, LaunchRun
+from runtime.slots import Slots
+from runtime.zygote import Zygote
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan, what its run is asked for, and what this node has for one attempt at it."""
+
+    plan: Path | str
+    run: LaunchRun
+    _: KW_ONLY
+    model: ModelGraph | None = None
+    """The graph of the plan's model; given for a `file.py:factory`, which takes torch to trace."""
+    device: Device | None = None
+    """None for what the plan's cluster has."""
+    dry_run: bool = False
+    """Print the commands of ranks alone."""
+    quiet: bool = False
+    """Print neither progress nor warnings on stderr."""
+    node_rank: NodeRank = ALONE
+    nodes: Sequence[int] = ()
+    """How many devices each of several nodes has."""
+
+    prediction: Prediction | None = None
+    """With it the report has the MFU, and steps that leave its range are named."""
+    expect: Callable[[int], Expected] | None = None
+    """Where the seconds of a number of steps should go, which the report compares."""
+    saves: SaveFigures | None = None
+    """From these the steps between checkpoints are computed again, as saves are measured."""
+
+    survive: bool = False
+    """Ranks tell where they are; one that hangs ends the run, and slower ones are named."""
+    agent: NodeAgent | None = None
+    """Says whether other nodes live; by its epochs no other launch is in our folders."""
+    zygote: Zygote | None = None
+    """Forks the ranks, so that the next attempt need not import torch again."""
+    slots: Slots | None = None
+    """Where ranks copy their state."""
+    copies: bool = True
+    """Whether ranks go on from what is in slots."""
+    begun: Callable[[], None] | None = None
+    """Called after the first step, on the node with rank 0."""
+    meanwhile: Callable[[], None] | None = None
+    """Called while ranks run, on the node with rank 0."""
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """What a step should take."""
+        return self.prediction.step_time_s if self.prediction else None
+
+    @property
+    def peak_step_s(self) -> float | None:
+        """What a step would take with every device at its peak."""
+        found = self.prediction
+        return found.mfu * found.step_time_s or None if found else None
