@@ -69,59 +69,42 @@ class Job:
         step_s: float,
         ranks: int = RANKS,
         steps: int = STEPS,
+        plan: Path | None = None,
     ) -> None:
-        """Start a run on three `nodes`, of which the others are spares."""
+        """Start a run on three `nodes`, of which the others are spares.
+
+        `plan` is one of `planned`, of so many `ranks`; one is made otherwise.
+        """
         self.room, self._hosts, self._nodes = Room(folder), hosts, nodes
-        self._ranks, self._steps = ranks, steps
+        self._ranks, self._steps, self.step_s = ranks, steps, step_s
         self.room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
         self.room.let_steps_sleep(step_s)
-        self._plan = self._planned()
+        self._plan = plan or planned(self.room, ranks)
         self._port = free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
-
-    def _planned(self) -> Path:
-        folder = self.room.folder
-        write(MODEL, folder / "model.yaml")
-        machine = machine_of("local:2", None)
-        (group,) = machine.groups
-        data = group.model_dump(mode="json", exclude_none=True)
-        nodes = [{**data, "nodes": NODES, "devices_per_node": self._ranks}]
-        tiers = machine.model_dump(mode="json", exclude_none=True)
-        for tier in tiers["tiers"]:
-            tier["devices"] = NODES * self._ranks
-        path = folder / "cluster.yaml"
-        write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
-        source = str(folder / "model.yaml")
-        model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
-        plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
-        plan["mesh"]["data_replicate"] = NODES * self._ranks
-        count = BATCH // (NODES * self._ranks * 2)
-        plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
-        plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
-        return self.room.plan(Plan.of(plan))
 
     def start(self, node: int) -> subprocess.Popen[str]:
         """Start a node's launcher."""
         lead = "127.0.0.1" if self._hosts is None else address(0)
         folder = self.room.folder
-        command = [
-            *(sys.executable, "-m", "meshwright", "launch", str(self._plan), "--survive"),
+        arguments = [
+            *("launch", str(self._plan), "--survive"),
             *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
             *("--checkpoint-every", str(EVERY), "--checkpoint", str(folder / "saved")),
             *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
             *("--node", str(node), "--rendezvous", f"{lead}:{self._port}"),
         ]
+        return self.process(node, arguments)
+
+    def process(self, node: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        """Run the command line as a node."""
+        command = [sys.executable, "-m", "meshwright", *arguments]
         if self._hosts is not None:
             command = self._hosts.command(node, command)
-        with (folder / f"launcher-{node}.log").open("w") as log:
+        with self.log(node).open("w") as log:
             launcher = subprocess.Popen(
                 command,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(self.room.python_path),
-                    "MESHWRIGHT_SECRET": "a secret of this benchmark alone",
-                    "OMP_NUM_THREADS": "1",
-                },
+                env={**self.environment(), "PYTHONPATH": os.pathsep.join(self.room.python_path)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -130,6 +113,16 @@ class Job:
             )
         self.room.started.append(launcher)
         return launcher
+
+    def log(self, node: int) -> Path:
+        """Return what a node's launcher says."""
+        return self.room.folder / f"launcher-{node}.log"
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """Return that of launchers."""
+        secret = "a secret of this benchmark alone"
+        return {**os.environ, "MESHWRIGHT_SECRET": secret, "OMP_NUM_THREADS": "1"}
 
     def events(self) -> list[Event]:
         """Return what has happened."""
@@ -202,6 +195,29 @@ class Job:
         for launcher in self.launchers:
             launcher.wait(timeout=PATIENCE_S)
         return left_behind(self.room.folder)
+
+
+def planned(room: Room, ranks: int) -> Path:
+    """Write a plan for so many ranks on each of three nodes, with its model and cluster."""
+    folder = room.folder
+    write(MODEL, folder / "model.yaml")
+    machine = machine_of("local:2", None)
+    (group,) = machine.groups
+    data = group.model_dump(mode="json", exclude_none=True)
+    nodes = [{**data, "nodes": NODES, "devices_per_node": ranks}]
+    tiers = machine.model_dump(mode="json", exclude_none=True)
+    for tier in tiers["tiers"]:
+        tier["devices"] = NODES * ranks
+    path = folder / "cluster.yaml"
+    write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
+    source = str(folder / "model.yaml")
+    model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
+    plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
+    plan["mesh"]["data_replicate"] = NODES * ranks
+    count = BATCH // (NODES * ranks * 2)
+    plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
+    plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
+    return room.plan(Plan.of(plan))
 
 
 def left_behind(folder: Path) -> list[str]:

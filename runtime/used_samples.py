@@ -23,7 +23,7 @@ class UsedSamples:
     def add(self, numbers: range) -> None:
         """Take notice of a batch that this rank was given."""
         if self._counts:
-            self._own += SampleDigest.of(numbers)
+            self._own += SampleDigest.of_range(numbers)
 
     def digest(self) -> SampleDigest:
         """Return that of all ranks; all of them call it."""

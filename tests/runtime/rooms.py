@@ -89,6 +89,11 @@ Beacon.tell = slow
 """
 
 
+def slow(step_s: float) -> str:
+    """Return code that lets each step begin with sleep."""
+    return SLOW.replace("SECONDS", str(step_s))
+
+
 @dataclass
 class Room:
     """A folder with a text, where plans are launched."""
@@ -96,7 +101,6 @@ class Room:
     folder: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     python_path: tuple[str, ...] = (str(ROOT),)
-
     """Of the launches that `start` makes."""
 
     def begin_with(self, code: str) -> None:
@@ -108,7 +112,7 @@ class Room:
 
     def let_steps_sleep(self, step_s: float) -> None:
         """Let each step begin with sleep, so that it takes long, and no processor."""
-        self.begin_with(SLOW.replace("SECONDS", str(step_s)))
+        self.begin_with(slow(step_s))
 
     @property
     def text(self) -> Path:

@@ -107,9 +107,7 @@ def test_a_killed_rank_is_the_cause_and_nobody_waits_for_the_others(
     assert [(ended.rank, ended.signal) for ended in bad] == [(1, "SIGKILL")]
 
 
-def test_an_end_is_noticed_when_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_is_noticed_when_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "POLL_S", PATIENCE_S)
 
     with start(tmp_path, [f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; exit 3"]) as ranks:
