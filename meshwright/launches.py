@@ -81,16 +81,18 @@ def launch(
     A plan of a user's own file runs it, if the file and what it imports beside it are those that
     were planned, or `trust_code` takes them as they are.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
+    On `where.hosts` it is started from here, and the answer is printed as they give it.
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if survive and run.checkpoint is None:
         raise DocumentError("survive", "continues from checkpoints: add --checkpoint FOLDER")
+    more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
     if where.on != "local":
-        more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
-    if where.job:
-        raise DocumentError("job", "settings go with --on slurm or kubernetes")
+    where.refuse_job()
+    if where.hosts is not None:
+        return _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
     need_torch("launching a plan")
     from runtime.launch import RankFailed  # noqa: PLC0415 - the runtime
 
@@ -412,6 +414,34 @@ def with_interval(
             file=sys.stderr,
         )
     return run.model_copy(update={"checkpoint_every": every})
+
+
+def _on_hosts(
+    plan_path: str,
+    run: LaunchRun,
+    where: Where,
+    more: Mapping[str, object],
+    *,
+    dry_run: bool,
+) -> None:
+    """Launch a plan on hosts over ssh, with these options."""
+    from meshwright.hosts import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
+
+    wanted = document.read(Plan, plan_path)
+    wanted.training.changed(run.training)
+    _refuse_foreign(wanted, plan_path)
+    machine = machine_of(wanted.cluster, None)
+    on_cpu = machine.groups[0].accelerator.kind == "cpu"
+    options = written({**run.model_dump(), **more})
+    command = HostCommand(
+        arguments=("launch", plan_path, *options),
+        files=(plan_path,),
+        devices=0 if on_cpu else min(group.devices_per_node for group in machine.groups),
+        nodes=sum(group.nodes for group in machine.groups),
+        spares=bool(more["survive"]),
+        rendezvous=where.rendezvous,
+    )
+    on_hosts(hosts_of(where.told_hosts), command, dry_run=dry_run)
 
 
 def _submitted(
