@@ -104,7 +104,7 @@ class HostCommand:
 
 
 @dataclass(slots=True, eq=False)
-class _Host:
+class _SshHost:
     """One host, and what it says."""
 
     name: str
@@ -149,7 +149,7 @@ def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = Fals
         return
     if ssh is None:
         raise LaunchError("hosts: ssh is not on this machine")
-    asyncio.run(_Hosts(ssh, hosts, command).run())
+    asyncio.run(_SshHosts(ssh, hosts, command).run())
 
 
 def _arguments(command: HostCommand, hosts: Sequence[str], node: int) -> list[str]:
@@ -161,12 +161,12 @@ def _arguments(command: HostCommand, hosts: Sequence[str], node: int) -> list[st
     return [*command.arguments, *where, "--rendezvous", command.rendezvous or usual]
 
 
-class _Hosts:
+class _SshHosts:
     """All hosts of one command."""
 
     def __init__(self, ssh: str, names: Sequence[str], command: HostCommand) -> None:
         self._ssh, self._names, self._command = ssh, names, command
-        self._hosts: list[_Host] = []
+        self._hosts: list[_SshHost] = []
         self._signalled = 0
 
     async def run(self) -> None:
@@ -204,7 +204,7 @@ class _Hosts:
             for host in self._hosts:
                 host.process.kill()
 
-    async def _reached(self, name: str) -> _Host:
+    async def _reached(self, name: str) -> _SshHost:
         """Connect to a host, and ask what is there."""
         folder, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
         remote = f"cd {folder} && exec {python} {REMOTE}"
@@ -216,13 +216,13 @@ class _Hosts:
             limit=2**20,
             start_new_session=True,
         )
-        host = _Host(name, process, collections.deque(maxlen=LAST_LINES))
+        host = _SshHost(name, process, collections.deque(maxlen=LAST_LINES))
         host.tasks.append(asyncio.create_task(self._complaints(host)))
         files = {file: checksums.of_file(Path(file).resolve()) for file in self._command.files}
         host.tell({"version": version(), "files": files, "devices": self._command.devices})
         return host
 
-    async def _answer(self, host: _Host) -> list[str]:
+    async def _answer(self, host: _SshHost) -> list[str]:
         """Return what is wrong on a host."""
         assert host.process.stdout is not None
         try:
@@ -238,7 +238,7 @@ class _Hosts:
             return ["does not answer as a meshwright of this version does"]
         return [host.why]
 
-    def _ready(self, wrong: Iterable[Sequence[str]]) -> list[_Host]:
+    def _ready(self, wrong: Iterable[Sequence[str]]) -> list[_SshHost]:
         """Return the hosts that are as they have to be; LaunchError where they are too few."""
         if self._signalled:
             raise LaunchError("interrupted before the command was started")
@@ -252,7 +252,7 @@ class _Hosts:
             print(f"meshwright: left out {lines(one)}", file=sys.stderr)
         return ready
 
-    async def _complaints(self, host: _Host) -> None:
+    async def _complaints(self, host: _SshHost) -> None:
         """Hand on what a host says on stderr, by lines."""
         assert host.process.stderr is not None
         rest = b""
@@ -262,14 +262,14 @@ class _Hosts:
             self._say(host, whole)
         self._say(host, [rest] if rest else [])
 
-    def _say(self, host: _Host, said: Iterable[bytes]) -> None:
+    def _say(self, host: _SshHost, said: Iterable[bytes]) -> None:
         for one in said:
             text = lines(one.decode(errors="replace").rstrip("\r"))
             host.last.append(text)
             if host.node is not None:
                 print(f"{host.name}: {text}", file=sys.stderr, flush=True)
 
-    async def _results(self, host: _Host) -> None:
+    async def _results(self, host: _SshHost) -> None:
         """Hand on what a host says on stdout, until it has ended."""
         assert host.process.stdout is not None
         while chunk := await host.process.stdout.read(CHUNK_BYTES):
@@ -282,7 +282,7 @@ class _Hosts:
                 if other.node is not None and other.code is None:
                     other.tell({"signal": "SIGTERM"})
 
-    def _judge(self, hosts: Sequence[_Host]) -> None:
+    def _judge(self, hosts: Sequence[_SshHost]) -> None:
         """Raise how the command ended, unless well: the host that leads has results."""
         if any(host.code == 0 and host.has_results for host in hosts):
             return
