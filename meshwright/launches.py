@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.book import Book, BookKeeper
+from meshwright.book import Book, BookEntry, BookKeeper
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
 from meshwright.replan import leave_out, planned_again
@@ -249,12 +249,23 @@ class LaunchablePlan:
         machine = machine_of(plan.cluster, self.measured)
         return replace(self, path=path, plan=plan, machine=machine, source="given")
 
-    def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
-        """Return the same training planned for what is left: out of the book, or solved now."""
+    def again(
+        self, left: int, run: LaunchRun, *, each: int | None = None, quiet: bool
+    ) -> LaunchablePlan:
+        """Return the same training planned for what is left: out of the book, or solved now.
+
+        That is so many nodes, each with so many devices if that is said, or devices of one node.
+        """
+        entry, source = self.booked(left, run, each=each)
+        return self._told(Path(entry.path), source=source, quiet=quiet)
+
+    def booked(
+        self, left: int, run: LaunchRun, *, each: int | None = None
+    ) -> tuple[BookEntry, PlanSource]:
+        """Return what the book has for what is left, solved now where it lacks."""
         book = Book(run.checkpoint or Path())
-        known = book.entry(self.plan, left)
-        entry = known or book.solve(self, left)
-        return self._told(Path(entry.path), source="book" if known else "solved", quiet=quiet)
+        known = book.entry(self.plan, left, each)
+        return (known, "book") if known else (book.solve(self, left, each), "solved")
 
     def with_less_memory(self, end: RankEnd, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
         """Return the same training planned for devices that count as smaller, since it ran out.

@@ -15,8 +15,8 @@ import pytest
 from planner.documents.document import json_line
 from planner.documents.events import Attempt, Event, Incident, Paced, RankPart, StepDone, StepRecord
 from planner.errors import LaunchError
-from runtime.run import events_file
 from planner.whatif.run_view import viewed
+from runtime.run import events_file
 from runtime.telemetry import (
     EventTail,
     Telemetry,
