@@ -69,14 +69,18 @@ class Job:
         step_s: float,
         ranks: int = RANKS,
         steps: int = STEPS,
+        every: int = EVERY,
         plan: Path | None = None,
     ) -> None:
         """Start a run on three `nodes`, of which the others are spares.
 
-        `plan` is one of `planned`, of so many `ranks`; one is made otherwise.
+        It is saved `every` so many steps.  `plan` is one of `planned`, of so many `ranks`; one is
+        made otherwise.
         """
         self.room, self._hosts, self._nodes = Room(folder), hosts, nodes
-        self._ranks, self._steps, self.step_s = ranks, steps, step_s
+        self._ranks, self._steps, self.step_s, self._every = ranks, steps, step_s, every
+        self.more: tuple[str, ...] = ()
+        """Options of launchers that are started from now on."""
         self.room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
         self.room.let_steps_sleep(step_s)
         self._plan = plan or planned(self.room, ranks)
@@ -90,9 +94,9 @@ class Job:
         arguments = [
             *("launch", str(self._plan), "--survive"),
             *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
-            *("--checkpoint-every", str(EVERY), "--checkpoint", str(folder / "saved")),
+            *("--checkpoint-every", str(self._every), "--checkpoint", str(folder / "saved")),
             *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
-            *("--node", str(node), "--rendezvous", f"{lead}:{self._port}"),
+            *("--node", str(node), "--rendezvous", f"{lead}:{self._port}", *self.more),
         ]
         return self.process(node, arguments)
 

@@ -24,18 +24,21 @@ import pytest
 from benchmarks.recovery import BATCH, NODES, Job, planned
 from meshwright.book import Book
 from meshwright.launches import LaunchablePlan
-from planner.documents.events import Attempt, StepDone
+from planner.documents import document
+from planner.documents.events import Attempt, Decision, Incident, StepDone
+from planner.documents.plan import Plan
 from runtime import checkpoint
 from runtime.run import metrics_file, read_records
 from runtime.sample_digest import SampleDigest
 from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S
-from tests.runtime.forked import ForkedLauncher, nursery
+from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.rooms import Room, slow
 
 STEPS, STEP_S = 40, 0.2
 BEGIN = 12
 """The step that the first fault comes behind."""
+EVERY = 10
 AFTER_S = (0.0, 0.3, 1.0, 2.0, 4.0)
 IN_EVERY_RUN = 12
 
@@ -89,13 +92,13 @@ class Course:
     plan: Path
     references: dict[tuple[tuple[str, int], ...], Path] = field(default_factory=dict)
 
-    def plans(self) -> dict[str, Path]:
-        """Return the files of all plans, by digest."""
+    def plans(self, solved: Path) -> dict[str, Path]:
+        """Return the files of all plans, by digest; some a run has `solved` itself."""
         book = self.folder / "saved" / "book"
-        files = [self.plan, *book.glob("plan-for-*.yaml")]
-        return {LaunchablePlan.of(str(file), None).plan.digest: file for file in files}
+        files = [self.plan, *book.glob("plan-for-*.yaml"), *solved.glob("plan-for-*.yaml")]
+        return {document.read(Plan, file).digest: file for file in files}
 
-    def reference(self, parts: tuple[tuple[str, int], ...]) -> list[float]:
+    def reference(self, parts: tuple[tuple[str, int], ...], solved: Path) -> list[float]:
         """Return losses where each plan goes on behind a step, trained without faults."""
         if parts not in self.references:
             *before, (plan, step) = parts
@@ -103,11 +106,11 @@ class Course:
             (folder / "saved").mkdir(parents=True)
             name = f"step-{step:06}"
             if before:
-                self.reference(tuple(before))
+                self.reference(tuple(before), solved)
                 found = self.references[tuple(before)] / "saved" / name
                 shutil.copytree(found, folder / "saved" / name)
             arguments = [
-                *("launch", str(self.plans()[plan]), "--data", str(self.folder / "text.txt")),
+                *("launch", str(self.plans(solved)[plan]), "--data", str(self.folder / "text.txt")),
                 *("--steps", str(STEPS), "--checkpoint", str(folder / "saved"), "--resume"),
                 *("--or-start", "--checkpoint-every", "1", "--keep-checkpoints", "1000"),
                 *("--output", str(folder / "out")),
@@ -131,8 +134,8 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     fit = LaunchablePlan.of(str(plan), None)
     for left in range(NODES - 1, 0, -1):
         Book(folder / "saved").solve(fit, left)
-    environment = {**Job.environment(), "MESHWRIGHT_CACHE": str(folder / "cache")}
-    environment = {name: one for name, one in environment.items() if not name.startswith("PYTEST")}
+    own = {"MESHWRIGHT_SECRET": "of these tests alone", "MESHWRIGHT_CACHE": str(folder / "cache")}
+    environment = {**common_environment(), **own}
     with nursery(folder) as forks:
         yield Course(folder, forks, environment, plan)
 
@@ -140,8 +143,9 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
 class ForkedJob(Job):
     """A job whose launchers are forked."""
 
-    def __init__(self, folder: Path, course: Course) -> None:
-        self.course = course
+    def __init__(self, folder: Path, course: Course, *, begins_with: str = "") -> None:
+        """`begins_with` is run by each launcher, and so by its ranks, before all else."""
+        self.course, self._begins_with = course, begins_with
         (folder / "logs").mkdir()
         shutil.copytree(course.folder / "saved", folder / "saved")
         super().__init__(
@@ -151,6 +155,7 @@ class ForkedJob(Job):
             step_s=STEP_S,
             ranks=1,
             steps=STEPS,
+            every=EVERY,
             plan=course.plan,
         )
 
@@ -161,7 +166,7 @@ class ForkedJob(Job):
             arguments,
             self.course.environment,
             log=self.log(node),
-            begins_with=slow(self.step_s),
+            begins_with=slow(self.step_s) + self._begins_with,
         )
         self.room.started.append(launcher)  # type: ignore[arg-type]
         return launcher
@@ -170,9 +175,34 @@ class ForkedJob(Job):
         return self.room.folder / "logs" / f"launcher-{node}.log"
 
 
+ASKED = """
+from pathlib import Path
+from runtime import train
+
+stepped = train.Loop._stepped
+def step_with_faults(self, batch):
+    import torch
+    def is_asked(what):
+        file = Path("FOLDER") / what
+        if self.rank != 1 or not file.exists():
+            return False
+        file.unlink()
+        return True
+    if is_asked("flip"):
+        with torch.no_grad():
+            weight = next(one for name, one in self.engine.state().items() if "weight" in name)
+            weight.view(-1)[3] += 1.0
+    if is_asked("full"):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    return stepped(self, batch)
+train.Loop._stepped = step_with_faults
+"""
+"""Rank 1 has a weight changed, or runs out of memory, where a file asks for it."""
+
+
 @pytest.fixture
 def job(tmp_path: Path, course: Course) -> Iterator[Job]:
-    made = ForkedJob(tmp_path, course)
+    made = ForkedJob(tmp_path, course, begins_with=ASKED.replace("FOLDER", str(tmp_path)))
     yield made
     for launcher in made.room.started:
         launcher.kill()
@@ -195,7 +225,9 @@ def check(job: Job, course: Course) -> None:
     job.room.wait_until_empty()
     records = list(read_records(metrics_file(job.room.folder / "out")))
     assert [record.step for record in records] == list(range(1, STEPS + 1))
-    assert [record.loss for record in records] == course.reference(parts_of(job))
+    assert [record.loss for record in records] == course.reference(
+        parts_of(job), job.room.folder / "saved"
+    )
     saved = job.room.folder / "saved"
     done = checkpoint.progress(saved / f"step-{STEPS:06}")
     assert (done.sample, done.used) == (STEPS * BATCH, SampleDigest.of_first(STEPS * BATCH))
@@ -254,3 +286,68 @@ def test_two_faults(job: Job, course: Course, first: str, second: str, after_s: 
     FAULTS[second](job)
 
     check(job, course)
+
+
+def reactions(job: Job) -> list[tuple[str, str]]:
+    """Return causes and what was done about them, in turn."""
+    causes = [one.cause for one in job.events() if isinstance(one, Incident)]
+    return list(zip(causes, [one.reaction for one in done(job)], strict=True))
+
+
+def done(job: Job) -> list[Decision]:
+    decisions = [one for one in job.events() if isinstance(one, Decision)]
+    return [one for one in decisions if one.reaction != "interval"]
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_replica_that_is_damaged_is_named_and_a_spare_takes_its_nodes_place(
+    job: Job, course: Course
+) -> None:
+    job.room.wait_for_step(BEGIN, while_running=None)
+    (job.room.folder / "flip").touch()
+
+    check(job, course)
+
+    assert reactions(job) == [("corruption", "spare")]
+    (incident,) = [one for one in job.events() if isinstance(one, Incident)]
+    assert incident.rank == 1
+    assert "rank 1 has another value than ranks 0 and 2" in incident.evidence
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_plan_that_runs_out_of_memory_on_several_nodes_is_replaced(
+    job: Job, course: Course
+) -> None:
+    job.room.wait_for_step(BEGIN, while_running=None)
+    (job.room.folder / "full").touch()
+
+    check(job, course)
+
+    assert reactions(job) == [("out_of_memory", "replan")]
+    assert done(job)[0].devices == NODES
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_run_all_of_whose_nodes_are_lost_goes_on_from_its_checkpoint(
+    job: Job, course: Course
+) -> None:
+    """The spare ends, since no member is left, and all nodes are started again by hand."""
+    job.room.wait_for_step(BEGIN, while_running=None)
+    for node in range(NODES):
+        job.launchers[node].kill()
+    spare = job.launchers[NODES]
+    assert spare.wait(PATIENCE_S / 10) == 0
+    assert "no member of the run is left" in job.log(NODES).read_text()
+    job.room.wait_until_empty()
+    saved = checkpoint.newest(job.room.folder / "saved")
+    assert saved is not None
+
+    job.more = ("--resume", "--or-start")
+    job.launchers = [job.start(node) for node in range(NODES + 1)]
+
+    check(job, course)
+    *_, last = [one for one in job.events() if isinstance(one, Attempt)]
+    assert last.after_step == checkpoint.progress(saved).step

@@ -40,6 +40,12 @@ def nursery(folder: Path) -> Zygote:
     return Zygote(imports=IMPORTS)
 
 
+def common_environment() -> dict[str, str]:
+    """Return an environment that is the same in all tests, but for names of MESHWRIGHT_."""
+    names = [name for name in os.environ if not name.startswith(("PYTEST", "COLUMNS"))]
+    return {**{name: os.environ[name] for name in names}, "OMP_NUM_THREADS": "1"}
+
+
 class ForkedLauncher:
     """A launcher that was forked: what subprocess.Popen says of a process."""
 
@@ -54,6 +60,7 @@ class ForkedLauncher:
     ) -> None:
         """Start it; it runs `begins_with` before all else, and so do its ranks."""
         named = {**environment, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        self._log = log
         self._fork = forks.start([begins_with, *arguments], named, log=log)
         while not self._fork.pid and self._fork.poll() is None:
             forks.await_news()
@@ -86,6 +93,11 @@ class ForkedLauncher:
                 raise subprocess.TimeoutExpired("launcher", timeout or 0.0)
             time.sleep(0.02)
         return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Wait until it has ended, and return what it has said."""
+        self.wait(timeout)
+        return None, self._log.read_text()
 
 
 class _Forked:
