@@ -291,12 +291,12 @@ def test_two_faults(job: Job, course: Course, first: str, second: str, after_s: 
 def reactions(job: Job) -> list[tuple[str, str]]:
     """Return causes and what was done about them, in turn."""
     causes = [one.cause for one in job.events() if isinstance(one, Incident)]
-    return list(zip(causes, [one.reaction for one in done(job)], strict=True))
+    return list(zip(causes, [one.reaction for one in decisions(job)], strict=True))
 
 
-def done(job: Job) -> list[Decision]:
-    decisions = [one for one in job.events() if isinstance(one, Decision)]
-    return [one for one in decisions if one.reaction != "interval"]
+def decisions(job: Job) -> list[Decision]:
+    found = [one for one in job.events() if isinstance(one, Decision)]
+    return [one for one in found if one.reaction != "interval"]
 
 
 @pytest.mark.ranks
@@ -326,7 +326,7 @@ def test_a_plan_that_runs_out_of_memory_on_several_nodes_is_replaced(
     check(job, course)
 
     assert reactions(job) == [("out_of_memory", "replan")]
-    assert done(job)[0].devices == NODES
+    assert decisions(job)[0].devices == NODES
 
 
 @pytest.mark.ranks
