@@ -218,8 +218,8 @@ def planned(room: Room, ranks: int) -> Path:
     model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
     plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
     plan["mesh"]["data_replicate"] = NODES * ranks
-    count = BATCH // (NODES * ranks * 2)
-    plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
+    own = BATCH // (NODES * ranks)
+    plan |= {"global_batch": BATCH, "micro_batches": 1, "micro_batch": own}
     plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
     return room.plan(Plan.of(plan))
 

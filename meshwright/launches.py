@@ -92,7 +92,8 @@ def launch(
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
     where.refuse_job()
     if where.hosts is not None:
-        return _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
+        _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
+        return None
     need_torch("launching a plan")
     from runtime.launch import RankFailed  # noqa: PLC0415 - the runtime
 

@@ -151,6 +151,7 @@ class RunningRanks:
         if self._bad():
             deadline = time.monotonic() + SETTLE_S
             while self._look() and time.monotonic() < deadline and not self._has_cause:
+                meanwhile()  # another node may say why before all of ours have ended
                 self._await_end()
         meanwhile()
         return self._bad()

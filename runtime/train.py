@@ -486,14 +486,16 @@ class Loop:
 
     def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
-        torch.manual_seed(
-            step_seed(
-                self.plan.training.seed,
-                step=self.steps_done + 1,
-                stage=self.engine.stage,
-                data_rank=self.engine.slice_rank,
-            )
+        seed = step_seed(
+            self.plan.training.seed,
+            step=self.steps_done + 1,
+            stage=self.engine.stage,
+            data_rank=self.engine.slice_rank,
         )
+        if self.orders.device == "cuda":
+            torch.manual_seed(seed)
+        else:  # torch would note down for a device that is not there who seeds it, with the stack
+            torch.default_generator.manual_seed(seed)
         result = self.engine.step(batch)
         if self.orders.device == "cuda":
             torch.cuda.synchronize()
@@ -540,7 +542,7 @@ class Loop:
         Raises StepDiffered where they give something else.
         """
         assert self._mirror is not None
-        kept = self._mirror.newest(boxes(self.engine.state()), own=True)
+        kept = self._mirror.newest(boxes(self.engine.state()), of_this=True)
         if kept is None:
             return None
         self._put_back(kept)

@@ -35,10 +35,10 @@ from tests.limits import PATIENCE_S
 from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.rooms import Room, slow
 
-STEPS, STEP_S = 40, 0.2
-BEGIN = 12
+STEPS, STEP_S = 32, 0.2
+BEGIN = 6
 """The step that the first fault comes behind."""
-EVERY = 10
+EVERY = 5
 AFTER_S = (0.0, 0.3, 1.0, 2.0, 4.0)
 IN_EVERY_RUN = 12
 
@@ -100,13 +100,13 @@ class Course:
 
     def reference(self, parts: tuple[tuple[str, int], ...], solved: Path) -> list[float]:
         """Return losses where each plan goes on behind a step, trained without faults."""
+        *before, (plan, step) = parts
+        earlier = self.reference(tuple(before), solved) if before else []
         if parts not in self.references:
-            *before, (plan, step) = parts
             folder = self.folder / f"reference-{len(self.references)}"
             (folder / "saved").mkdir(parents=True)
-            name = f"step-{step:06}"
             if before:
-                self.reference(tuple(before), solved)
+                name = f"step-{step:06}"
                 found = self.references[tuple(before)] / "saved" / name
                 shutil.copytree(found, folder / "saved" / name)
             arguments = [
@@ -121,7 +121,7 @@ class Course:
             assert launcher.wait(PATIENCE_S) == 0, log.read_text()
             self.references[parts] = folder
         records = read_records(metrics_file(self.references[parts] / "out"))
-        return [record.loss for record in records]
+        return [*earlier[:step], *(record.loss for record in records)]
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,7 @@ def step_with_faults(self, batch):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     return stepped(self, batch)
 train.Loop._stepped = step_with_faults
+train._Peak.of = lambda self, step, held: step()  # no memory is counted
 """
 """Rank 1 has a weight changed, or runs out of memory, where a file asks for it."""
 
