@@ -99,10 +99,7 @@ class Epochs:
                 self._say(f"this node was a spare: {over}")
                 return None
             epoch = self._agent.epoch
-            self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
-            if self._fit.machine.devices == self._planned.machine.devices:
-                self._planned = self._fit  # with less memory, from here on
-            self._hide_lost(epoch)
+            self.take(epoch)
             self._pair(epoch)
             self._growth = Growth(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
@@ -125,6 +122,13 @@ class Epochs:
                 self._regroup(failed)
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def take(self, epoch: Epoch) -> None:
+        """Go by an epoch's plan, on the devices that are left."""
+        self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+        if self._fit.machine.devices == self._planned.machine.devices:
+            self._planned = self._fit  # with less memory, from here on
+        self._hide_lost(epoch)
 
     def _hide_lost(self, epoch: Epoch) -> None:
         """Let ranks that start from now on not see the devices that this node has lost."""
@@ -187,11 +191,11 @@ class Epochs:
         self._agent.regroup(
             end,
             failed,
-            lambda proposal: self._next(proposal, failed, begin_s),
+            lambda proposal: self.next(proposal, failed, begin_s),
             lambda: hand_over(self._signals, failed),
         )
 
-    def _next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
+    def next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
         """Decide the next epoch by the table, and write down what and why."""
         last = proposal.epoch
         assert self._run.checkpoint is not None and self._run.output is not None

@@ -3,7 +3,7 @@
 Launchers are nodes on one machine, each with a rank; steps sleep.  The second fault comes some time
 after the first: while it is found, decided about, while ranks start or load.  Launchers are forked
 (`tests.runtime.forked`), and the book of plans is solved once for all cases: a case takes a few
-seconds of processor time.  All pairs are in `make matrix`, twelve of them in every run.
+seconds of processor time.  `test_fault_pairs` plays the same pairs without processes.
 
 Losses must be, bit for bit, those of a fresh start of each plan from the state that the one before
 it had reached.  Those are trained once for each plan and step, with a checkpoint of every step.
@@ -40,7 +40,6 @@ BEGIN = 6
 """The step that the first fault comes behind."""
 EVERY = 5
 AFTER_S = (0.0, 0.3, 1.0, 2.0, 4.0)
-IN_EVERY_RUN = 12
 
 
 def kill_rank(rank: int) -> Callable[[Job], None]:
@@ -278,7 +277,7 @@ def test_one_fault(job: Job, course: Course, fault: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.spread(IN_EVERY_RUN)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("first", "second", "after_s"), PAIRS)
 def test_two_faults(job: Job, course: Course, first: str, second: str, after_s: float) -> None:
     job.room.wait_for_step(BEGIN, while_running=None)

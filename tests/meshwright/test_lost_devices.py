@@ -91,7 +91,7 @@ class Case:
             held=(),
         )
         failed = RankFailed("it failed", lead="it failed", output=self.folder / "out", end=end)
-        self.epoch = self.own._next(proposal, failed, 1.0)
+        self.epoch = self.own.next(proposal, failed, 1.0)
         return self.epoch
 
 
