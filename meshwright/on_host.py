@@ -25,7 +25,6 @@ from typing import IO, Any
 
 from runtime import checksums
 from runtime.channel import SECRET
-from runtime.preflight import cuda_devices
 from runtime.rank import end_with_parent
 
 MARK = "meshwright-host "
@@ -62,8 +61,11 @@ def wrong_here(asked: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{path}: is another file than where the command was given"
     if util.find_spec("torch") is None:
         yield "has no torch"
-    elif (here := cuda_devices()) < asked["devices"]:
-        yield f"has {here} devices, and the plan needs {asked['devices']} of each node"
+    elif asked["devices"]:
+        from runtime.preflight import cuda_devices  # noqa: PLC0415 - it takes a second
+
+        if (here := cuda_devices()) < asked["devices"]:
+            yield f"has {here} devices, and the plan needs {asked['devices']} of each node"
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from runtime.sample_digest import SampleDigest
 from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S
 from tests.runtime.forked import ForkedLauncher, common_environment, nursery
-from tests.runtime.rooms import Room, slow
+from tests.runtime.rooms import Room
 
 STEPS, STEP_S = 32, 0.2
 BEGIN = 6
@@ -91,6 +91,23 @@ class Course:
     plan: Path
     references: dict[tuple[tuple[str, int], ...], Path] = field(default_factory=dict)
 
+    def job(self, folder: Path) -> Job:
+        """Start a run on three nodes and a spare."""
+        shutil.copytree(self.folder / "saved", folder / "saved")
+        return Job(
+            folder,
+            None,
+            self.forks,
+            nodes=NODES + 1,
+            step_s=STEP_S,
+            ranks=1,
+            steps=STEPS,
+            every=EVERY,
+            plan=self.plan,
+            environment=self.environment,
+            begins_with=ASKED.replace("FOLDER", str(folder)),
+        )
+
     def plans(self, solved: Path) -> dict[str, Path]:
         """Return the files of all plans, by digest; some a run has `solved` itself."""
         book = self.folder / "saved" / "book"
@@ -139,41 +156,6 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         yield Course(folder, forks, environment, plan)
 
 
-class ForkedJob(Job):
-    """A job whose launchers are forked."""
-
-    def __init__(self, folder: Path, course: Course, *, begins_with: str = "") -> None:
-        """`begins_with` is run by each launcher, and so by its ranks, before all else."""
-        self.course, self._begins_with = course, begins_with
-        (folder / "logs").mkdir()
-        shutil.copytree(course.folder / "saved", folder / "saved")
-        super().__init__(
-            folder,
-            None,
-            nodes=NODES + 1,
-            step_s=STEP_S,
-            ranks=1,
-            steps=STEPS,
-            every=EVERY,
-            plan=course.plan,
-        )
-
-    def process(self, node: int, arguments: Sequence[str]) -> ForkedLauncher:  # type: ignore[override]
-        """Fork a node's launcher."""
-        launcher = ForkedLauncher(
-            self.course.forks,
-            arguments,
-            self.course.environment,
-            log=self.log(node),
-            begins_with=slow(self.step_s) + self._begins_with,
-        )
-        self.room.started.append(launcher)  # type: ignore[arg-type]
-        return launcher
-
-    def log(self, node: int) -> Path:
-        return self.room.folder / "logs" / f"launcher-{node}.log"
-
-
 ASKED = """
 from pathlib import Path
 from runtime import train
@@ -202,7 +184,7 @@ train._Peak.of = lambda self, step, held: step()  # no memory is counted
 
 @pytest.fixture
 def job(tmp_path: Path, course: Course) -> Iterator[Job]:
-    made = ForkedJob(tmp_path, course, begins_with=ASKED.replace("FOLDER", str(tmp_path)))
+    made = course.job(tmp_path)
     yield made
     for launcher in made.room.started:
         launcher.kill()

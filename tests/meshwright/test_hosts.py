@@ -170,6 +170,7 @@ def wait_for(folder: Path, name: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long("15-False-noticed")
 @pytest.mark.parametrize(
     ("number", "spares", "after"),
     [

@@ -68,7 +68,7 @@ class ForkingRoom(Room):
             log=self.folder / "logs" / f"{name}.log",
             begins_with=self.begins_with,
         )
-        self.started.append(launcher)  # type: ignore[arg-type]
+        self.started.append(launcher)
         return launcher
 
 

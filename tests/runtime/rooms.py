@@ -99,7 +99,8 @@ class Room:
     """A folder with a text, where plans are launched."""
 
     folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[Any] = field(default_factory=list)
+    """Launchers, as subprocess.Popen or like it."""
     python_path: tuple[str, ...] = (str(ROOT),)
     """Of the launches that `start` makes."""
 
