@@ -6,13 +6,15 @@ Replicas of a small model train on parts of a batch, as data-parallel ranks do: 
 of its own, all take their mean, each moves its own weights by AdamW.  In a random step one random
 bit flips in one replica: in a weight, in a moment of the optimizer, in the mean of gradients as
 that replica has it, or in its gradient before the mean is made.  Replicas are compared as `launch`
-does it, by the digests of `runtime.agreement` and as often.  A flip matters if the loss of some
-step within the next 64 differs by more than 1e-3 from that of a run without it.
+does it, by the digests of `runtime.agreement` and as often.  A step whose gradient norm is far
+above the usual is done again from the state before it, as `runtime.replay` asks.  A flip matters if
+the loss of some step within the next 64 differs by more than 1e-3 from that of a run without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import random
 import sys
@@ -23,13 +25,30 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from runtime import agreement
+from runtime.replay import Replays
 
 Where = Literal["weight", "moment", "mean of gradients", "gradient before the mean"]
-WARM_STEPS, WATCHED_STEPS = 16, 64
+FIRST_STEPS, WARM_STEPS, WATCHED_STEPS = 24, 40, 64
+"""Flips come in the last of the warm steps, of which a usual norm is known."""
 MATTERS = 1e-3
 ROWS, WIDTH, HIDDEN = 8, 16, 32
 CPU = torch.device("cpu")
+ONE_RANK = Plan(
+    model=PlannedModel(name="m", source="m", digest="sha256:0123456789abcdef"),
+    cluster="local",
+    seq_len=1,
+    global_batch=ROWS,
+    precision="fp32",
+    mesh=Mesh(),
+    zero=0,
+    schedule="1f1b",
+    micro_batch=ROWS,
+    micro_batches=1,
+    stages=(Stage(layers=(PlacedLayer(layer="a"),)),),
+)
+"""Of the process in which all replicas are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,44 +80,65 @@ class Life:
 def lived(flip: Flip | None, *, replicas: int) -> Life:
     """Train to the end, and say when replicas were first found to differ."""
     torch.manual_seed(0)
-    models = [_model() for _ in range(replicas)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    truth = torch.randn(WIDTH, 1)
+    run = Replicated(replicas)
     losses: list[float] = []
     found, named = False, None
+    replays = Replays(ONE_RANK, "cpu")
     for step in range(1, WARM_STEPS + WATCHED_STEPS + 1):
         hit = flip if flip is not None and flip.step == step else None
         if step % agreement.COMPARED_EVERY == 0 and not found:
-            digests = {rank: _digest(model) for rank, model in enumerate(models)}
+            digests = {rank: _digest(model) for rank, model in enumerate(run.models)}
             if len(set(digests.values())) > 1:
                 found, named = True, agreement._odd(digests)
         inputs = torch.randn(replicas, ROWS, WIDTH)
+        before = copy.deepcopy(run) if hit is not None else run
+        loss, norm = run.step(inputs, hit)
+        losses.append(loss)
+        replays.took(step, loss=loss, norm=norm, own=torch.zeros(2))
+        # Behind the step that was hit a copy has what was flipped, and what is done again is alike.
+        if replays.doubts(step) and hit is not None and not found:
+            found = before.step(inputs, None) != (loss, norm)
+    return Life(losses=tuple(losses), found=found, named=named)
+
+
+class Replicated:
+    """Replicas of a model, each with its optimizer."""
+
+    def __init__(self, replicas: int) -> None:
+        self.models = [_model() for _ in range(replicas)]
+        for model in self.models[1:]:
+            model.load_state_dict(self.models[0].state_dict())
+        self.optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in self.models]
+        self.truth = torch.randn(WIDTH, 1)
+
+    def step(self, inputs: Tensor, hit: Flip | None) -> tuple[float, float]:
+        """Train on a part of a batch each, and return the mean loss and the norm of gradients."""
         errors = [
-            (model(part) - torch.sin(part @ truth)).square().mean()
-            for model, part in zip(models, inputs, strict=True)
+            (model(part) - torch.sin(part @ self.truth)).square().mean()
+            for model, part in zip(self.models, inputs, strict=True)
         ]
-        losses.append(sum(error.item() for error in errors) / replicas)
+        loss = sum(error.item() for error in errors) / len(errors)
         for error in errors:
             error.backward()
-        _flipped(hit, "gradient before the mean", [_gradients(model) for model in models])
-        every = zip(*(_gradients(model) for model in models), strict=True)
+        _flipped(hit, "gradient before the mean", [_gradients(model) for model in self.models])
+        every = zip(*(_gradients(model) for model in self.models), strict=True)
         means = [torch.stack(each).mean(0) for each in every]
-        for model in models:
+        norm = math.sqrt(sum(float(mean.double().square().sum()) for mean in means))
+        for model in self.models:
             for parameter, mean in zip(model.parameters(), means, strict=True):
                 parameter.grad = mean.clone()
-        _flipped(hit, "mean of gradients", [_gradients(model) for model in models])
-        for optimizer in optimizers:
+        _flipped(hit, "mean of gradients", [_gradients(model) for model in self.models])
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        _flipped(hit, "weight", [[one.data for one in model.parameters()] for model in models])
+        weights = [[one.data for one in model.parameters()] for model in self.models]
+        _flipped(hit, "weight", weights)
         moments = [
             [state[name] for state in one.state.values() for name in ("exp_avg", "exp_avg_sq")]
-            for one in optimizers
+            for one in self.optimizers
         ]
         _flipped(hit, "moment", moments)
-    return Life(losses=tuple(losses), found=found, named=named)
+        return loss, norm
 
 
 def _model() -> nn.Module:
@@ -150,7 +190,7 @@ def counted(flips: int, *, replicas: int, seed: int = 0) -> dict[Where, Count]:
         for _ in range(flips):
             flip = Flip(
                 where=where,
-                step=rng.randrange(1, WARM_STEPS),
+                step=rng.randrange(FIRST_STEPS, WARM_STEPS),
                 replica=rng.randrange(replicas),
                 at=rng.random(),
                 bit=rng.randrange(32),

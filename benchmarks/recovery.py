@@ -2,7 +2,9 @@
 
     python benchmarks/recovery.py --rounds 2          # 20 recoveries of sleeping ranks
 
-Each launcher is a node, in a network namespace of its own where those can be made
+Launchers, their zygotes and ranks are forked from a process that has imported what they need, so
+that a round costs half a minute of processor time and not several.  Each launcher is a node, in a
+network namespace of its own where those can be made
 (`benchmarks.rig`) and else on loopback.  Steps are those of a tiny model, and sleep, so that what
 is measured is the protocol and not the contention of training.  In a round each rank of three nodes
 is killed once, which is restarted in place; then nodes are killed, the lead first, as long as there
@@ -18,11 +20,10 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,15 @@ from planner.documents.events import Decision, Event, Incident, StepDone, events
 from planner.documents.plan import Plan, PlannedModel
 from runtime.agent import Register
 from runtime.run import account_of, events_file
+from runtime.zygote import Zygote
+from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, Room, plan_of
+from tests.runtime.rooms import MODEL, Room, plan_of, slow
 
 NODES, RANKS = 3, 2
 PATIENCE_S = 400.0
 EVERY = 50
+CLONE_NEWNET = 0x40000000
 BATCH = 12
 STEPS = 1_000_000
 
@@ -64,72 +68,62 @@ class Job:
         self,
         folder: Path,
         hosts: Rig | None,
+        forks: Zygote,
         *,
         nodes: int,
         step_s: float,
         ranks: int = RANKS,
         steps: int = STEPS,
+        every: int = EVERY,
+        plan: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        begins_with: str = "",
     ) -> None:
-        """Start a run on three `nodes`, of which the others are spares."""
+        """Start a run on three `nodes`, of which the others are spares, by `forks`.
+
+        It is saved `every` so many steps.  `plan` is one of `planned`, of so many `ranks`; one is
+        made otherwise.  Launchers, and so their ranks, run `begins_with` before all else.
+        """
         self.room, self._hosts, self._nodes = Room(folder), hosts, nodes
-        self._ranks, self._steps = ranks, steps
+        self._ranks, self._steps, self._step_s, self._every = ranks, steps, step_s, every
+        self._forks, self._begins_with = forks, begins_with
+        self._environment = environment or {
+            **common_environment(),
+            "MESHWRIGHT_SECRET": "a secret of this benchmark alone",
+        }
+        (folder / "logs").mkdir()
+        self.more: tuple[str, ...] = ()
+        """Options of launchers that are started from now on."""
         self.room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-        self.room.let_steps_sleep(step_s)
-        self._plan = self._planned()
+        self._plan = plan or planned(self.room, ranks)
         self._port = free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
 
-    def _planned(self) -> Path:
-        folder = self.room.folder
-        write(MODEL, folder / "model.yaml")
-        machine = machine_of("local:2", None)
-        (group,) = machine.groups
-        data = group.model_dump(mode="json", exclude_none=True)
-        nodes = [{**data, "nodes": NODES, "devices_per_node": self._ranks}]
-        tiers = machine.model_dump(mode="json", exclude_none=True)
-        for tier in tiers["tiers"]:
-            tier["devices"] = NODES * self._ranks
-        path = folder / "cluster.yaml"
-        write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
-        source = str(folder / "model.yaml")
-        model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
-        plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
-        plan["mesh"]["data_replicate"] = NODES * self._ranks
-        count = BATCH // (NODES * self._ranks * 2)
-        plan |= {"global_batch": BATCH, "micro_batches": count, "micro_batch": 2}
-        plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
-        return self.room.plan(Plan.of(plan))
-
-    def start(self, node: int) -> subprocess.Popen[str]:
+    def start(self, node: int) -> ForkedLauncher:
         """Start a node's launcher."""
         lead = "127.0.0.1" if self._hosts is None else address(0)
         folder = self.room.folder
-        command = [
-            *(sys.executable, "-m", "meshwright", "launch", str(self._plan), "--survive"),
+        arguments = [
+            *("launch", str(self._plan), "--survive"),
             *("--data", str(self.room.text), "--steps", str(self._steps), "--grow-after", "1e9"),
-            *("--checkpoint-every", str(EVERY), "--checkpoint", str(folder / "saved")),
+            *("--checkpoint-every", str(self._every), "--checkpoint", str(folder / "saved")),
             *("--output", str(folder / "out"), "--nodes", str(self._nodes)),
-            *("--node", str(node), "--rendezvous", f"{lead}:{self._port}"),
+            *("--node", str(node), "--rendezvous", f"{lead}:{self._port}", *self.more),
         ]
-        if self._hosts is not None:
-            command = self._hosts.command(node, command)
-        with (folder / f"launcher-{node}.log").open("w") as log:
-            launcher = subprocess.Popen(
-                command,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(self.room.python_path),
-                    "MESHWRIGHT_SECRET": "a secret of this benchmark alone",
-                    "OMP_NUM_THREADS": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        inside = "" if self._hosts is None else _inside(self._hosts.namespace(node))
+        launcher = ForkedLauncher(
+            self._forks,
+            arguments,
+            self._environment,
+            log=self.log(node),
+            begins_with=inside + slow(self._step_s) + self._begins_with,
+        )
         self.room.started.append(launcher)
         return launcher
+
+    def log(self, node: int) -> Path:
+        """Return what a node's launcher says."""
+        return self.room.folder / "logs" / f"launcher-{node}.log"
 
     def events(self) -> list[Event]:
         """Return what has happened."""
@@ -204,27 +198,59 @@ class Job:
         return left_behind(self.room.folder)
 
 
+def planned(room: Room, ranks: int) -> Path:
+    """Write a plan for so many ranks on each of three nodes, with its model and cluster."""
+    folder = room.folder
+    write(MODEL, folder / "model.yaml")
+    machine = machine_of("local:2", None)
+    (group,) = machine.groups
+    data = group.model_dump(mode="json", exclude_none=True)
+    nodes = [{**data, "nodes": NODES, "devices_per_node": ranks}]
+    tiers = machine.model_dump(mode="json", exclude_none=True)
+    for tier in tiers["tiers"]:
+        tier["devices"] = NODES * ranks
+    path = folder / "cluster.yaml"
+    write(ClusterSpec.of({**tiers, "name": "three", "groups": nodes}), path)
+    source = str(folder / "model.yaml")
+    model = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
+    plan = plan_of(data=2).model_dump(mode="json", exclude_none=True)
+    plan["mesh"]["data_replicate"] = NODES * ranks
+    own = BATCH // (NODES * ranks)
+    plan |= {"global_batch": BATCH, "micro_batches": 1, "micro_batch": own}
+    plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
+    return room.plan(Plan.of(plan))
+
+
 def left_behind(folder: Path) -> list[str]:
     """Return processes and unnamed files that a run has left."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command = (process / "cmdline").read_bytes().decode(errors="replace")
-            if str(folder) in command and process.name != str(os.getpid()):
-                found.append(f"process {process.name}: {command[:80]!r}")
-    found += [str(path) for path in (folder / "saved").glob(".*")]
-    return found
+            log = (process / "fd" / "1").readlink()
+            if log.is_relative_to(folder):
+                found.append(f"process {process.name}: {log.name}")
+    return [*found, *(str(path) for path in (folder / "saved").glob(".*"))]
+
+
+def _inside(namespace: str) -> str:
+    """Return code by which a process goes into a network namespace."""
+    return (
+        "import ctypes, os\n"
+        f"descriptor = os.open('/var/run/netns/{namespace}', os.O_RDONLY)\n"
+        f"assert ctypes.CDLL(None).setns(descriptor, {CLONE_NEWNET}) == 0\n"
+        "os.close(descriptor)\n"
+    )
 
 
 def round_of(
-    folder: Path, *, step_s: float, spares: int, seed: int
+    folder: Path, forks: Zygote, *, step_s: float, spares: int, seed: int
 ) -> tuple[list[Recovery], list[str]]:
     """Return one round's recoveries, and what it has left behind."""
     rng = random.Random(seed)
     nodes = NODES + spares
     with contextlib.ExitStack() as held:
         hosts = held.enter_context(rig(nodes)) if refusal() is None else None
-        job = Job(folder, hosts, nodes=nodes, step_s=step_s)
+        job = Job(folder, hosts, forks, nodes=nodes, step_s=step_s)
         held.callback(_end_all, job.launchers)
         job.wait(lambda: len([e for e in job.events() if isinstance(e, StepDone)]) > 5, "the start")
         found = []
@@ -246,7 +272,7 @@ def round_of(
         return found, job.end()
 
 
-def _end_all(launchers: Sequence[subprocess.Popen[str]]) -> None:
+def _end_all(launchers: Sequence[ForkedLauncher]) -> None:
     for launcher in launchers:
         launcher.kill()
         launcher.wait()
@@ -281,9 +307,10 @@ def main() -> int:
     found, left = [], []
     for number in range(args.rounds):
         print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}", flush=True)
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory() as name, nursery(Path(name, "forks")) as forks:
+            (folder := Path(name, "run")).mkdir()
             more, behind = round_of(
-                Path(name), step_s=args.step, spares=args.spares, seed=args.seed + number
+                folder, forks, step_s=args.step, spares=args.spares, seed=args.seed + number
             )
         found += more
         left += behind

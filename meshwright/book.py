@@ -1,11 +1,12 @@
 """A book of plans: what a run goes on with when nodes or devices are lost, solved while it trains.
 
 One process of low priority solves for one, two, four and eight nodes fewer, or devices of a node
-that is alone, and writes each plan with its predicted seconds and bytes beside the checkpoints,
-where all nodes find it.  When something is lost its plan is looked up; only what the book lacks is
-solved then.
+that is alone, and of several nodes for one device fewer on each.  It writes each plan with its
+predicted seconds and bytes beside the checkpoints, where all nodes find it.  When something is lost
+its plan is looked up; only what the book lacks is solved then.
 
     SAVED/book/with-6.json         what is known of the plan for six that are left
+    SAVED/book/with-8x7.json       of the plan for eight nodes with seven devices each
     SAVED/book/plan-for-6.yaml     the plan itself, beside the cluster that it is for
 """
 
@@ -46,6 +47,8 @@ class BookEntry(Part):
     """Digest of the plan that it stands in for."""
     left: Positive
     """Nodes, or devices of one node."""
+    each: Positive | None = None
+    """Devices of each of several nodes, where one of them has lost some."""
     path: Text
     plan: Text
     """Its digest."""
@@ -61,47 +64,70 @@ class Book:
     def __init__(self, saved: Path) -> None:
         self._saved = saved
 
-    def entry(self, wanted: Plan, left: int) -> BookEntry | None:
+    def entry(self, wanted: Plan, left: int, each: int | None = None) -> BookEntry | None:
         """Return what stands there for a plan of which so much is left; None if nothing does."""
         try:
-            entry = BookEntry.model_validate_json(read_text(self._file(left)))
+            entry = BookEntry.model_validate_json(read_text(self._file(left, each)))
             found = document.read(Plan, entry.path)
         except (MeshwrightError, ValueError):
             return None
-        is_it = (entry.wanted, entry.left, entry.plan) == (wanted.digest, left, found.digest)
+        said = entry.wanted, entry.left, entry.each, entry.plan
+        is_it = said == (wanted.digest, left, each, found.digest)
         return entry if is_it else None
 
-    def solve(self, fit: LaunchablePlan, left: int) -> BookEntry:
+    def solve(self, fit: LaunchablePlan, left: int, each: int | None = None) -> BookEntry:
         """Solve for what is left, and write the plan down; LaunchError where no plan fits."""
         folder = self._folder()
+        if each is not None:
+            folder = folder_within(folder, f"{left}x{each}")
         path = for_fewer(
-            fit.movable(), fit.graph, fit.machine, fit.measured, left=left, folder=folder
+            fit.movable(),
+            fit.graph,
+            fit.machine,
+            fit.measured,
+            left=left,
+            each=each,
+            folder=folder,
         )
         again = fit.at(str(path))
         predicted = predict(again.plan, fit.graph, again.machine, fit.measured)
         entry = BookEntry(
             wanted=fit.plan.digest,
             left=left,
+            each=each,
             path=str(path),
             plan=again.plan.digest,
             devices=again.plan.mesh.devices,
             step_s=predicted.step_time_s,
             memory_bytes=max(stage.peak_memory_bytes for stage in predicted.stages),
         )
-        replaced(document.json_line(entry), self._file(left))
+        replaced(document.json_line(entry), self._file(left, each))
         return entry
 
     def _folder(self) -> Path:
         return folder_within(self._saved, "book")
 
-    def _file(self, left: int) -> Path:
-        return self._folder() / f"with-{left}.json"
+    def _file(self, left: int, each: int | None = None) -> Path:
+        return self._folder() / f"with-{sized(left, each)}.json"
 
 
-def sizes(fit: LaunchablePlan) -> list[int]:
-    """Return of what is left when some nodes are lost, or devices of a node that is alone."""
-    whole = fit.nodes if fit.nodes > 1 else fit.plan.mesh.devices
-    return [whole - fewer for fewer in FEWER if fewer < whole]
+def sized(left: int, each: int | None = None) -> str:
+    """Return what is left as text.
+
+    >>> sized(6), sized(8, 7)
+    ('6', '8x7')
+    """
+    return str(left) if each is None else f"{left}x{each}"
+
+
+def sizes(fit: LaunchablePlan) -> list[tuple[int, int | None]]:
+    """Return of what is left when nodes are lost, or devices of one that is alone, or of each."""
+    if fit.nodes == 1:
+        whole = fit.plan.mesh.devices
+        return [(whole - fewer, None) for fewer in FEWER if fewer < whole]
+    each = fit.machine.groups[0].devices_per_node
+    fewer_nodes = [(fit.nodes - fewer, None) for fewer in FEWER if fewer < fit.nodes]
+    return [*fewer_nodes, *([(fit.nodes, each - 1)] if each > 1 else [])]
 
 
 class BookKeeper:
@@ -131,7 +157,7 @@ class BookKeeper:
         assert self._run.checkpoint is not None
         saved = self._run.checkpoint.absolute()
         book = Book(saved)
-        lacking = [left for left in sizes(self._fit) if book.entry(self._fit.plan, left) is None]
+        lacking = [one for one in sizes(self._fit) if book.entry(self._fit.plan, *one) is None]
         if self._process is not None or not lacking:
             return
         output = self._run.output or default_output(self._fit.plan)
@@ -141,7 +167,12 @@ class BookKeeper:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "meshwright.book"),
-                    *(self._fit.path, str(saved), ",".join(map(str, lacking)), *profile),
+                    *(
+                        self._fit.path,
+                        str(saved),
+                        ",".join(sized(*one) for one in lacking),
+                        *profile,
+                    ),
                 ],
                 env={**os.environ, "MESHWRIGHT_LAUNCHER": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
@@ -151,13 +182,20 @@ class BookKeeper:
             )
 
 
-def filled(fit: LaunchablePlan, saved: Path, lefts: Iterable[int]) -> list[BookEntry]:
+def filled(
+    fit: LaunchablePlan, saved: Path, lefts: Iterable[tuple[int, int | None]]
+) -> list[BookEntry]:
     """Solve for each of what may be left; what has no plan is said and passed over."""
     found = []
-    for left in lefts:
+    for left, each in lefts:
         with contextlib.suppress(MeshwrightError):
-            found.append(Book(saved).solve(fit, left))
+            found.append(Book(saved).solve(fit, left, each))
     return found
+
+
+def _read(text: str) -> tuple[int, int | None]:
+    left, _, each = text.partition("x")
+    return int(left), int(each) if each else None
 
 
 def main() -> int:
@@ -169,8 +207,8 @@ def main() -> int:
     os.nice(NICE)
     plan, saved, lefts, *profile = sys.argv[1:]
     fit = LaunchablePlan.of(plan, profile[0] if profile else None)
-    for entry in filled(fit, Path(saved), map(int, lefts.split(","))):
-        print(f"{entry.left} left: {entry.step_s:.3g} s a step in {entry.path}")
+    for entry in filled(fit, Path(saved), map(_read, lefts.split(","))):
+        print(f"{sized(entry.left, entry.each)} left: {entry.step_s:.3g} s a step in {entry.path}")
     return 0
 
 

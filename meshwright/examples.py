@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "meshwright launch plan.yaml --data text.txt --steps 100",
         "meshwright launch plan.yaml --checkpoint checkpoints --resume",
         "meshwright launch plan.yaml --on slurm --job partition=gpu --dry-run",
+        "meshwright launch plan.yaml --hosts a,b[0-2] --dry-run",
     ),
     "run": (
         "meshwright run --plan plan.yaml train.py --epochs 3",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.book import Book, BookKeeper
+from meshwright.book import Book, BookEntry, BookKeeper
 from meshwright.inputs import check_code, machine_of, need_torch, own_code, plan_model, profile_for
 from meshwright.options import written
 from meshwright.replan import leave_out, planned_again
@@ -81,16 +81,19 @@ def launch(
     A plan of a user's own file runs it, if the file and what it imports beside it are those that
     were planned, or `trust_code` takes them as they are.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
+    On `where.hosts` it is started from here, and the answer is printed as they give it.
     """
     if replan and run.checkpoint is None:
         raise DocumentError("replan", "continues from checkpoints: add --checkpoint FOLDER")
     if survive and run.checkpoint is None:
         raise DocumentError("survive", "continues from checkpoints: add --checkpoint FOLDER")
+    more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
     if where.on != "local":
-        more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
-    if where.job:
-        raise DocumentError("job", "settings go with --on slurm or kubernetes")
+    where.refuse_job()
+    if where.hosts is not None:
+        _on_hosts(plan_path, run, where, {**more, "json": quiet}, dry_run=dry_run)
+        return None
     need_torch("launching a plan")
     from runtime.bad_ends import RankFailed  # noqa: PLC0415 - the runtime
     from runtime.launch_record import Launch  # noqa: PLC0415
@@ -248,12 +251,23 @@ class LaunchablePlan:
         machine = machine_of(plan.cluster, self.measured)
         return replace(self, path=path, plan=plan, machine=machine, source="given")
 
-    def again(self, left: int, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
-        """Return the same training planned for what is left: out of the book, or solved now."""
+    def again(
+        self, left: int, run: LaunchRun, *, each: int | None = None, quiet: bool
+    ) -> LaunchablePlan:
+        """Return the same training planned for what is left: out of the book, or solved now.
+
+        That is so many nodes, each with so many devices if that is said, or devices of one node.
+        """
+        entry, source = self.booked(left, run, each=each)
+        return self._told(Path(entry.path), source=source, quiet=quiet)
+
+    def booked(
+        self, left: int, run: LaunchRun, *, each: int | None = None
+    ) -> tuple[BookEntry, PlanSource]:
+        """Return what the book has for what is left, solved now where it lacks."""
         book = Book(run.checkpoint or Path())
-        known = book.entry(self.plan, left)
-        entry = known or book.solve(self, left)
-        return self._told(Path(entry.path), source="book" if known else "solved", quiet=quiet)
+        known = book.entry(self.plan, left, each)
+        return (known, "book") if known else (book.solve(self, left, each), "solved")
 
     def with_less_memory(self, end: RankEnd, run: LaunchRun, *, quiet: bool) -> LaunchablePlan:
         """Return the same training planned for devices that count as smaller, since it ran out.
@@ -389,6 +403,34 @@ def with_interval(
             file=sys.stderr,
         )
     return run.model_copy(update={"checkpoint_every": every})
+
+
+def _on_hosts(
+    plan_path: str,
+    run: LaunchRun,
+    where: Where,
+    more: Mapping[str, object],
+    *,
+    dry_run: bool,
+) -> None:
+    """Launch a plan on hosts over ssh, with these options."""
+    from meshwright.hosts import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
+
+    wanted = document.read(Plan, plan_path)
+    wanted.training.changed(run.training)
+    _refuse_foreign(wanted, plan_path)
+    machine = machine_of(wanted.cluster, None)
+    on_cpu = machine.groups[0].accelerator.kind == "cpu"
+    options = written({**run.model_dump(), **more})
+    command = HostCommand(
+        arguments=("launch", plan_path, *options),
+        files=(plan_path,),
+        devices=0 if on_cpu else min(group.devices_per_node for group in machine.groups),
+        nodes=sum(group.nodes for group in machine.groups),
+        spares=bool(more["survive"]),
+        rendezvous=where.rendezvous,
+    )
+    on_hosts(hosts_of(where.told_hosts), command, dry_run=dry_run)
 
 
 def _submitted(

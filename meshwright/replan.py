@@ -22,7 +22,7 @@ from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.search.answer import Answer
 from planner.search.search import search
-from planner.whatif.changes import changed
+from planner.whatif.changes import changed, smaller_nodes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIE = 1.03
@@ -36,13 +36,18 @@ def for_fewer(
     measured: Profiles,
     *,
     left: int,
+    each: int | None = None,
     folder: Path,
 ) -> Path:
     """Plan the same training for the `left` nodes, or devices of one node; return the plan's file.
 
-    Of one node's devices some may be left out if that is faster.
+    Of one node's devices some may be left out if that is faster.  Nodes have `each` so many
+    devices where that is given: one of them has lost some.
     """
-    return planned_again(wanted, graph, _smaller(machine, left), measured, folder=folder)
+    clusters = _smaller(machine, left)
+    if each is not None:
+        clusters = (smaller_nodes(one, each) for one in clusters)
+    return planned_again(wanted, graph, clusters, measured, folder=folder)
 
 
 def planned_again(
@@ -117,6 +122,8 @@ def _smaller(machine: ClusterSpec, left: int) -> Iterator[ClusterSpec]:
     sizes = (left,) if group.nodes > 1 else range(left, 0, -1)
     whole = group.nodes if group.nodes > 1 else group.devices_per_node
     for size in sizes:
+        if size == whole:
+            yield machine
         smaller = changed(machine, "devices", size / whole)
         if smaller is not None:
             yield smaller

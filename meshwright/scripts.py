@@ -53,6 +53,7 @@ def run_script(
     A `profile` of its layers makes the prediction.
     On several nodes each calls it, and the one with rank 0 gets the answer, the others none.
     Where a scheduler starts it, the job is written and submitted; a dry run gives its text alone.
+    On `where.hosts` it is started from here, and the answer is printed as they give it.
 
     Raises LaunchError where the ranks failed for good.
     """
@@ -64,8 +65,15 @@ def run_script(
         machine = machine_of(wanted.cluster, None)
         command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
         return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
-    if where.job or dry_run:
-        raise DocumentError("job" if where.job else "dry-run", "goes with --on slurm or kubernetes")
+    where.refuse_job()
+    if where.hosts is not None:
+        command = _command(
+            wanted, plan_path, machine_of(wanted.cluster, None), script, arguments, output, restarts
+        )
+        _on_hosts(wanted, plan_path, command, where, profile=profile, dry_run=dry_run)
+        return None
+    if dry_run:
+        raise DocumentError("dry-run", "goes with --on slurm or kubernetes, and --hosts")
     measured = None
     if profile is not None:
         measured = profile_for(plan_model(wanted, plan_path), profile)
@@ -91,6 +99,31 @@ def run_script(
         say=lambda text: None if quiet else print(f"meshwright: {lines(text)}", file=sys.stderr),
     )
     return None if done is None else Ran(run=done, rows=_compared(wanted, done, measured))
+
+
+def _on_hosts(
+    wanted: Plan,
+    plan_path: str,
+    command: Command,
+    where: Where,
+    *,
+    profile: str | None,
+    dry_run: bool,
+) -> None:
+    """Run a script on hosts over ssh."""
+    from meshwright.hosts import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
+
+    devices = _devices(wanted)
+    on_cpu = machine_of(wanted.cluster, None).groups[0].accelerator.kind == "cpu"
+    started = HostCommand(
+        arguments=tuple(command.words(plan_path, *written({"profile": profile}))),
+        files=(plan_path, *command.files),
+        devices=0 if on_cpu else min(devices),
+        nodes=len(devices),
+        spares=False,
+        rendezvous=where.rendezvous,
+    )
+    on_hosts(hosts_of(where.told_hosts), started, dry_run=dry_run)
 
 
 def _devices(wanted: Plan) -> list[int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.book import BookKeeper
 from meshwright.growing import Growth
 from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, launched
+from meshwright.replan import leave_out
 from planner.documents.cluster import ClusterSpec
 from planner.documents.events import Incident, Reaction
 from planner.errors import HandedOver, LaunchError
@@ -26,7 +29,7 @@ from runtime.nodes import NodeRank
 from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
-from runtime.roster import Agent, Epoch, Proposal
+from runtime.roster import Agent, Epoch, LostDevice, Proposal
 from runtime.run import Device, LaunchRun, append_record, events_file
 from runtime.slots import Slots
 from runtime.verdict import RankEnd, Verdict, verdict
@@ -85,6 +88,8 @@ class Epochs:
         self._planned = self._fit = fit
         self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
+        self._hidden = 0
+        """Devices of this node that ranks do not see any more."""
 
     def run(self) -> Launched | None:
         """Train until the run is over."""
@@ -95,9 +100,7 @@ class Epochs:
                 self._say(f"this node was a spare: {over}")
                 return None
             epoch = self._agent.epoch
-            self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
-            if self._fit.nodes == self._planned.nodes:
-                self._planned = self._fit  # with less memory, from here on
+            self.take(epoch)
             self._pair(epoch)
             self._growth = Growth(self._planned, self._fit, self._run, self._agent)
             self._agent.begin()
@@ -120,6 +123,23 @@ class Epochs:
                 self._regroup(failed)
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
+
+    def take(self, epoch: Epoch) -> None:
+        """Go by an epoch's plan, on the devices that are left."""
+        self._fit = self._planned if epoch.plan is None else self._planned.at(epoch.plan)
+        if self._fit.machine.devices == self._planned.machine.devices:
+            self._planned = self._fit  # with less memory, from here on
+        self._hide_lost(epoch)
+
+    def _hide_lost(self, epoch: Epoch) -> None:
+        """Let ranks that start from now on not see the devices that this node has lost."""
+        start = self._agent.roster.agent.start
+        lost = [one for one in epoch.lost_devices if one.start == start]
+        group = self._planned.machine.groups[0]
+        for one in lost[self._hidden :]:
+            if group.accelerator.kind != "cpu":
+                leave_out(one.device, group.devices_per_node - self._hidden)
+            self._hidden += 1
 
     def _pair(self, epoch: Epoch) -> None:
         """Find the partner that keeps this node's copies, and the ward whose copies it keeps."""
@@ -172,11 +192,11 @@ class Epochs:
         self._agent.regroup(
             end,
             failed,
-            lambda proposal: self._next(proposal, failed, begin_s),
+            lambda proposal: self.next(proposal, failed, begin_s),
             lambda: hand_over(self._signals, failed),
         )
 
-    def _next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
+    def next(self, proposal: Proposal, failed: LaunchError, at_unix_s: float) -> Epoch:
         """Decide the next epoch by the table, and write down what and why."""
         last = proposal.epoch
         assert self._run.checkpoint is not None and self._run.output is not None
@@ -192,6 +212,7 @@ class Epochs:
         without = None
         if found.reaction == "shrink" and end.cause != "node":
             without = self._node_of(end.rank, last)
+            proposal, without = self._without_device(proposal, without, end)
         members = proposal.members(self._planned.nodes, without=without)
         if not members:
             raise failed
@@ -199,6 +220,41 @@ class Epochs:
         excluded = (*last.excluded, *([] if without is None else [without.start]))
         epoch = self._decided(proposal, members, found, stored, end)
         return epoch.model_copy(update={"ends": ends, "excluded": excluded})
+
+    def _without_device(
+        self, proposal: Proposal, node: Agent, end: RankEnd
+    ) -> tuple[Proposal, Agent | None]:
+        """Return what the run goes on with, and without which node, where a device is lost.
+
+        All nodes train on one device fewer then, where that is faster than on one node fewer.
+        """
+        epoch = proposal.epoch
+        place = [one.start for one in epoch.members].index(node.start)
+        device = LostDevice(start=node.start, device=self._local_ranks(place)[end.rank])
+        fewer = epoch.model_copy(update={"lost_devices": (*epoch.lost_devices, device)})
+        with_all = proposal.members(self._planned.nodes)
+        instead = proposal.members(self._planned.nodes, without=node)
+        if self._predicted_s(fewer, with_all) >= self._predicted_s(epoch, instead):
+            return proposal, node
+        return replace(proposal, epoch=fewer), None
+
+    def _size(self, epoch: Epoch, members: Sequence[Agent]) -> tuple[int, int | None]:
+        """Return nodes, and devices of each if these are fewer than there were."""
+        lost = epoch.most_lost(members)
+        each = self._planned.machine.groups[0].devices_per_node - lost
+        return len(members), each if lost else None
+
+    def _predicted_s(self, epoch: Epoch, members: Sequence[Agent]) -> float:
+        """Return what a step is predicted to take on some nodes; infinite where no plan fits."""
+        nodes, each = self._size(epoch, members)
+        if not nodes or each == 0:
+            return math.inf
+        if nodes == self._planned.nodes and each is None:
+            return 0.0  # with a spare, nothing is lost
+        try:
+            return self._planned.booked(nodes, self._run, each=each)[0].step_s
+        except LaunchError:
+            return math.inf
 
     def _grown(self, proposal: Proposal, stored: int) -> Epoch:
         """Return the next epoch where nothing went wrong: of the nodes that are there now."""
@@ -215,17 +271,19 @@ class Epochs:
         end: RankEnd | None = None,
     ) -> Epoch:
         """Return the next epoch with its plan, once what is done is written down."""
-        last = proposal.epoch
+        last, before = proposal.epoch, self._fit.machine.devices
         if found.reaction == "replan" and end is not None:
             self._fit = self._fit.with_less_memory(end, self._run, quiet=self._quiet)
             plan: str | None = self._fit.path
-        elif len(members) < self._planned.nodes:
-            self._fit = self._planned.again(len(members), self._run, quiet=self._quiet)
+        elif (size := self._size(last, members)) != (self._planned.nodes, None):
+            nodes, each = size
+            self._fit = self._planned.again(nodes, self._run, each=each, quiet=self._quiet)
             plan = self._fit.path
         else:
             self._fit = self._planned
             plan = last.plan if last.plan == self._planned.path else None
-        done = _named(found, last.members, members)
+        fewer = self._fit.machine.devices < before
+        done = _named(found, last.members, members, fewer=fewer)
         assert self._run.output is not None
         decided(self._run.output, done, self._fit, quiet=self._quiet)
         stays = [one.start for one in members] == [one.start for one in last.members]
@@ -273,9 +331,13 @@ class Epochs:
         return next(one for i, one in enumerate(epoch.members) if rank in self._ranks(i))
 
     def _ranks(self, place: int) -> list[int]:
+        return list(self._local_ranks(place))
+
+    def _local_ranks(self, place: int) -> dict[int, int]:
+        """Return the ranks of a member, each with its device there."""
         groups = self._fit.machine.groups
         devices = [group.devices_per_node for group in groups for _ in range(group.nodes)]
-        return list(ranks_of_node(self._fit.plan, place, devices))
+        return ranks_of_node(self._fit.plan, place, devices)
 
     def _say(self, text: str) -> None:
         if not self._quiet:
@@ -294,9 +356,13 @@ def domain_nodes(machine: ClusterSpec) -> int:
     return racks[-1] // a_node if racks else 1
 
 
-def _named(found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...]) -> Verdict:
-    """Return a verdict by what becomes of the members."""
+def _named(
+    found: Verdict, before: tuple[Agent, ...], members: tuple[Agent, ...], *, fewer: bool
+) -> Verdict:
+    """Return a verdict by what becomes of the members, which may have `fewer` devices each."""
     reaction: Reaction = "restart" if members == before else "spare"
+    if members == before and fewer:
+        reaction = "shrink"
     if members == before and found.reaction == "replan":
         reaction = "replan"
     if len(members) != len(before):

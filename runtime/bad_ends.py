@@ -172,12 +172,16 @@ def _out_of_memory(
     )
 
 
+_WRONG = ("ReplicaDrifted", "StepDiffered", "NotANumber")
+"""Failures of ranks whose numbers are wrong."""
+
+
 def _wrong_numbers(
     ready: Preflight, rank: int, failure: run.Failure, *, after_step: int
 ) -> RankFailed:
-    """Return the error of replicas that drifted apart, or of a loss that is no number."""
+    """Return the error of damaged memory or arithmetic, or of a loss that is no number."""
     suspect = rank if failure.suspect is None else failure.suspect
-    drifted = failure.kind == "ReplicaDrifted"
+    drifted = failure.kind != "NotANumber"
     return RankFailed(
         failure.message,
         lead=failure.message,
@@ -203,7 +207,7 @@ def bad_end(
     ended, failure = bad.cause, bad.failure
     if failure is not None and failure.kind == "DocumentError":
         return DocumentError("", failure.message)
-    if failure is not None and failure.kind in ("ReplicaDrifted", "NotANumber"):
+    if failure is not None and failure.kind in _WRONG:
         return _wrong_numbers(ready, ended.rank, failure, after_step=after_step)
     if failure is not None and failure.kind in ("LaunchError", "NoPlanFits"):
         return LaunchError(failure.message)

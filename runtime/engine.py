@@ -278,6 +278,8 @@ class Engine:
             aliases=model.aliases,
             device=device,
         )
+        self.own_totals = self._passes.totals.values.clone()
+        """Sum and count of the last step's loss on this rank alone."""
         self.next_sample = 0
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
@@ -615,6 +617,7 @@ class Engine:
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
+        self.own_totals = self._passes.totals.values.clone()
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
         if self._optimizers.settles:

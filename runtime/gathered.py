@@ -54,16 +54,20 @@ class RankCopy:
 
 
 def gathered(
-    slots: Sequence[StateSlot], needed: Mapping[str, Box]
+    slots: Sequence[StateSlot], needed: Mapping[str, Box], *, of_run: str | None = None
 ) -> tuple[Key, list[Snapshot], Mapping[str, Any]] | None:
     """Return the newest state of which every rank finds what it needs; all of them call it.
 
     Beside it stands the label of one of its parts.
 
     `slots` are those that this rank looks at, no other rank the same, and `needed` are the boxes
-    that it needs.
+    that it needs.  Only copies `of_run` count, if it is given.
     """
-    labels = [(slot, label) for slot in slots if (label := slot.label()) is not None]
+    labels = [
+        (slot, label)
+        for slot in slots
+        if (label := slot.label()) is not None and of_run in (None, label["run"])
+    ]
     every = all_gather_json([key_of(label) for _, label in labels])
     keys = {(step, run, plan, world) for told in every for step, run, plan, world in told}
     for key in sorted(keys, reverse=True):

@@ -68,15 +68,16 @@ class Mirror:
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan)
 
-    def newest(self, needed: Mapping[str, Box]) -> MirroredState | None:
+    def newest(self, needed: Mapping[str, Box], *, of_this: bool = False) -> MirroredState | None:
         """Return the newest state that all ranks can go on from; all of them call it.
 
-        `needed` are the boxes that this rank needs.
+        `needed` are the boxes that this rank needs; only copies of this attempt count if they
+        have to be `of_this`.
         """
         # Each slot of a node is looked at by one of its ranks.
         pairs = [*self._node.own, *self._node.wards]
         mine = [slot for pair in pairs[self._local_rank :: self._ranks] for slot in pair]
-        found = gathered(mine, needed)
+        found = gathered(mine, needed, of_run=self._run if of_this else None)
         if found is None:
             return None
         key, snapshots, label = found

@@ -57,6 +57,15 @@ class Held(Part):
     parts: tuple[Count, ...]
 
 
+class LostDevice(Part):
+    """A device that an agent's node no longer trains on."""
+
+    start: Text
+    """The agent's."""
+    device: Count
+    """Among those that its ranks had when it was lost."""
+
+
 class State(Part):
     """A state to go on from."""
 
@@ -83,8 +92,15 @@ class Epoch(Part):
     """Of all epochs of the run until here."""
     excluded: tuple[Text, ...] = ()
     """Starts of agents that are not wanted any more."""
+    lost_devices: tuple[LostDevice, ...] = ()
+    """In the order in which they were lost."""
     changed_unix_s: Amount = 0.0
     """When the run got these members."""
+
+    def most_lost(self, members: Iterable[Agent]) -> int:
+        """Return how many devices that of some agents has lost which lost the most."""
+        starts = [one.start for one in self.lost_devices]
+        return max((starts.count(one.start) for one in members), default=0)
 
     def has(self, agent: Agent) -> bool:
         """Whether an agent is a member."""

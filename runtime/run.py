@@ -120,7 +120,10 @@ class LaunchRun(Part):
 
 
 class Where(Part):
-    """Where a command runs: here, on several nodes that each start it, or as a scheduler's job."""
+    """Where a command runs: here, on several nodes, or as a scheduler's job.
+
+    Nodes each start it, or are hosts on which it is started from here.
+    """
 
     on: str = Field(
         default="local", description="local, or write and submit a job: slurm, kubernetes"
@@ -128,11 +131,31 @@ class Where(Part):
     job: tuple[str, ...] = Field(
         default=(), description="Of that job: partition=gpu, time=24:00:00; image=NAME"
     )
+    hosts: str | None = Field(
+        default=None, description="Start it on these over ssh: a,b[0-63]; those beyond are spares"
+    )
     nodes: int | None = Field(
         default=None, description="Number of nodes; run the same command on each"
     )
     node: int | None = Field(default=None, description="Number of this node, from 0")
     rendezvous: str | None = Field(default=None, description="HOST:PORT of node 0")
+
+    def refuse_job(self) -> None:
+        """Refuse settings of a job where none is written."""
+        if self.job:
+            raise DocumentError("job", "settings go with --on slurm or kubernetes")
+
+    @property
+    def told_hosts(self) -> str:
+        """The hosts that it is started on; DocumentError where other settings say something else.
+
+        >>> Where(hosts="a,b").told_hosts
+        'a,b'
+        """
+        for name in ("nodes", "node"):
+            if getattr(self, name) is not None:
+                raise DocumentError(name, "goes with a launcher on each node; --hosts starts them")
+        return self.hosts or ""
 
     def node_rank(self) -> NodeRank:
         """Return this node's rank: as asked for, or as whatever started us says."""

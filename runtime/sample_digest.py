@@ -50,6 +50,20 @@ class SampleDigest(Part):
         )
 
     @classmethod
+    def of_range(cls, numbers: range) -> SampleDigest:
+        """Return that of numbers one after another.
+
+        >>> SampleDigest.of_range(range(3, 7)) == SampleDigest.of([3, 4, 5, 6])
+        True
+        """
+        after, before = cls.of_first(numbers.stop), cls.of_first(numbers.start)
+        return cls(
+            count=after.count - before.count,
+            total=(after.total - before.total) % PRIME,
+            squares=(after.squares - before.squares) % PRIME,
+        )
+
+    @classmethod
     def of_first(cls, count: int) -> SampleDigest:
         """Return that of the first numbers, each once."""
         last = count - 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,7 +32,8 @@ from runtime.zygote import ForkedRank, Zygote
 
 POLL_S = 0.05
 SETTLE_S = 0.5
-"""After a bad end, wait this long for others: the first to be seen need not be the first to end."""
+"""After a bad end, wait this long for others: the first to be seen need not be the first to end.
+Not where it was killed from outside, which no other rank has caused."""
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL."""
 
@@ -62,6 +64,15 @@ class Exit:
         """
         return signal.Signals(-self.code).name if self.code < 0 else None
 
+    @property
+    def is_cause(self) -> bool:
+        """Whether no other rank's end can have caused it: libraries abort, and do not kill.
+
+        >>> Exit(rank=0, code=-9).is_cause, Exit(rank=0, code=-6).is_cause
+        (True, False)
+        """
+        return self.code == -signal.SIGKILL
+
 
 class RunningRanks:
     """The running ranks of one launch; leaving the `with` block ends whatever still runs."""
@@ -86,6 +97,9 @@ class RunningRanks:
         self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._exits: dict[int, Exit] = {}
         self._console: Console | None = None
+        self._ends = select.poll()
+        """What becomes readable when a rank ends."""
+        self._descriptors: list[int] = []
         try:
             for rank, (environment, log) in enumerate(zip(environments, logs, strict=True)):
                 shown = rank == 0 and rank_0_shown
@@ -108,9 +122,12 @@ class RunningRanks:
                         start_new_session=True,
                     )
                 self._processes.append(process)
+                self._watch(process)
                 if shown:
                     assert process.stdout is not None and process.stderr is not None
                     self._console = Console(process.stdout, process.stderr, log)
+            if zygote is not None:
+                self._ends.register(zygote, select.POLLIN)
         except BaseException:
             self.end(grace_s=0.0)
             raise
@@ -130,11 +147,12 @@ class RunningRanks:
         """Wait until all ranks ended well, or return those that ended badly, as they were seen."""
         while self._look() and not self._bad():
             meanwhile()
-            time.sleep(POLL_S)
+            self._await_end()
         if self._bad():
             deadline = time.monotonic() + SETTLE_S
-            while self._look() and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            while self._look() and time.monotonic() < deadline and not self._has_cause:
+                meanwhile()  # another node may say why before all of ours have ended
+                self._await_end()
         meanwhile()
         return self._bad()
 
@@ -144,12 +162,15 @@ class RunningRanks:
             self._tell(signal.SIGTERM)
             deadline = time.monotonic() + grace_s
             while self._look() and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+                self._await_end()
         finally:
             # Reached also when a second Ctrl-C cuts the grace short.
             self._tell(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors, self._ends = [], select.poll()
             if self._console is not None:
                 self._console.finish()
 
@@ -159,6 +180,24 @@ class RunningRanks:
             if rank not in self._exits and (code := process.poll()) is not None:
                 self._exits[rank] = Exit(rank=rank, code=code)
         return len(self._exits) < len(self._processes)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Let the end of a process be noticed when it comes, where the system tells."""
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(process.pid)
+                self._descriptors.append(descriptor)
+                self._ends.register(descriptor, select.POLLIN)
+
+    def _await_end(self) -> None:
+        """Wait until a rank ends, and POLL_S at most."""
+        for descriptor, _ in self._ends.poll(1e3 * POLL_S):
+            if descriptor in self._descriptors:
+                self._ends.unregister(descriptor)
+
+    @property
+    def _has_cause(self) -> bool:
+        return any(seen.is_cause for seen in self._exits.values())
 
     def _bad(self) -> list[Exit]:
         return [seen for seen in self._exits.values() if seen.code != 0]

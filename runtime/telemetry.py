@@ -213,10 +213,14 @@ class OpenTelemetry:
         self._meter: Any = self._provider.get_meter("meshwright")
         self._found = found
         self._known: set[str] = set()
+        self._reading: list[TelemetryFigure] = []
+        self._asked: set[str] = set()
+        """Names that were asked for in this reading; each is asked for once in every one."""
 
     def offer(self) -> None:
         """Make an instrument for each figure that is new."""
-        for one in self._found():
+        self._reading, self._asked = self._found(), set()
+        for one in self._reading:
             if one.name not in self._known:
                 self._known.add(one.name)
                 self._meter.create_observable_gauge(
@@ -232,10 +236,17 @@ class OpenTelemetry:
         def observe(_: object) -> list[Any]:
             from opentelemetry.metrics import Observation  # noqa: PLC0415
 
-            found = [one for one in self._found() if one.name == name]
+            found = [one for one in self._figures_of_reading(name) if one.name == name]
             return [Observation(one.value, dict(one.labels)) for one in found]
 
         return observe
+
+    def _figures_of_reading(self, name: str) -> list[TelemetryFigure]:
+        """Return all figures, computed once for each reading of all instruments."""
+        if not self._asked or name in self._asked:
+            self._reading, self._asked = self._found(), set()
+        self._asked.add(name)
+        return self._reading
 
 
 class Telemetry:

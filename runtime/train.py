@@ -46,6 +46,7 @@ from runtime.mesh import Place
 from runtime.metrics import Metrics
 from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
+from runtime.replay import Replays, can_replay
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.sample_digest import SampleDigest
 from runtime.save_schedule import SaveSchedule
@@ -261,6 +262,8 @@ class Loop:
         )
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
         self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
+        replays = mirror is not None and can_replay(plan)
+        self._replays = Replays(plan, orders.device) if replays else None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -276,22 +279,26 @@ class Loop:
         self.steps_done = progress.step
         self.engine.next_sample = progress.sample
         if self._used is not None:
-            self._used.before = progress.used or SampleDigest.of_first(progress.sample)
+            self._used.go_on_from(progress.used or SampleDigest.of_first(progress.sample))
         self.resumed = saved
 
     def go_on_from(self, kept: MirroredState, *, after_saved: int) -> None:
         """Go on from what was in memory, `after_saved` being the step of the last checkpoint."""
-        self.engine.restore(kept.snapshots)
-        if wrong := kept.used.wrong(self.engine.next_sample):
-            raise LaunchError(f"the copy of step {kept.step} says that {wrong}")
-        assert self._used is not None
-        self._used.before = kept.used
-        self.steps_done = kept.step
+        self._put_back(kept)
         self.resumed = self.orders.resumed
         # Those steps are not done again, and metrics were cut behind the checkpoint.
         output = self.orders.output
         if self.rank == 0:
             self._before = run.steps_of_events(output, after=after_saved, until=kept.step)
+
+    def _put_back(self, kept: MirroredState) -> None:
+        """Have the state of a copy."""
+        self.engine.restore(kept.snapshots)
+        if wrong := kept.used.wrong(self.engine.next_sample):
+            raise LaunchError(f"the copy of step {kept.step} says that {wrong}")
+        assert self._used is not None
+        self._used.go_on_from(kept.used)
+        self.steps_done = kept.step
 
     def run(self) -> RankRecord:
         """Train until the steps or the seconds are used up; return what was measured.
@@ -337,7 +344,7 @@ class Loop:
             begin = time.perf_counter()
             result = self._watched_step(peak) if step == watched else self._step()
             step_s.append(time.perf_counter() - begin)
-            self._refuse_nonsense(result)
+            self._check(step, result)
             self.steps_done = step
             ends: Stopped | None = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
@@ -399,6 +406,8 @@ class Loop:
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
             )
+            if self._replays is not None:
+                self._replays.copied(step)
 
     def _save_schedule(self) -> SaveSchedule | None:
         """Return when this run is saved from here on; None where it is not."""
@@ -477,14 +486,16 @@ class Loop:
 
     def _stepped(self, batch: tuple[Tensor, ...]) -> StepResult:
         # A step's random numbers depend on nothing before it, so none need to be saved.
-        torch.manual_seed(
-            step_seed(
-                self.plan.training.seed,
-                step=self.steps_done + 1,
-                stage=self.engine.stage,
-                data_rank=self.engine.slice_rank,
-            )
+        seed = step_seed(
+            self.plan.training.seed,
+            step=self.steps_done + 1,
+            stage=self.engine.stage,
+            data_rank=self.engine.slice_rank,
         )
+        if self.orders.device == "cuda":
+            torch.manual_seed(seed)
+        else:  # torch would note down for a device that is not there who seeds it, with the stack
+            torch.default_generator.manual_seed(seed)
         result = self.engine.step(batch)
         if self.orders.device == "cuda":
             torch.cuda.synchronize()
@@ -510,13 +521,48 @@ class Loop:
         ]
         return sum(losses) / count
 
-    def _refuse_nonsense(self, result: StepResult) -> None:
-        """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
-        if result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+    def _check(self, step: int, result: StepResult) -> None:
+        """Do a step again that is doubted, and stop where its values are no numbers."""
+        is_nonsense = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
+        again_from: int | None = None
+        if result.skipped:
             return
-        self.engine.refuse_drifted()  # damaged memory says more than what became of it
+        if is_nonsense:
+            self.engine.refuse_drifted()  # damaged memory says more than what became of it
+        if self._replays is not None:
+            self._replays.took(step, **_values(result), own=self.engine.own_totals)
+            if self._replays.doubts(step):
+                again_from = self._done_again(step, self._replays)
+        if is_nonsense:
+            self._refuse_nonsense(result, again_from)
+
+    def _done_again(self, last: int, replays: Replays) -> int | None:
+        """Do the steps since the newest copy again; return its step, None where there is none.
+
+        Raises StepDiffered where they give something else.
+        """
+        assert self._mirror is not None
+        kept = self._mirror.newest(boxes(self.engine.state()), of_this=True)
+        if kept is None:
+            return None
+        self._put_back(kept)
+        for step in range(kept.step + 1, last + 1):
+            result = self._step()
+            replays.compare(step, **_values(result), own=self.engine.own_totals)
+            self.steps_done = step
+        self.steps_done = last - 1
+        replays.came_again(last)
+        return kept.step
+
+    def _refuse_nonsense(self, result: StepResult, again_from: int | None) -> None:
+        """Stop on a loss or gradient that is not a number; nothing was saved since it went bad."""
         saved = self._last_saved()
         last = f"the last good checkpoint is {saved}" if saved else "nothing was saved"
+        if again_from is not None:
+            last = (
+                f"the same came again from the state after step {again_from}, so it is the data or "
+                f"the model and no device; {last}"
+            )
         raise NotANumber(
             f"step {self.steps_done + 1} gave loss {result.loss:g} and gradient norm "
             f"{result.grad_norm:g}; {last}. Lower the learning rate "
@@ -567,6 +613,10 @@ class Loop:
             frozen=self._frozen,
             used=None if self._used is None else self._used.digest(),
         )
+
+
+def _values(result: StepResult) -> dict[str, float]:
+    return {"loss": float(result.loss), "norm": result.grad_norm}
 
 
 def _ends_to_grow() -> bool:

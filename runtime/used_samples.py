@@ -20,10 +20,14 @@ class UsedSamples:
         slices = all_gather_json(slice_rank) if dist.is_initialized() else [slice_rank]
         self._counts = not dist.is_initialized() or slices.index(slice_rank) == dist.get_rank()
 
+    def go_on_from(self, before: SampleDigest) -> None:
+        """Take what was used until a state that is gone on from."""
+        self.before, self._own = before, SampleDigest()
+
     def add(self, numbers: range) -> None:
         """Take notice of a batch that this rank was given."""
         if self._counts:
-            self._own += SampleDigest.of(numbers)
+            self._own += SampleDigest.of_range(numbers)
 
     def digest(self) -> SampleDigest:
         """Return that of all ranks; all of them call it."""

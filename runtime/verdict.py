@@ -68,7 +68,7 @@ VERDICTS: Sequence[Verdict] = (
         causes=frozenset({"corruption"}),
         ever=ATTEMPTS,
         reaction="stop",
-        why=f"replicas drifted apart {ATTEMPTS} times, which one device does not do",
+        why=f"numbers were damaged {ATTEMPTS} times, which one device does not do",
     ),
     Verdict(
         causes=frozenset({"corruption"}),
@@ -80,7 +80,7 @@ VERDICTS: Sequence[Verdict] = (
     Verdict(
         causes=frozenset({"corruption"}),
         reaction="restart",
-        why="replicas drifted apart, and nobody knows which is right",
+        why="numbers were damaged, and nobody knows where",
     ),
     Verdict(
         causes=frozenset({"out_of_memory"}),

@@ -152,6 +152,11 @@ class Zygote:
             rank.process = news.get("process", rank.process)
             rank.code = news.get("code")
 
+    def fileno(self) -> int:
+        """Return what becomes readable when a rank starts or ends, once the first was started."""
+        assert self._socket is not None
+        return self._socket.fileno()
+
     def await_news(self) -> None:
         """Wait until the zygote tells something."""
         if self._socket is not None:

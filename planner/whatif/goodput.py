@@ -17,8 +17,10 @@ interruptions to its devices' own.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from dataclasses import dataclass
 
 from planner.documents.events import Expected
 from planner.whatif.economics import SECONDS_PER_HOUR
@@ -52,50 +54,72 @@ def blocked_s(failures: Failures, *, parameters: float, devices: int, at: str = 
 def failures_per_device_hour(failures: Failures, *, observed: int, device_hours: float) -> float:
     """Return the rate that is expected after some failures in some device-hours.
 
-    The rate λ is Gamma distributed, of mean m and shape k.  With f failures in h device-hours,
+    The rate λ is distributed as a logarithmic normal, whose median is the published value and whose
+    range from low to high is four standard deviations σ.  With f failures in h device-hours its
+    density is
 
-        λ = (k + f) / (k / m + h)
+        p(ln λ)  ~  exp(-(ln λ - ln value)² / (2 σ²))  λ^f exp(-λ h)
 
-    k is that of a logarithmic normal whose range from low to high is four standard deviations σ:
-    1 / k = exp(σ²) - 1.  Whether m and its range are those of devices or of spot instances is what
-    makes the failures that were seen likelier; devices where nothing was seen.
+    of which the median is returned.  Whether value and range are those of devices or of spot
+    instances is what makes the failures that were seen likelier; devices where nothing was seen.
 
     >>> believed = failures_per_device_hour(Failures(), observed=0, device_hours=0.0)
     >>> believed == Failures().per_device_hour.value
     True
     >>> f"{failures_per_device_hour(Failures(), observed=4, device_hours=50_000.0):.1e}"
-    '3.7e-05'
+    '3.8e-05'
     >>> f"{failures_per_device_hour(Failures(), observed=30, device_hours=300.0):.1e}"
-    '9.6e-02'
+    '9.5e-02'
     """
-    kinds = [_rate(failures.per_device_hour), _rate(failures.spot_per_node_hour)]
-    if math.isinf(kinds[0][0]):
-        return failures.per_device_hour.value
-
-    def likelihood(kind: tuple[float, float]) -> float:
-        return _log_likelihood(*kind, observed=observed, device_hours=device_hours)
-
-    shape, hours = max((kind for kind in kinds if math.isfinite(kind[0])), key=likelihood)
-    return (shape + observed) / (hours + device_hours)
-
-
-def _rate(usual: Ranged) -> tuple[float, float]:
-    """Return a rate's shape k, and k / m in hours."""
-    deviation = math.log(usual.high / usual.low) / 4
-    shape = 1 / math.expm1(deviation**2) if deviation else math.inf
-    return shape, shape / usual.value
+    devices, spots = failures.per_device_hour, failures.spot_per_node_hour
+    if not device_hours or devices.low == devices.high:
+        return devices.value
+    kinds = [
+        _RateBelief.of(kind, observed=observed, device_hours=device_hours)
+        for kind in (devices, spots)
+        if kind.low < kind.high
+    ]
+    return max(kinds, key=lambda kind: kind.likelihood).median
 
 
-def _log_likelihood(shape: float, hours: float, *, observed: int, device_hours: float) -> float:
-    """Return the logarithm of how likely some failures in some hours are."""
-    if not device_hours:
-        return 0.0
-    return (
-        math.lgamma(shape + observed)
-        - math.lgamma(shape)
-        - shape * math.log1p(device_hours / hours)
-        - observed * math.log1p(hours / device_hours)
-    )
+@dataclass(frozen=True, slots=True)
+class _RateBelief:
+    """What is believed of a rate after some failures, and how likely these were."""
+
+    median: float
+    likelihood: float
+    """Its logarithm, but for what all beliefs have in common."""
+
+    @classmethod
+    def of(cls, usual: Ranged, *, observed: int, device_hours: float) -> _RateBelief:
+        """Return what a published rate becomes."""
+        deviation = math.log(usual.high / usual.low) / 4
+        # Where failures are many, what was seen is narrower than what was published.
+        width = min(deviation, 1 / math.sqrt(observed) if observed else math.inf)
+        seen = math.log(max(observed, 0.5) / device_hours)
+        middle = math.log(usual.value)
+        low = min(middle - _REACH * deviation, seen - _REACH * width)
+        high = max(middle + _REACH * deviation, seen + _REACH * width)
+        count = math.ceil((high - low) / width * _POINTS)
+        points = [low + (high - low) * at / count for at in range(count + 1)]
+        logs = [
+            observed * x - math.exp(x) * device_hours - ((x - middle) / deviation) ** 2 / 2
+            for x in points
+        ]
+        most = max(logs)
+        sums = list(itertools.accumulate(math.exp(one - most) for one in logs))
+        at = next(i for i, one in enumerate(sums) if one >= sums[-1] / 2)
+        before = sums[at - 1] if at else 0.0
+        between = (sums[-1] / 2 - before) / (sums[at] - before) - 0.5
+        step = (high - low) / count
+        likelihood = most + math.log(sums[-1] * step / deviation)
+        return cls(math.exp(points[at] + between * step), likelihood)
+
+
+_REACH = 6.0
+"""Standard deviations that are looked at, to both sides."""
+_POINTS = 12
+"""Of each of them."""
 
 
 def save_figures(

@@ -556,6 +556,10 @@ def _word(rng: random.Random, name: str) -> str:
         "budget": lambda: rng.choice(("5min", "1e9h", "9" * 400 + "s", "0s", "٣min", junk, number)),
         "to": lambda: rng.choice(("megatron", "huggingface", "peft", junk)),
         "on": lambda: rng.choice(("slurm", "kubernetes", "local", junk)),
+        # Two and more: a single host would be connected to.
+        "hosts": lambda: rng.choice(
+            ("a,b[0-3]", "b[", "b[3-1],c", "b[0-999999999]", "a,a", "a,-b")
+        ),
         "rendezvous": lambda: rng.choice(("x:1", ":", "x:99999999", "[::1]:0", junk, number)),
     }
     pools["fix"] = pools["layout"]

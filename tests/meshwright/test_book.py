@@ -30,8 +30,8 @@ def planned(folder: Path, *, cluster: str = "4xa10g", data: int = 4) -> Launchab
 
 def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit, run = planned(tmp_path), LaunchRun(checkpoint=tmp_path)
-    assert sizes(fit) == [3, 2]
-    (entry,) = filled(fit, tmp_path, [1])
+    assert sizes(fit) == [(3, None), (2, None)]
+    (entry,) = filled(fit, tmp_path, [(1, None)])
     assert (entry.devices, entry.left) == (1, 1)
     assert entry.step_s > 0
     assert entry.memory_bytes > MODEL.parameters * 4
@@ -48,7 +48,7 @@ def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("change", ["another plan", "another left", "a changed plan", "half"])
 def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) -> None:
     fit = planned(tmp_path)
-    (entry,) = filled(fit, tmp_path, [1])
+    (entry,) = filled(fit, tmp_path, [(1, None)])
     wanted, left, file = fit.plan, 1, tmp_path / "book" / "with-1.json"
     if change == "another plan":
         wanted = wanted.model_copy(update={"global_batch": 16})
@@ -66,7 +66,21 @@ def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) 
 
 def test_nodes_are_lost_whole_and_devices_one_by_one(tmp_path: Path) -> None:
     many = planned(tmp_path, cluster="12x1xa10g", data=4)
-    assert sizes(many) == [11, 10, 8, 4]
+    assert sizes(many) == [(11, None), (10, None), (8, None), (4, None)]
+
+
+def test_a_device_less_on_each_node_is_in_the_book(tmp_path: Path) -> None:
+    fit = planned(tmp_path, cluster="2x2xa10g", data=4)
+    assert sizes(fit) == [(1, None), (2, 1)]
+
+    node, device = filled(fit, tmp_path, sizes(fit))
+
+    assert Book(tmp_path).entry(fit.plan, 2, 1) == device
+    assert Book(tmp_path).entry(fit.plan, 2) is None
+    smaller = fit.again(2, LaunchRun(checkpoint=tmp_path), each=1, quiet=True)
+    assert (smaller.source, smaller.plan.digest) == ("book", device.plan)
+    assert (smaller.nodes, [tier.devices for tier in smaller.machine.tiers]) == (2, [2])
+    assert node.path != device.path
 
 
 def test_a_process_of_low_priority_fills_it_and_ends_with_the_run(
@@ -95,7 +109,7 @@ def test_a_process_of_low_priority_fills_it_and_ends_with_the_run(
     (command,) = started
     assert command[1:] == ["-m", "meshwright.book", fit.path, str(tmp_path), "1"]
 
-    filled(fit, tmp_path, [1])
+    filled(fit, tmp_path, [(1, None)])
     with BookKeeper(fit, run) as keeper:
         keeper.begin()
     assert len(started) == 1
@@ -122,4 +136,4 @@ def test_the_process_fills_the_book(tmp_path: Path) -> None:
     )
 
     assert done.stdout.splitlines()[-1] == str(NICE)
-    assert all(Book(tmp_path).entry(fit.plan, left) is not None for left in sizes(fit))
+    assert all(Book(tmp_path).entry(fit.plan, *one) is not None for one in sizes(fit))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,19 +31,55 @@ from planner.errors import DocumentError
 from runtime import checkpoint
 from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
 from runtime.sample_digest import SampleDigest
+from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S
+from tests.runtime.forked import ForkedLauncher, common_environment, nursery
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+from tests.runtime.rooms import MODEL, Room, plan_of, slow
 
 EVERY, STEPS = 20, 400
 MIRRORED = 8
 """Steps of 0.05 s between copies in memory, at most: those here take a few milliseconds."""
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    pytest.importorskip("torch")
+    with nursery(tmp_path_factory.mktemp("forks")) as made:
+        yield made
+
+
+class ForkingRoom(Room):
+    """A room whose launches are forked."""
+
+    forks: Zygote
+    begins_with = ""
+
+    def let_steps_sleep(self, step_s: float) -> None:
+        self.begins_with = slow(step_s)
+
+    def launched(self, plan: Path | str, options: str, name: str = "launcher") -> ForkedLauncher:
+        """Launch a plan with the text."""
+        (self.folder / "logs").mkdir(exist_ok=True)
+        launcher = ForkedLauncher(
+            self.forks,
+            ["launch", str(plan), "--data", str(self.text), *options.split()],
+            common_environment(),
+            log=self.folder / "logs" / f"{name}.log",
+            begins_with=self.begins_with,
+        )
+        self.started.append(launcher)
+        return launcher
+
+
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+def room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[ForkingRoom]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = Room(tmp_path)
+    made = ForkingRoom(tmp_path)
+    if request.node.get_closest_marker("ranks") is not None:
+        made.forks = request.getfixturevalue("forks")
     made.text.write_text("the quick brown fox jumps over the lazy dog\n" * 200, encoding="utf-8")
     yield made
     for launcher in made.started:
@@ -53,7 +87,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
         launcher.communicate()
 
 
-def two_ranks(room: Room) -> Plan:
+def two_ranks(room: ForkingRoom) -> Plan:
     write(MODEL, room.folder / "model.yaml")
     source = str(room.folder / "model.yaml")
     planned = PlannedModel(name="tiny", source=source, digest=MODEL.digest)
@@ -61,22 +95,15 @@ def two_ranks(room: Room) -> Plan:
 
 
 def survived(
-    room: Room, faults: Sequence[signal.Signals], *, step_s: float = 0.0
+    room: ForkingRoom, faults: Sequence[signal.Signals], *, step_s: float = 0.0
 ) -> tuple[list[Event], float, str]:
     """Train while rank 1 gets a signal after another; return events, the first signal's time."""
     output = room.folder / "out"
     if step_s:
         room.let_steps_sleep(step_s)
-    options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
-    command = [sys.executable, "-m", "meshwright", "launch", str(room.plan(two_ranks(room)))]
-    launcher = subprocess.Popen(
-        [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    room.started.append(launcher)
+    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {output}"
+    plan = room.plan(two_ranks(room))
+    launcher = room.launched(plan, f"{options} --checkpoint {room.folder}/saved")
     begin_s = 0.0
     for number, fault in enumerate(faults, start=1):
         room.wait_for_step(number * (EVERY + 10), while_running=launcher)
@@ -97,14 +124,14 @@ def survived(
         return list(events_of(lines)), begin_s, said
 
 
-def losses(room: Room) -> list[float]:
+def losses(room: ForkingRoom) -> list[float]:
     return [record.loss for record in read_records(metrics_file(room.folder / "out"))]
 
 
 @pytest.mark.ranks
 @pytest.mark.matrix
 def test_a_rank_that_hangs_is_named_and_restarted_and_losses_are_those_of_no_hang(
-    room: Room,
+    room: ForkingRoom,
 ) -> None:
     pytest.importorskip("torch")
     events, begin_s, said = survived(room, [signal.SIGSTOP])
@@ -126,7 +153,9 @@ def test_a_rank_that_hangs_is_named_and_restarted_and_losses_are_those_of_no_han
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(room: Room) -> None:
+def test_a_rank_that_is_killed_twice_is_restarted_once_and_then_done_without(
+    room: ForkingRoom,
+) -> None:
     pytest.importorskip("torch")
     events, begin_s, said = survived(room, [signal.SIGKILL, signal.SIGKILL], step_s=0.05)
 
@@ -155,7 +184,7 @@ class Middle(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
-        if x.device.type != "meta" and len(x) > int(os.environ["ROOM"]):
+        if x.device.type != "meta" and len(x) > int(os.environ["MESHWRIGHT_TEST_ROOM"]):
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         return self.linear(x)
 
@@ -168,10 +197,10 @@ def factory():
 @pytest.mark.matrix
 @pytest.mark.parametrize(("samples", "ends"), [(4, 0), (2, 1)])
 def test_a_plan_that_runs_out_of_memory_is_replaced_once(
-    room: Room, monkeypatch: pytest.MonkeyPatch, samples: int, ends: int
+    room: ForkingRoom, monkeypatch: pytest.MonkeyPatch, samples: int, ends: int
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("ROOM", "99")
+    monkeypatch.setenv("MESHWRIGHT_TEST_ROOM", "99")
     (room.folder / "mine.py").write_text(FULL)
     planned = room.folder / "plan.yaml"
     commands.plan(
@@ -183,21 +212,14 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
     )
     first = document.read(Plan, planned).micro_batch
     assert first > 4
-    monkeypatch.setenv("ROOM", str(samples))
-    command = [sys.executable, "-m", "meshwright", "launch", str(planned), "--trust-code"]
-    options = f"--survive --data {room.text} --steps 20 -o {room.folder}/out"
-    launcher = subprocess.run(
-        [*command, *options.split(), "--checkpoint", str(room.folder / "saved")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    monkeypatch.setenv("MESHWRIGHT_TEST_ROOM", str(samples))
+    options = f"--trust-code --survive --steps 20 -o {room.folder}/out"
+    launcher = room.launched(planned, f"{options} --checkpoint {room.folder}/saved")
+    _, said = launcher.communicate(timeout=PATIENCE_S)
 
-    assert launcher.returncode == ends, launcher.stderr
-    assert "held: parameters 34.2 KiB" in launcher.stderr
-    assert "predicted: parameters" in launcher.stderr
+    assert launcher.returncode == ends, said
+    assert "held: parameters 34.2 KiB" in said
+    assert "predicted: parameters" in said
     with events_file(room.folder / "out").open("rb") as lines:
         events = list(events_of(lines))
     causes = [event.cause for event in events if isinstance(event, Incident)]
@@ -222,7 +244,7 @@ class Middle(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
-        asked = Path(os.environ["FLIPPED"])
+        asked = Path(os.environ["MESHWRIGHT_TEST_FLIPPED"])
         if os.environ.get("RANK") == "1" and asked.exists():
             asked.unlink()
             with torch.no_grad():
@@ -237,10 +259,10 @@ def factory():
 @pytest.mark.ranks
 @pytest.mark.matrix
 def test_replicas_that_drift_go_on_from_what_was_compared(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+    room: ForkingRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("FLIPPED", str(room.folder / "flipped"))
+    monkeypatch.setenv("MESHWRIGHT_TEST_FLIPPED", str(room.folder / "flipped"))
     (room.folder / "mine.py").write_text(FLIPPED)
     planned = room.folder / "plan.yaml"
     commands.plan(
@@ -251,23 +273,8 @@ def test_replicas_that_drift_go_on_from_what_was_compared(
         fix=["dp=2", "zero=0", "micro_batch=4"],
         output=str(planned),
     )
-    command = [sys.executable, "-m", "meshwright", "launch", str(planned), "--trust-code"]
-    options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
-    launcher = subprocess.Popen(
-        [
-            *command,
-            *options.split(),
-            "-o",
-            f"{room.folder}/out",
-            "--checkpoint",
-            f"{room.folder}/s",
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    room.started.append(launcher)
+    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
+    launcher = room.launched(planned, f"--trust-code {options} --checkpoint {room.folder}/s")
     room.wait_for_step(EVERY + 10, while_running=launcher)
     (room.folder / "flipped").touch()
     _, said = launcher.communicate(timeout=PATIENCE_S)
@@ -288,7 +295,7 @@ def test_replicas_that_drift_go_on_from_what_was_compared(
     assert len(losses(room)) == STEPS
 
 
-def two_nodes(room: Room) -> Path:
+def two_nodes(room: ForkingRoom) -> Path:
     """Write a plan for one rank on each of two nodes, of devices that are predicted slow."""
     (group,) = machine_of("local:2", None).groups
     data = group.model_dump(mode="json", exclude_none=True)
@@ -305,7 +312,7 @@ class Nodes:
     """Launchers of one run, each a node."""
 
     def __init__(
-        self, room: Room, *, nodes: int = 2, options: str = "", step_s: float = 0.0
+        self, room: ForkingRoom, *, nodes: int = 2, options: str = "", step_s: float = 0.0
     ) -> None:
         self.room, self.nodes, self.options = room, nodes, options
         if step_s:
@@ -313,21 +320,12 @@ class Nodes:
         self.path, self.port = two_nodes(room), free_port()
         self.launchers = [self.start(node) for node in range(nodes)]
 
-    def start(self, node: int) -> subprocess.Popen[str]:
+    def start(self, node: int) -> ForkedLauncher:
         room = self.room
-        options = f"--survive --data {room.text} --steps {STEPS} --checkpoint-every {EVERY}"
+        options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
         where = f"--nodes {self.nodes} --node {node} --rendezvous 127.0.0.1:{self.port}"
-        options = f"{options} {self.options} {where} -o {room.folder}/out"
-        command = [sys.executable, "-m", "meshwright", "launch", str(self.path), *options.split()]
-        launcher = subprocess.Popen(
-            [*command, "--checkpoint", self.saved],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(room.python_path)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        room.started.append(launcher)
-        return launcher
+        options = f"{options} {self.options} {where} --checkpoint {self.saved}"
+        return room.launched(self.path, options, f"launcher-{node}")
 
     @property
     def saved(self) -> str:
@@ -355,7 +353,7 @@ class Nodes:
     ],
 )
 def test_two_nodes_meet_again_without_a_scheduler(
-    room: Room, fault: signal.Signals, said: str
+    room: ForkingRoom, fault: signal.Signals, said: str
 ) -> None:
     """Node 1 has the rank; node 0 is told, and neither launcher ends."""
     pytest.importorskip("torch")
@@ -380,7 +378,7 @@ def test_two_nodes_meet_again_without_a_scheduler(
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("lost", "spares"), [(0, 0), (1, 0), (0, 1)])
 def test_a_node_that_is_lost_is_done_without_or_replaced(
-    room: Room, lost: int, spares: int, fault: signal.Signals
+    room: ForkingRoom, lost: int, spares: int, fault: signal.Signals
 ) -> None:
     """Its launcher ends, or stands still, and so do its ranks; the lead is a node as any other."""
     pytest.importorskip("torch")
@@ -407,7 +405,7 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(
 
 @pytest.mark.ranks
 @pytest.mark.matrix
-def test_a_run_that_lost_a_node_grows_when_it_is_back(room: Room) -> None:
+def test_a_run_that_lost_a_node_grows_when_it_is_back(room: ForkingRoom) -> None:
     """Losses are those of the larger plan from the same checkpoint; each sample is used once."""
     pytest.importorskip("torch")
     nodes = Nodes(room, options="--grow-after 0 --keep-checkpoints 1000", step_s=0.2)
@@ -440,7 +438,7 @@ def test_a_run_that_lost_a_node_grows_when_it_is_back(room: Room) -> None:
     assert losses(alone) == with_changes[last.after_step :]
 
 
-def test_surviving_needs_checkpoints(room: Room) -> None:
+def test_surviving_needs_checkpoints(room: ForkingRoom) -> None:
     path = room.plan(two_ranks(room))
 
     with pytest.raises(DocumentError, match="survive: continues from checkpoints"):

@@ -90,14 +90,19 @@ Beacon.tell = slow
 """
 
 
+def slow(step_s: float) -> str:
+    """Return code that lets each step begin with sleep."""
+    return SLOW.replace("SECONDS", str(step_s))
+
+
 @dataclass
 class Room:
     """A folder with a text, where plans are launched."""
 
     folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[Any] = field(default_factory=list)
+    """Launchers, as subprocess.Popen or like it."""
     python_path: tuple[str, ...] = (str(ROOT),)
-
     """Of the launches that `start` makes."""
 
     def begin_with(self, code: str) -> None:
@@ -109,7 +114,7 @@ class Room:
 
     def let_steps_sleep(self, step_s: float) -> None:
         """Let each step begin with sleep, so that it takes long, and no processor."""
-        self.begin_with(SLOW.replace("SECONDS", str(step_s)))
+        self.begin_with(slow(step_s))
 
     @property
     def text(self) -> Path:

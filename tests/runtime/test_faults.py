@@ -214,6 +214,7 @@ def test_the_most_memory_of_a_process_is_known() -> None:
     [
         ("ReplicaDrifted", 4, RankEnd(cause="corruption", rank=4, after_step=5)),
         ("ReplicaDrifted", None, RankEnd(cause="corruption", rank=3, after_step=5, named=False)),
+        ("StepDiffered", 0, RankEnd(cause="corruption", rank=0, after_step=5)),
         ("NotANumber", None, RankEnd(cause="not_a_number", rank=3, after_step=5, named=False)),
     ],
 )

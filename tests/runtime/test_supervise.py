@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime import supervise
 from runtime.run import Failure
 from runtime.supervise import Exit, RunningRanks, first_cause, free_socket, is_timeout, last_lines
 from tests.limits import PATIENCE_S
@@ -93,6 +94,26 @@ def test_a_killed_rank_is_seen_as_such(tmp_path: Path) -> None:
         bad = ranks.wait(meanwhile=nothing)
 
     assert [(ended.rank, ended.signal) for ended in bad] == [(0, "SIGKILL")]
+
+
+def test_a_killed_rank_is_the_cause_and_nobody_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "SETTLE_S", PATIENCE_S)
+
+    with start(tmp_path, ["sleep 3000", "kill -9 $$"]) as ranks:
+        bad = ranks.wait(meanwhile=nothing)
+
+    assert [(ended.rank, ended.signal) for ended in bad] == [(1, "SIGKILL")]
+
+
+def test_an_end_is_noticed_when_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "POLL_S", PATIENCE_S)
+
+    with start(tmp_path, [f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; exit 3"]) as ranks:
+        bad = ranks.wait(meanwhile=(tmp_path / "go").touch)
+
+    assert bad == [Exit(rank=0, code=3)]
 
 
 def test_leaving_ends_ranks_and_what_they_started(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -14,8 +15,16 @@ import pytest
 from planner.documents.document import json_line
 from planner.documents.events import Attempt, Event, Incident, Paced, RankPart, StepDone, StepRecord
 from planner.errors import LaunchError
+from planner.whatif.run_view import viewed
 from runtime.run import events_file
-from runtime.telemetry import EventTail, Telemetry, TelemetryFigure, address_of, exposition
+from runtime.telemetry import (
+    EventTail,
+    Telemetry,
+    TelemetryFigure,
+    address_of,
+    exposition,
+    figures,
+)
 
 HAPPENED: list[Event] = [
     Attempt(at_unix_s=100.0, plan="p", devices=2, predicted_step_s=1.5),
@@ -77,10 +86,42 @@ def test_figures_are_served_while_the_run_goes_on(tmp_path: Path) -> None:
     assert (hangs.value, hangs.labels) == (1.0, (("cause", "hang"),))
 
 
+LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\[\\n"])*"'
+SAMPLE = re.compile(
+    rf"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{{LABEL}(?:,{LABEL})*\}})? "
+    r"(?:[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf)|nan)"
+)
+"""A line of Prometheus' text format 0.0.4, by its documentation."""
+
+
+def test_what_is_served_is_of_the_text_format() -> None:
+    """Each name has its help, its type and then all of its samples, and comes once."""
+    names: list[str] = []
+    head: list[str] = []
+    for line in exposition(figures(viewed(HAPPENED), now_s=1e9)).splitlines():
+        if line.startswith("#"):
+            _, kind, name, text = line.split(" ", 3)
+            assert kind == ("HELP" if not head else "TYPE")
+            assert kind == "HELP" or (name, text) == (head[0], "gauge")
+            head = [*head, name]
+            continue
+        sample = SAMPLE.fullmatch(line)
+        assert sample is not None, line
+        if head:
+            assert sample["name"] not in names
+            names.append(sample["name"])
+        assert (sample["name"], head) in ((names[-1], []), (names[-1], [names[-1]] * 2))
+        head = []
+
+    assert {"meshwright_loss", "meshwright_seconds", "meshwright_rank_phase_seconds"} <= {*names}
+
+
 def test_labels_are_escaped() -> None:
     figure = TelemetryFigure(name="a", help="b", value=1.0, labels=(("c", 'd"\\\n'),))
 
-    assert exposition(iter([figure])).splitlines()[-1] == 'a{c="d\\"\\\\\\n"} 1.0'
+    *_, line = exposition(iter([figure])).splitlines()
+    assert line == 'a{c="d\\"\\\\\\n"} 1.0'
+    assert SAMPLE.fullmatch(line)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "host:", "70000", "host:-1", "9464/metrics"])
@@ -140,8 +181,17 @@ def test_figures_are_sent_by_opentelemetry(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, name, module)
     add(tmp_path, HAPPENED)
 
+    read: list[int] = []
+    tail_figures = EventTail.figures
+    monkeypatch.setattr(EventTail, "figures", lambda tail: read.append(1) or tail_figures(tail))
+
     with Telemetry(tmp_path, prometheus=None, opentelemetry="http://there:4318") as sends:
         sends.look()
+        offered = len(read)
+        for _reading in range(2):
+            for observe in collector.made.values():
+                observe(None)
+        assert len(read) - offered <= 2  # once for each reading of all instruments
 
     assert collector.endpoint == "http://there:4318"
     assert collector.is_shut

@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from planner.errors import LaunchError  # noqa: E402
 from runtime import checkpoint, run  # noqa: E402
 from runtime.data import Corpus, CorpusSamples, files, prepare  # noqa: E402
 from runtime.engine import StepResult  # noqa: E402
+from runtime.mirror import Mirror  # noqa: E402
+from runtime.replay import StepDiffered  # noqa: E402
 from runtime.run import RankOrders  # noqa: E402
+from runtime.sample_digest import SampleDigest  # noqa: E402
+from runtime.slots import Slots  # noqa: E402
+from runtime.snapshot import Snapshot, put_back, taken  # noqa: E402
 from runtime.torch_habits import LossValue  # noqa: E402
 from runtime.train import Loop, step_seed  # noqa: E402
 from tests.limits import PATIENCE_S  # noqa: E402
@@ -91,6 +96,29 @@ class FailsAt(Averaging):
         return self.fails[1] if len(self.seen) == self.fails[0] else good
 
 
+class Replayed(Averaging):
+    """Gives another result at one of its steps, or always behind one sample."""
+
+    def __init__(self, result: StepResult, *, call: int = 0, sample: int = 0) -> None:
+        super().__init__()
+        self.other, self.call, self.sample = result, call, sample
+        self.own_totals = torch.zeros(2)
+
+    def step(self, batch: tuple[torch.Tensor]) -> StepResult:
+        good = super().step(batch)
+        is_other = len(self.seen) == self.call or self.next_sample == self.sample
+        found = self.other if is_other else good
+        self.own_totals = torch.tensor([found.loss, 1.0])
+        return found
+
+    def snapshot(self) -> Snapshot:
+        return taken(self.state(), step=self.next_sample // 8, next_sample=self.next_sample)
+
+    def restore(self, snapshots: Sequence[Snapshot]) -> None:
+        put_back(self.state(), snapshots)
+        self.next_sample = snapshots[0].next_sample
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     folder = tmp_path / "texts"
@@ -117,7 +145,15 @@ def plan(data: int = 1) -> Plan:
     )
 
 
-def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: object) -> Loop:
+def loop(
+    engine: Averaging,
+    corpus: Corpus,
+    output: Path,
+    steps: int,
+    *,
+    mirror: Mirror | None = None,
+    **orders: object,
+) -> Loop:
     output.mkdir(exist_ok=True)
     told = RankOrders.of(
         {
@@ -137,6 +173,7 @@ def loop(engine: Averaging, corpus: Corpus, output: Path, steps: int, **orders: 
         corpus=corpus,
         orders=told,
         rank=engine.slice_rank,
+        mirror=mirror,
         now_s=lambda: 1000.0 + 10.0 * len(engine.seen),
     )
 
@@ -246,6 +283,72 @@ def test_nonsense_ends_the_run_and_names_the_last_good_checkpoint(
 def test_nonsense_without_checkpoints_says_so(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="nothing was saved"):
         loop(FailsAt(1, result(float("nan"), 1.0)), corpus, tmp_path / "out", 9).run()
+
+
+@pytest.fixture
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+    """Copies of the state, after every fourth step."""
+    with Slots() as slots:
+        for name, told in {**slots.environment(1), "LOCAL_WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, told)
+        found = Mirror.of_environment(local_rank=0, run="r", plan="p")
+        assert found is not None
+        monkeypatch.setattr(found, "is_due", lambda step: step % 4 == 0)
+        yield found
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_value_that_does_not_come_again_was_the_devices(
+    corpus: Corpus, tmp_path: Path, mirror: Mirror, step: int
+) -> None:
+    """Copies are of steps 4 and, with the same fault behind it, none newer."""
+    engine = Replayed(result(float("nan"), 1.0), call=step)
+
+    with pytest.raises(StepDiffered) as found:
+        loop(engine, corpus, tmp_path / "out", 9, mirror=mirror, checkpoint=tmp_path / "s").run()
+
+    assert f"step {step} gave loss nan and gradient norm 1, and " in str(found.value)
+    assert "rank 0's memory or arithmetic is damaged" in str(found.value)
+    assert found.value.suspect == 0
+    assert len(engine.seen) == step + (step - 4)
+
+
+def test_a_value_that_comes_again_is_the_datas(
+    corpus: Corpus, tmp_path: Path, mirror: Mirror
+) -> None:
+    engine = Replayed(result(float("nan"), 1.0), sample=8 * 6)
+
+    with pytest.raises(LaunchError) as found:
+        loop(engine, corpus, tmp_path / "out", 9, mirror=mirror, checkpoint=tmp_path / "s").run()
+
+    assert "the same came again from the state after step 4, so it is the data" in str(found.value)
+    assert len(engine.seen) == 6 + 2
+    assert len(losses(tmp_path / "out")) == 5
+
+
+@pytest.mark.parametrize("where", ["data", "device"])
+def test_a_spike_is_done_again_and_the_run_goes_on_if_it_is_its_own(
+    corpus: Corpus, tmp_path: Path, mirror: Mirror, where: str
+) -> None:
+    """Seen first in step 30; the same samples give it again, or not."""
+    spike = result(1.0, 11.0)
+    place = {"sample": 8 * 30} if where == "data" else {"call": 30}
+    saved = tmp_path / "s"
+    run = loop(
+        Replayed(spike, **place), corpus, tmp_path / "out", 34, mirror=mirror, checkpoint=saved
+    )
+
+    if where == "device":
+        with pytest.raises(StepDiffered, match="gradient norm 11, and"):
+            run.run()
+        return
+    run.run()
+
+    undisturbed = loop(Averaging(), corpus, tmp_path / "other", 34)
+    undisturbed.run()
+    of_both = zip(losses(tmp_path / "out"), losses(tmp_path / "other"), strict=True)
+    assert [step for step, (one, other) in enumerate(of_both, 1) if one != other] == [30]
+    assert checkpoint.progress(checkpoint.newest(saved)).used == SampleDigest.of_first(34 * 8)
 
 
 def test_a_skipped_step_is_no_nonsense_and_has_no_record(corpus: Corpus, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""A device that is lost on one of several nodes: its node goes, or one device of each does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshwright.book import Book, BookEntry
+from meshwright.launches import LaunchablePlan
+from meshwright.replan import VISIBLE
+from meshwright.survive import Epochs, Means
+from planner.documents.document import write
+from planner.documents.events import Decision, events_of
+from planner.whatif.changes import changed, smaller_nodes
+from runtime.launch import RankFailed
+from runtime.roster import Agent, Epoch, Proposal, State
+from runtime.run import LaunchRun, events_file
+from runtime.verdict import RankEnd
+from tests.meshwright.test_book import planned
+from tests.meshwright.test_growing import agent
+
+
+class Case:
+    """Two nodes of two devices, of which the run knows what it would be on less."""
+
+    def __init__(self, folder: Path, *, node_s: float, device_s: float, spares: int = 0) -> None:
+        self.folder = folder
+        (folder / "out").mkdir()
+        self.fit = planned(folder, cluster="2x2xa10g", data=4)
+        self.smaller: dict[tuple[int, int | None], LaunchablePlan] = {}
+        for left, each, step_s in ((1, None, node_s), (2, 1, device_s)):
+            self._enter(left, each, step_s)
+        self.spares = tuple(agent(10 + number) for number in range(spares))
+        self.agents = (agent(0), agent(1))
+        self.epoch = Epoch(
+            number=3,
+            run="a run",
+            members=self.agents,
+            output=str(folder / "out"),
+            state=State(step=0),
+        )
+        self.run = LaunchRun(checkpoint=folder, output=folder / "out")
+        self.own = self.epochs(self.agents[0])
+
+    def _enter(self, left: int, each: int | None, step_s: float) -> None:
+        machine = self.fit.machine
+        cluster = smaller_nodes(machine, 1) if each else changed(machine, "devices", 0.5)
+        assert cluster is not None
+        file = self.folder / f"cluster-{left}.yaml"
+        write(cluster, file)
+        mesh = self.fit.plan.mesh.model_copy(update={"data_replicate": 2})
+        half = {"cluster": str(file), "mesh": mesh, "micro_batches": 2}
+        plan = self.fit.plan.model_copy(update=half)
+        path = self.folder / f"plan-{left}.yaml"
+        write(plan, path)
+        entry = BookEntry(
+            wanted=self.fit.plan.digest,
+            left=left,
+            each=each,
+            path=str(path),
+            plan=plan.digest,
+            devices=2,
+            step_s=step_s,
+            memory_bytes=1.0,
+        )
+        file = Book(self.folder)._file(left, each)
+        file.write_text(entry.model_dump_json(exclude_none=True))
+
+    def epochs(self, own: Agent) -> Epochs:
+        node = SimpleNamespace(epoch=self.epoch, roster=SimpleNamespace(agent=own))
+        unused: Any = None
+        means = Means(
+            agent=cast(Any, node), copies=unused, zygote=unused, slots=unused, keeper=unused
+        )
+        made = Epochs(self.fit, self.run, means, [], quiet=True)
+        made._growth = cast(Any, SimpleNamespace(asked=False))
+        return made
+
+    def decide(self, end: RankEnd) -> Epoch:
+        """Return the epoch behind this end."""
+        proposal = Proposal(
+            epoch=self.epoch,
+            alive=self.epoch.members,
+            lost=(),
+            spares=self.spares,
+            ends=(end,),
+            held=(),
+        )
+        failed = RankFailed("it failed", lead="it failed", output=self.folder / "out", end=end)
+        self.epoch = self.own.next(proposal, failed, 1.0)
+        return self.epoch
+
+
+LOST = RankEnd(cause="device", rank=3, after_step=7)
+"""The second device of the second node."""
+
+
+def reactions(folder: Path) -> list[str]:
+    with events_file(folder / "out").open("rb") as lines:
+        return [one.reaction for one in events_of(lines) if isinstance(one, Decision)]
+
+
+def test_each_node_does_without_one_where_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, node_s=2.0, device_s=1.5)
+
+    epoch = case.decide(LOST)
+
+    assert epoch.members == case.agents
+    assert epoch.excluded == ()
+    assert [(one.start, one.device) for one in epoch.lost_devices] == [("1", 1)]
+    assert epoch.plan == str(tmp_path / "plan-2.yaml")
+    assert reactions(tmp_path) == ["shrink"]
+
+    # The node whose device it is hides it from ranks; the other has one more than it needs.
+    monkeypatch.setenv(VISIBLE, "4,5")
+    case.epochs(case.agents[0])._hide_lost(epoch)
+    assert os.environ[VISIBLE] == "4,5"
+    lost = case.epochs(case.agents[1])
+    lost._hide_lost(epoch)
+    lost._hide_lost(epoch)
+    assert os.environ[VISIBLE] == "4"
+
+    # What is lost stays lost: ranks that crash later are restarted on what is left.
+    again = case.decide(RankEnd(cause="crash", rank=0, after_step=9))
+    assert (again.plan, again.lost_devices) == (epoch.plan, epoch.lost_devices)
+    assert reactions(tmp_path) == ["shrink", "restart"]
+
+
+def test_the_node_goes_where_that_is_faster(tmp_path: Path) -> None:
+    case = Case(tmp_path, node_s=1.5, device_s=2.0)
+
+    epoch = case.decide(LOST)
+
+    assert epoch.members == case.agents[:1]
+    assert (epoch.excluded, epoch.lost_devices) == (("1",), ())
+    assert epoch.plan == str(tmp_path / "plan-1.yaml")
+
+
+def test_a_spare_takes_its_place_first(tmp_path: Path) -> None:
+    case = Case(tmp_path, node_s=9.0, device_s=1.5, spares=1)
+
+    epoch = case.decide(LOST)
+
+    assert [one.node for one in epoch.members] == [0, 10]
+    assert (epoch.plan, epoch.lost_devices) == (None, ())
+    assert reactions(tmp_path) == ["spare"]

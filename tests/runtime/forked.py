@@ -1,0 +1,164 @@
+"""Launchers that are forked, and their zygotes with them, from a process that has imported all.
+
+    with nursery(folder) as forks:
+        launcher = ForkedLauncher(forks, ["launch", plan, "--survive"], environment, log=log)
+
+A launcher, its zygote and its ranks each import for seconds of processor time what all of them
+have in common; forks have it.  Apart from that they run as they are: the launcher by the command
+line, the zygote and ranks by their own functions, each a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright import launches, survive
+from meshwright.__main__ import main as run_command
+from runtime import rank, zygote
+from runtime.zygote import LAUNCHER, Zygote
+from tests.runtime.rooms import ROOT
+
+IMPORTS = (
+    "torch.distributed", "runtime.train", "runtime.launch", "meshwright.cli",
+    "meshwright.commands", "meshwright.answer_texts", "meshwright.answers", "tests.runtime.nursery",
+)  # fmt: skip
+_rank_main = rank.main
+
+
+def nursery(folder: Path) -> Zygote:
+    """Return the process that forks launchers; `folder` gets its log."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    return Zygote(imports=IMPORTS)
+
+
+def common_environment() -> dict[str, str]:
+    """Return an environment that is the same in all tests, but for names of MESHWRIGHT_."""
+    names = [name for name in os.environ if not name.startswith(("PYTEST", "COLUMNS"))]
+    return {**{name: os.environ[name] for name in names}, "OMP_NUM_THREADS": "1"}
+
+
+class ForkedLauncher:
+    """A launcher that was forked: what subprocess.Popen says of a process."""
+
+    def __init__(
+        self,
+        forks: Zygote,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        log: Path,
+        begins_with: str = "",
+    ) -> None:
+        """Start it; it runs `begins_with` before all else, and so do its ranks."""
+        named = {**environment, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        self._log = log
+        self._fork = forks.start([begins_with, *arguments], named, log=log)
+        while not self._fork.pid and self._fork.poll() is None:
+            forks.await_news()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._fork.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._fork.poll()
+
+    def poll(self) -> int | None:
+        return self._fork.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; subprocess.TimeoutExpired where that takes longer."""
+        end_s = time.monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired("launcher", timeout or 0.0)
+            time.sleep(0.02)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """Wait until it has ended, and return what it has said."""
+        self.wait(timeout)
+        return None, self._log.read_text()
+
+
+class _Forked:
+    """A process that waits to be a zygote, forked while its launcher has one thread."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self.connection, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.connection.close()
+            self._become(its, imports, launcher)
+        its.close()
+
+    def _become(self, its: socket.socket, imports: Sequence[str], launcher: int) -> NoReturn:
+        code = 1
+        try:
+            os.setsid()
+            os.environ[LAUNCHER] = str(launcher)
+            sys.argv = ["zygote", str(its.detach()), *imports]
+            code = zygote.main()
+        except BaseException:
+            traceback.print_exc()
+        rank.leave(code)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class ForkedZygote(Zygote):
+    """A launcher's zygote; a second one, for another environment, is started as usual."""
+
+    def __init__(self, imports: Sequence[str] = zygote.IMPORTS) -> None:
+        super().__init__(imports)
+        self._ready: _Forked | None = _Forked(imports)
+
+    def _begin(self, environment: dict[str, str], log: Path) -> None:
+        if self._ready is None:
+            super()._begin(environment, log)
+            return
+        self._process = self._ready  # type: ignore[assignment]
+        self._socket, self._environment = self._ready.connection, dict(environment)
+        self._ready = None
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)
+        if self._ready is not None:  # nobody wanted it
+            self._ready.kill()
+            self._ready.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be a launcher: run a command, whose first argument is what is run before."""
+    rank.main = _rank_main
+    rank.die_with_launcher()
+    for module in (launches, survive):
+        module.Zygote = ForkedZygote  # type: ignore[attr-defined]
+    begins_with, *command = arguments
+    exec(begins_with, {})
+    sys.argv = ["meshwright", *command]
+    return run_command()
