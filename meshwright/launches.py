@@ -90,7 +90,9 @@ def launch(
         more = {"replan": replan, "survive": survive, "profile": profile, "trust_code": trust_code}
         return _submitted(plan_path, run, where, more, dry_run=dry_run)
     if where.job:
-        raise DocumentError("job", "settings go with --on slurm or kubernetes")
+        raise DocumentError(
+            "job", "settings go with --on slurm or kubernetes; add it, or leave --job out"
+        )
     need_torch("launching a plan")
     from runtime.launch import RankFailed  # noqa: PLC0415 - the runtime
 

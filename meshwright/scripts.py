@@ -65,7 +65,10 @@ def run_script(
         command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
         return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
     if where.job or dry_run:
-        raise DocumentError("job" if where.job else "dry-run", "goes with --on slurm or kubernetes")
+        raise DocumentError(
+            "job" if where.job else "dry-run",
+            "goes with --on slurm or kubernetes; add it, or leave this out",
+        )
     measured = None
     if profile is not None:
         measured = profile_for(plan_model(wanted, plan_path), profile)
