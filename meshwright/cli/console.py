@@ -8,8 +8,6 @@ import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 
@@ -43,6 +41,8 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
     if quiet or not talk.is_terminal:
         yield None
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn(what, markup=False),
         BarColumn(),
