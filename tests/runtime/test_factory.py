@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ FILE = str(Path(__file__).with_name("chains.py"))
 W, V, S = chains.WIDTH, chains.VOCABULARY, cases.SEQ_LEN
 
 
+@functools.cache
 def graph(name: str = "factory") -> ModelGraph:
     return graph_of_factory(f"{FILE}:{name}", seq_len=S)
 
@@ -143,17 +145,22 @@ def test_published_weights_are_refused(tmp_path: Path) -> None:
         token_engine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)
 
 
+TRAINED = ("tied", "dropping", "flattened")
+
+
 def all_trained(layouts: list[dict[str, Any]]) -> list[Run]:
     return [
         train(cases.plan(graph(name), **layout), graph(name), 3)
         for layout in layouts
-        for name in ("tied", "dropping", "flattened")
+        for name in TRAINED
     ]
 
 
 @pytest.mark.ranks
 def test_ties_draws_and_modules_without_parameters_train_like_one_process() -> None:
     """A weight of both ends, masks of Dropout, and a module that belongs to another's layer."""
+    for name in TRAINED:  # once, for all ranks that are forked
+        graph(name)
     (alone,) = on_ranks(1, all_trained, [{"micro_batches": 4}])
 
     every = on_ranks(2, all_trained, [{"micro_batches": 4, "pipeline": 2}])
