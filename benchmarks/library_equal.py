@@ -23,7 +23,7 @@ import resource
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +97,25 @@ WALL_SECONDS = 20 * CPU_SECONDS
 """Behind which a process that waits is given up."""
 
 
-def narrowed(kind: str) -> Any:
-    """Return a small configuration of a type: as many fields narrow as it takes together."""
+def narrowed(
+    kind: str,
+    made: Any = transformers.AutoModelForCausalLM,
+    more: Mapping[str, int] | None = None,
+) -> Any:
+    """Return a small configuration of a type: as many fields narrow as it takes together.
+
+    `made` is the class that must take it, `more` further fields.
+    """
+    narrow = {**NARROW, **(more or {})}
     whole = transformers.AutoConfig.for_model(kind)
     first: Exception | None = None
     for left_out in LEFT_OUT:
         try:
             config = transformers.AutoConfig.for_model(
-                kind, **{**_narrow_fields(whole, left_out), **SPECIAL.get(kind, {})}
+                kind, **{**_narrow_fields(whole, left_out, narrow), **SPECIAL.get(kind, {})}
             )
             with torch.device("meta"):
-                transformers.AutoModelForCausalLM.from_config(config)
+                made.from_config(config)
         except Exception as error:
             first = first or error
             continue
@@ -116,11 +124,13 @@ def narrowed(kind: str) -> Any:
     raise first
 
 
-def _narrow_fields(whole: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
+def _narrow_fields(
+    whole: Any, left_out: tuple[str, ...], narrow: Mapping[str, int]
+) -> dict[str, Any]:
     """Return fields of a configuration, and of those inside of it."""
     fields: dict[str, Any] = {
         name: value
-        for name, value in NARROW.items()
+        for name, value in narrow.items()
         if isinstance(vars(whole).get(name), int) and name not in left_out
     }
     fields |= {name: 0 for name in ("pad_token_id",) if getattr(whole, name, None) is not None}
@@ -129,7 +139,7 @@ def _narrow_fields(whole: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
     for name in getattr(whole, "sub_configs", {}):
         part = getattr(whole, name, None)
         if isinstance(part, transformers.PretrainedConfig):
-            fields[name] = {"model_type": part.model_type, **_narrow_fields(part, left_out)}
+            fields[name] = {"model_type": part.model_type, **_narrow_fields(part, left_out, narrow)}
     return fields
 
 
@@ -201,15 +211,25 @@ def _said(row: dict[str, Any], folder: str) -> Iterator[None]:
         row["why"] = re.sub(r"\S*/(site-packages|runtime)/", "", " ".join(said.split()))[:400]
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Leave out what the library says beside its results."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+
+
+def limit() -> None:
+    """Let this process take so much memory and processor time, and no more."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     signal.signal(signal.SIGXCPU, _out_of_time)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, most))
+
+
+def _quiet_and_limited() -> None:
+    quiet()
+    limit()
 
 
 def _out_of_time(*_: Any) -> None:
@@ -228,7 +248,7 @@ def main() -> None:
     rows = {row["model_type"]: row for row in stored["rows"]} if same else {}
     kinds = asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for kind in [one for one in kinds if asked.again or one not in rows]:
-        with multiprocessing.get_context("fork").Pool(1, initializer=_quiet) as one:
+        with multiprocessing.get_context("fork").Pool(1, initializer=_quiet_and_limited) as one:
             try:
                 row = one.apply_async(row_of, (kind,)).get(timeout=WALL_SECONDS)
             except multiprocessing.TimeoutError:

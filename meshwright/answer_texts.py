@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from planner.documents.units import bytes_text, seconds_text
@@ -111,16 +112,30 @@ def notes_of(prediction: Prediction | None) -> tuple[str, ...]:
     return (*misfit, *prediction.notes)
 
 
-def _worth(saved_s: float, of_s: float) -> str:
+def _tenths(saved_s: Sequence[float], of_s: float) -> list[int]:
+    """Return shares of a step in tenths of a percent, which add up to their rounded sum.
+
+    >>> _tenths([2.164, 0.324], 8.877), _tenths([2.488], 8.877)
+    ([244, 36], [280])
+    """
+    exact = [1000.0 * one / of_s for one in saved_s]
+    whole = [math.floor(one) for one in exact]
+    missing = round(sum(exact)) - sum(whole)
+    for at in sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])[:missing]:
+        whole[at] += 1
+    return whole
+
+
+def _worth(saved_s: float, tenths: int) -> str:
     """Return what a change saves of a step, in seconds and as a share of it.
 
-    >>> _worth(3.0, 12.0), _worth(-0.6, 12.0), _worth(1e-5, 12.0)
+    >>> _worth(3.0, 250), _worth(-0.6, -50), _worth(1e-5, 0)
     ('saves 3 s (25.0 %)', 'costs 600 ms (5.0 %)', 'saves nothing')
     """
-    if abs(saved_s) < 0.0005 * of_s:
+    if not tenths:
         return "saves nothing"
-    does = "saves" if saved_s >= 0 else "costs"
-    return f"{does} {seconds_text(abs(saved_s))} ({100 * abs(saved_s) / of_s:.1f} %)"
+    does = "saves" if tenths > 0 else "costs"
+    return f"{does} {seconds_text(abs(saved_s))} ({abs(tenths) / 10:.1f} %)"
 
 
 def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[RenderableType]:
@@ -134,7 +149,8 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
         Fact(label="best", text=told.best.plan.layout.text()),
     ]
     if told.changes:
-        saved = _worth(of_s - best.step_time_s, of_s)
+        saved_s = of_s - best.step_time_s
+        saved = _worth(saved_s, *_tenths([saved_s], of_s))
         text = f"{both} a step, {saved}; memory {memory}"
     else:
         text = f"yours is the best plan that was found: {seconds_text(mine.step_time_s)} a step"
@@ -146,13 +162,10 @@ def improved_parts(told: Improved, *, then: str, explain: bool) -> Iterator[Rend
         if rest := ordered[shown:]:  # so that what is shown adds up
             which = "1 more change" if len(rest) == 1 else f"{len(rest)} more changes"
             worth.append((f"{which}, together", sum(change.saved_s for change in rest)))
+        shares = _tenths([saved_s for _, saved_s in worth], of_s)
         facts += [
-            Fact(
-                label="" if at else "change",
-                text=f"{what} {_worth(saved_s, of_s)}",
-                detail=at > 0,
-            )
-            for at, (what, saved_s) in enumerate(worth)
+            Fact(label="" if at else "change", text=f"{what} {_worth(s, share)}", detail=at > 0)
+            for at, ((what, s), share) in enumerate(zip(worth, shares, strict=True))
         ]
     facts += [Fact(label="warning", text=one, style="yellow") for one in told.warnings]
     title = f"{told.mine.model.name} on {told.mine.cluster}: {job_text(told.mine.job)}"

@@ -37,7 +37,9 @@ def calibrate(
     observed = [run for source in sources for run in _observed(Path(source))]
     chosen = runs.named(observed, accelerator)
     if observed and not chosen:
-        raise DocumentError("accelerator", f"is {accelerator}, but no run used it")
+        raise DocumentError(
+            "accelerator", f"is {accelerator}, but no run used it; name one that ran"
+        )
     today = datetime.date.today().isoformat()
     told = ", ".join(Path(source).name for source in sources)
     result = fitted(chosen, source=f"calibrate of {today}, {len(chosen)} runs: {told}"[:200])
@@ -53,14 +55,18 @@ def _observed(source: Path) -> list[runs.Observed]:
     missing = [name for name in RECORD if not document.is_file(source / name)]
     if missing:
         raise DocumentError(
-            "", f"lacks {', '.join(missing)}, which a launch writes", file=str(source)
+            "",
+            f"lacks {', '.join(missing)}, which a launch writes; give the folder of a whole launch",
+            file=str(source),
         )
     from runtime.report import RunReport  # noqa: PLC0415 - the runtime
 
     plan = document.read(Plan, source / "plan.yaml")
     report = document.read(RunReport, source / "report.json")
     if report.step_time_s is None:
-        raise DocumentError("step_time_s", "is missing: the run was too short", file=str(source))
+        raise DocumentError(
+            "step_time_s", "is missing: the run was too short; train more steps", file=str(source)
+        )
     model = document.read(ModelGraph, source / "model.yaml")
     cluster = resolve_cluster(plan.cluster)
     return [runs.of_launch(source.name, plan, model, cluster, report.step_time_s)]

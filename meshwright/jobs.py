@@ -232,7 +232,7 @@ def _kubernetes(
     name = told.get("name", _name(plan))
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         raise DocumentError(
-            "job", f"name={name}: names of pods have lower-case letters, digits and -"
+            "job", f"name={name}: names of pods have lower-case letters, digits and -; rename it"
         )
     meta = {"name": name, **({"namespace": told["namespace"]} if "namespace" in told else {})}
     service = {

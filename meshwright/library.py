@@ -146,7 +146,7 @@ def search(
         own |= {"groups": groups, "units": units}
         said = next((name for name, value in own.items() if value is not None), None)
         if said is not None:
-            raise DocumentError(said, "goes with a function that builds a module")
+            raise DocumentError(said, "goes with a function that builds a module; leave it out")
         trained: str | OwnScript = model
     else:
         need_torch("building a module")

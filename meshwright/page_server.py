@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > MOST_BYTES:
             self._drop(int(length) if length.isdigit() else 0)
-            error = f"a study has at most {MOST_BYTES:,} bytes, and says how many"
+            error = f"send a study of at most {MOST_BYTES:,} bytes, with its Content-Length"
             self._send_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": error})
             return
         try:
@@ -180,7 +180,7 @@ def _study(sent: bytes, known: Study) -> Study:
     try:
         study = Study.parse(sent.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DocumentError("", "is not UTF-8 text") from error
+        raise DocumentError("", "is not UTF-8 text; save it as UTF-8") from error
     jobs = {job.model for job in known.jobs}
     own = {*known.models, *jobs, *(offer.cluster for offer in known.offers)}
     for path, name in (

@@ -73,7 +73,10 @@ def run_script(
         _on_hosts(wanted, plan_path, command, where, profile=profile, dry_run=dry_run)
         return None
     if dry_run:
-        raise DocumentError("dry-run", "goes with --on slurm or kubernetes, and --hosts")
+        raise DocumentError(
+            "dry-run",
+            "goes with --on slurm or kubernetes, and --hosts; add one, or leave this out",
+        )
     measured = None
     if profile is not None:
         measured = profile_for(plan_model(wanted, plan_path), profile)

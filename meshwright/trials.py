@@ -100,7 +100,9 @@ def words_of(template: str, *, config: str, plan: str, output: Path) -> tuple[st
     """
     filled = {"config": config, "plan": plan, "output": str(output)}
     if not any(f"{{{name}}}" in template for name in ("config", "plan")):
-        raise DocumentError("run", "names neither {config} nor {plan}, so it runs no plan")
+        raise DocumentError(
+            "run", "names neither {config} nor {plan}, so it runs no plan; name one of them"
+        )
     try:
         words = shlex.split(template)
     except ValueError as error:

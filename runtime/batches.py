@@ -33,7 +33,9 @@ def samples_in(batch: Any) -> int:
         said = " and ".join(f"{name} has {count} samples" for count, name in counts.items())
         raise BatchError(f"batch: {said} along dim 0; give all leaves the same samples")
     if not counts:
-        raise BatchError("batch: has no tensor with samples along dim 0")
+        raise BatchError(
+            "batch: has no tensor with samples along dim 0; give tensors of [sample, ...]"
+        )
     return next(iter(counts))
 
 

@@ -254,7 +254,9 @@ def progress(checkpoint: Path) -> Progress:
     done = Progress.parse(text, file=str(path))
     if (done.checksums or done.checksum) and not checksums.seal_holds(text):
         raise DocumentError(
-            "", "is damaged: its checksum is not that of what was written", file=str(path)
+            "",
+            "is damaged: its checksum is not that of what was written",
+            file=str(path),
         )
     return done
 

@@ -46,10 +46,16 @@ def in_chunks(head: nn.Module, how: ChunkedLoss, group: dist.ProcessGroup | None
     `group` are the ranks among which the tensor axis divides its outputs, if it does.
     """
     if not isinstance(head, Head):
-        raise LaunchError("loss: is in chunks, and the model's last layer is no output projection")
+        raise LaunchError(
+            "loss: is in chunks, and the model's last layer is no output projection; "
+            "plan with --fix loss=plain"
+        )
     output = head.output
     if lora.is_adapted(output):
-        raise LaunchError("loss: is in chunks, and the output projection has an adapter")
+        raise LaunchError(
+            "loss: is in chunks, and the output projection has an adapter; "
+            "plan with --fix loss=plain, or leave the projection out of training.lora.targets"
+        )
 
     def forward(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden = head.norm(x)

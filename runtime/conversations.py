@@ -51,7 +51,11 @@ class Conversations:
         self.folder = folder
         end = self._tokenizer.eos_token_id
         if end is None:
-            raise DocumentError("eos_token", "names no token of the tokenizer", file=str(folder))
+            raise DocumentError(
+                "eos_token",
+                "names no token of the tokenizer; add it to the tokenizer, or name another",
+                file=str(folder),
+            )
         self.end = int(end)
         digest = hashlib.sha256()
         for name in FILES:

@@ -171,11 +171,15 @@ def files(source: Path, *, suffixes: Sequence[str] = ()) -> Files:
             "", "does not exist; give a text file or a folder of them", file=str(source)
         )
     if not is_folder(source):
-        raise DocumentError("", "is neither a file nor a folder", file=str(source))
+        raise DocumentError(
+            "", "is neither a file nor a folder; give one of them", file=str(source)
+        )
     found = [path for path in _walk(source) if not suffixes or path.suffix in suffixes]
     if not found:
         kind = f"files that end in {', '.join(suffixes)}" if suffixes else "files"
-        raise DocumentError("", f"has no {kind} to train on", file=str(source))
+        raise DocumentError(
+            "", f"has no {kind} to train on; give a folder that has some", file=str(source)
+        )
     for path in found:
         refuse_structured(path)
     of_rows = [path for path in found if _has_rows(path)]
@@ -404,7 +408,9 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
                     out.write(tokens.tobytes())
             except UnicodeDecodeError as error:
                 if corpus.single:
-                    raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+                    raise DocumentError(
+                        "", "is not UTF-8 text; save it as UTF-8", file=str(path)
+                    ) from error
                 out.seek(begin)
                 out.truncate()
                 skipped += 1
@@ -414,7 +420,9 @@ def _tokenise(corpus: Files, tokenizer: Tokenizer, folder: Path) -> None:
             digest.update(file_digest.digest() + lengths.tobytes())
     if len(starts) == 1:
         raise DocumentError(
-            "", f"has no text to train on ({skipped} files are not UTF-8)", file=str(corpus.source)
+            "",
+            f"has no text to train on ({skipped} files are not UTF-8); save them as UTF-8",
+            file=str(corpus.source),
         )
     _describe(
         corpus,
@@ -447,7 +455,9 @@ def _kind(corpus: Files) -> records.Kind:
     for path in corpus.paths:
         for place, row in records.rows(path):
             return records.kind_of(row, place, path)
-    raise DocumentError("", "has no rows to train on", file=str(corpus.source))
+    raise DocumentError(
+        "", "has no rows to train on; give a table with rows", file=str(corpus.source)
+    )
 
 
 def _texts(path: Path) -> Iterator[bytes]:
@@ -455,7 +465,9 @@ def _texts(path: Path) -> Iterator[bytes]:
     for place, row in records.rows(path):
         text = row.get("text")
         if not isinstance(text, str):
-            raise DocumentError(place, "has no 'text', as earlier rows have", file=str(path))
+            raise DocumentError(
+                place, "has no 'text', as earlier rows have; write all rows alike", file=str(path)
+            )
         yield text.encode()
 
 
@@ -480,7 +492,9 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
             for place, row in records.rows(path):
                 if records.kind_of(row, place, path) != "conversations":
                     raise DocumentError(
-                        place, "is no conversation, as earlier rows are", file=str(path)
+                        place,
+                        "is no conversation, as earlier rows are; write all rows alike",
+                        file=str(path),
                     )
                 tokens, counts = chosen.tokens(row, place, path)
                 if not any(counts[1:]):
@@ -496,7 +510,8 @@ def _tokenise_conversations(corpus: Files, chosen: Conversations, folder: Path) 
     if len(starts) == 1:
         raise DocumentError(
             "",
-            f"has nothing that an assistant says ({skipped} conversations without)",
+            f"has nothing that an assistant says ({skipped} conversations without); "
+            "give conversations with answers of the role assistant",
             file=str(corpus.source),
         )
     digest.update(starts.tobytes())

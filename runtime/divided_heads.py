@@ -42,7 +42,10 @@ def _heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Do what nn.MultiheadAttention does, with some of its heads; weights are means over all."""
     if query.ndim != 3 or (need_weights and not average_attn_weights):
-        raise RecordError("nn.MultiheadAttention without a batch, or with weights of each head")
+        raise RecordError(
+            "nn.MultiheadAttention without a batch, or with weights of each head; "
+            "add a batch dimension, and set need_weights=False"
+        )
     entered = AxisEntry(across)
     given = (
         x if module.batch_first else x.transpose(0, 1) for x in map(entered, (query, key, value))

@@ -90,7 +90,10 @@ def broadcast_tensors(own: Sequence[Tensor] | None, *, source: int, group: Any) 
     told = broadcast_json(said, source=first, group=group)
     for at, (name, shape) in enumerate(told):
         if name not in ITEM_BYTES or math.prod(shape) * ITEM_BYTES[name] > MAX_BYTES:
-            raise LaunchError(f"rank {first}: sends {name} {shape}, which is no tensor of a batch")
+            raise LaunchError(
+                f"rank {first}: sends {name} {shape}, which is no tensor of a batch; "
+                "give smaller ones, of a plain dtype"
+            )
         made = torch.empty(shape, dtype=getattr(torch, name))
         if own is not None:
             made.copy_(own[at])

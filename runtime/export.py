@@ -63,7 +63,8 @@ def to_huggingface(
     model = read(ModelGraph, source / MODEL)
     if not (source / CONFIG).is_file():
         raise LaunchError(
-            f"{source}: is of the model {model.name}, which is no model of the library transformers"
+            f"{source}: is of the model {model.name}, which transformers does not have; "
+            "load its checkpoint with torch.distributed.checkpoint"
         )
     if done.frozen is not None:
         raise LaunchError(
@@ -142,7 +143,10 @@ def to_peft(saved: Path, output: Path) -> Exported:
     source, done = found(saved)
     plan = read(Plan, source / PLAN)
     if plan.training.lora is None or not (source / CONFIG).is_file():
-        raise LaunchError(f"{source}: has no adapters of a model of the library transformers")
+        raise LaunchError(
+            f"{source}: has no adapters of a model of the library transformers; "
+            "export without adapters, or name their checkpoint"
+        )
     parameters = _parameters(source, done)
     state = {stored.key: torch.empty(stored.shape) for stored in parameters}
     checkpoint.load(source, state, verified=True)
@@ -175,7 +179,10 @@ def found(saved: Path) -> tuple[Path, Progress]:
     steps = checkpoint.all_steps(saved)
     named = (saved / checkpoint.META).exists() or saved in checkpoint.all_steps(saved.parent)
     if not steps and not named:
-        raise LaunchError(f"{saved}: is no complete checkpoint, and no folder that has one")
+        raise LaunchError(
+            f"{saved}: is no complete checkpoint, and no folder that has one; "
+            "name the folder of --checkpoint, or one of its step-N"
+        )
     source = steps[-1] if steps else saved
     wrong = checkpoint.verify(source)
     if wrong is not None:

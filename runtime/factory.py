@@ -119,7 +119,10 @@ class FactoryModel(TokenModel):
         """`model` has the digests of the files that may be run."""
         source = plan.model.source
         if weights is not None:
-            raise LaunchError(f"weights: {source} gives its parameters their values by itself")
+            raise LaunchError(
+                f"weights: {source} gives its parameters their values by itself; "
+                "leave --weights out"
+            )
         # Without digests nothing is run: an empty table refuses the file.
         file = _load(UserFiles(source, model.files or {}))
         module = built(lambda: _made(file, source), plan)
@@ -203,7 +206,7 @@ def _made(file: ModuleType, source: str) -> nn.Module:
     name = source.rpartition(":")[2]
     factory = getattr(file, name, None)
     if not callable(factory):
-        raise DocumentError("", f"has no function '{name}'", file=source)
+        raise DocumentError("", f"has no function '{name}'; name one that it has", file=source)
     returned = in_users_file(source, factory)
     if isinstance(returned, dict):
         return _branches(returned, name, source)

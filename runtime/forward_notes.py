@@ -215,7 +215,11 @@ class Notes:
             return StageDevice()
         if isinstance(leaf, slice):
             if any(isinstance(end, Tensor) for end in (leaf.start, leaf.stop, leaf.step)):
-                raise RecordError(f"{name} is cut at the value of a tensor", where=where)
+                raise RecordError(
+                    f"{name} is cut at the value of a tensor; "
+                    "put it inside a unit (units=), or use a mask",
+                    where=where,
+                )
             return leaf
         if isinstance(leaf, PLAIN) or (
             isinstance(leaf, types.FunctionType) and not leaf.__closure__
@@ -243,7 +247,10 @@ class Notes:
         storages = {_storage(tensor) for tensor in changed}
         for key, tensor in self._held.items():
             if isinstance(tensor, nn.Parameter) and _storage(tensor) in storages:
-                raise RecordError(f"{name} changes the parameter '{key}' in place", where=where)
+                raise RecordError(
+                    f"{name} changes the parameter '{key}' in place; make a new tensor of it",
+                    where=where,
+                )
         for tensor in changed:
             reference = self._references.get(id(tensor))
             if isinstance(reference, Leaf):

@@ -247,7 +247,10 @@ class HuggingFace(Adapter):
             ):
                 continue
             if style not in _STYLES:
-                raise LaunchError(f"transformers asks to divide {path} '{style}', unknown here")
+                raise LaunchError(
+                    f"transformers asks to divide {path} '{style}', unknown here; "
+                    "plan with --layout tp=1"
+                )
             translated = _STYLES[style]
             if translated:
                 result[f"layer.{module}"] = translated

@@ -162,7 +162,7 @@ class LanguageModel:
         ):
             raise LaunchError(
                 "starts say where the document of each input begins, [sample, seq_len], and are "
-                "given if and only if the engine was made for documents"
+                "given if and only if the engine was made for documents; leave them out else"
             )
         if starts is not None:
             if isinstance(self.adapter, HuggingFace):  # before it leaves for the device

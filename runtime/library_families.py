@@ -151,7 +151,8 @@ def configuration(architecture: Architecture, folder: Path | None) -> Any:
         not config.attn_logit_softcapping or config.use_bidirectional_attention
     ):
         raise LaunchError(
-            f"{folder}: Gemma-2 has causal attention and attn_logit_softcapping here, as published"
+            f"{folder}: Gemma-2 has causal attention and soft-capped scores here, as "
+            "published; plan FOLDER:recorded, the model as its own class runs"
         )
     for name in DRAWS:
         if hasattr(config, name):

@@ -130,7 +130,10 @@ def saved_by_library(
     )
     absent = [name for name in lacking if name not in tied]
     if absent:
-        raise LaunchError(f"{config.parent}: has no {absent[0]}, which the model has")
+        raise LaunchError(
+            f"{config.parent}: has no {absent[0]}, which the model has; "
+            "restore it, or plan again from the folder as it is"
+        )
     disable_progress_bar()
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     module.to(types[dtype]).save_pretrained(folder)

@@ -168,7 +168,8 @@ def library_attention(
     if dropout or not causal or attention_mask is not None or settings.get("position_bias"):
         raise LaunchError(
             f"{type(module).__name__} has attention with dropout, with a mask or bias of its own, "
-            "or that is not causal, which is neither divided nor restricted to documents"
+            "or that is not causal, which is neither divided nor restricted to documents; "
+            "plan without context and with one document a sample"
         )
     mixed = attention(
         query,

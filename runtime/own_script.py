@@ -64,7 +64,9 @@ class OwnScript:
         }
         for one in (name, "loss"):
             if not callable(given[one]):
-                raise DocumentError("", f"has no function '{one}'", file=source)
+                raise DocumentError(
+                    "", f"has no function '{one}'; name one that it has", file=source
+                )
         if callable(given["batch"]):
             given["batch"] = in_users_file(source, given["batch"])
         return cls(

@@ -130,7 +130,10 @@ def _read(folder: Path, rank: int) -> WrittenPart:
     try:
         text = list_bytes(path, folder.with_name(folder.name.removesuffix(SUFFIX))).decode()
         if not checksums.seal_holds(text):
-            raise DocumentError("", "is damaged: its checksum is not that of what was written")
+            raise DocumentError(
+                "",
+                "is damaged: its checksum is not that of what was written",
+            )
         part = WrittenPart.model_validate(json_data(text, most_values=None))
     except DocumentError as error:
         raise error.in_file(str(path)) from error

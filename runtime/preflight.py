@@ -185,7 +185,10 @@ def preflight(
         if folder is not None:
             _check_writable(folder)
     if run.weights is not None and not any(run.weights.glob("*.safetensors")):
-        raise LaunchError(f"{run.weights}: is no folder with *.safetensors in it")
+        raise LaunchError(
+            f"{run.weights}: is no folder with *.safetensors in it; "
+            "give the folder of published weights"
+        )
     return Preflight(
         plan=plan,
         model=model,
@@ -355,9 +358,13 @@ def _check_writable(folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise LaunchError(f"{folder}: cannot be written: {existing} is not a folder")
+        raise LaunchError(
+            f"{folder}: cannot be written: {existing} is not a folder; name another folder"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise LaunchError(f"{folder}: cannot be written: {existing} is not yours to write")
+        raise LaunchError(
+            f"{folder}: cannot be written: {existing} is not yours to write; name another folder"
+        )
 
 
 def _drawn(plan: Plan, weights: Path | None) -> list[str]:

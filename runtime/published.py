@@ -84,7 +84,10 @@ class Weights:
         except (DocumentError, OSError, ValueError) as error:
             raise LaunchError(f"{folder}: the weights cannot be read: {error}") from error
         if not self._file:
-            raise LaunchError(f"{folder}: has no *.safetensors file")
+            raise LaunchError(
+                f"{folder}: has no *.safetensors file; "
+                "give the folder of published weights, converted by transformers' save_pretrained"
+            )
         for name in self._file:
             kind = next((what for end, what in QUANTISED.items() if name.endswith(end)), None)
             if kind is not None:
@@ -150,7 +153,9 @@ class Weights:
             return self._matrix(known, shape, cut, pieces=pieces, keep=keep)
         ends = self._experts(name)
         if ends is None:
-            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
+            raise LaunchError(
+                f"{self.folder}: has no tensor '{name}'; give weights of the plan's model"
+            )
         prefix, patterns = ends
         if "{}" not in patterns[0]:
             return self._matrix(self._known(prefix + patterns[0]) or "", shape, cut, keep=keep)
@@ -190,7 +195,9 @@ class Weights:
     def _required(self, name: str) -> str:
         known = self._known(name)
         if known is None:
-            raise LaunchError(f"{self.folder}: has no tensor '{name}'")
+            raise LaunchError(
+                f"{self.folder}: has no tensor '{name}'; give weights of the plan's model"
+            )
         return known
 
     def _experts(self, name: str) -> tuple[str, tuple[str, ...]] | None:

@@ -34,7 +34,7 @@ def rows(path: Path) -> Iterator[tuple[str, Row]]:
                 if line.strip():
                     yield f"line {number}", _parsed(line, number, path)
     except UnicodeDecodeError as error:
-        raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+        raise DocumentError("", "is not UTF-8 text; save it as UTF-8", file=str(path)) from error
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
@@ -58,7 +58,11 @@ def _parsed(line: str, number: int, path: Path) -> Row:
     except DocumentError as error:
         raise DocumentError(place, error.message, file=str(path)) from None
     if not isinstance(row, dict):
-        raise DocumentError(place, f"is {line.strip()[:40]!r}, no object of keys", file=str(path))
+        raise DocumentError(
+            place,
+            f"is {line.strip()[:40]!r}, no object of keys; write one JSON object a line",
+            file=str(path),
+        )
     if "\\u" in line and any(map(_has_half_pairs, _texts(row))):
         raise DocumentError(
             place, "has half of a surrogate pair; write characters whole", file=str(path)

@@ -143,7 +143,9 @@ class Where(Part):
     def refuse_job(self) -> None:
         """Refuse settings of a job where none is written."""
         if self.job:
-            raise DocumentError("job", "settings go with --on slurm or kubernetes")
+            raise DocumentError(
+                "job", "settings go with --on slurm or kubernetes; add it, or leave --job out"
+            )
 
     @property
     def told_hosts(self) -> str:

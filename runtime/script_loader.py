@@ -77,7 +77,8 @@ class Loader:
             if state[name] != value:
                 raise LaunchError(
                     f"loader: {name} is {value}, and was {state[name]} when it was saved, which "
-                    "puts samples in another order"
+                    "puts samples in another order; "
+                    "set it as it was, or resume without the loader's state"
                 )
         self.epoch, self._done = state["epoch"], state["batches"]
 

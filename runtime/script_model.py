@@ -386,7 +386,7 @@ def few_samples(batch: Any, samples: int) -> Any:
     """
     found = samples_in(batch)
     if not found:
-        raise BatchError("batch: has no samples")
+        raise BatchError("batch: has no samples; give one sample or more")
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

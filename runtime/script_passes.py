@@ -238,7 +238,10 @@ class StepPasses:
             own = self._place.stage == last
             leaves = tree_leaves(made) if own else []
             if any(not isinstance(leaf, Tensor) for leaf in leaves):
-                raise LaunchError("outputs: are not all tensors, and cannot be sent to other ranks")
+                raise LaunchError(
+                    "outputs: are not all tensors, and cannot be sent to other ranks; "
+                    "return tensors from the module"
+                )
             sent = broadcast_tensors(leaves if own else None, source=last, group=group)
             # Every rank has recorded what the module returns.
             spec = self._recorder.first.result_spec

@@ -53,15 +53,22 @@ def script_plan(
     for field in ("pipeline", "tensor", "context"):
         degree = layout.get(field, 1)
         if data % degree:
-            raise DocumentError(f"plan.{field}", f"{degree} does not divide {ranks} ranks")
+            raise DocumentError(
+                f"plan.{field}", f"{degree} does not divide {ranks} ranks; change either"
+            )
         data //= degree
     replicate = layout.get("data_replicate", 1 if zero else data)
     if data % replicate:
         raise DocumentError(
-            "plan.data_replicate", f"{replicate} does not divide {data} data-parallel ranks"
+            "plan.data_replicate",
+            f"{replicate} does not divide {data} data-parallel ranks; change either",
         )
     if global_batch % data and "shares" not in layout:
-        raise DocumentError("batch", f"has {global_batch} samples for {data} data-parallel ranks")
+        raise DocumentError(
+            "batch",
+            f"has {global_batch} samples for {data} data-parallel ranks; "
+            "give one for each at least, or plan fewer",
+        )
     own = global_batch // data
     cluster = f"{ranks} x {device}"
     shares = layout.get("shares")

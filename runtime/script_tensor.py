@@ -132,7 +132,10 @@ def _given(module: nn.Module, recorder: Recorder, styles: Styles) -> dict[str, P
             )
         twice = next((name for name in matched if name in found), None)
         if twice is not None:
-            raise LaunchError(f"tensor: '{pattern}' names {twice}, which has a style already")
+            raise LaunchError(
+                f"tensor: '{pattern}' names {twice}, which has a style already; "
+                "name each module once"
+            )
         found |= dict.fromkeys(matched, style)
     leaves = (leaf for node in recorder.first.nodes for leaf in node.leaves)
     held = {leaf.name for leaf in leaves if isinstance(leaf, ModuleTensor)}

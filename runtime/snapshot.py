@@ -112,7 +112,10 @@ def _copies(
     found = [one.parts[name] for one in snapshots if name in one.parts]
     other = next((part.shape for part in found if part.shape != shape), None)
     if other is not None:
-        raise LaunchError(f"{name}: has shape {shape} here, and {other} in the snapshot")
+        raise LaunchError(
+            f"{name}: has shape {shape} here, and {other} in the snapshot; "
+            "resume the module that was saved"
+        )
     covered = 0
     boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for part in found:
@@ -135,7 +138,8 @@ def _copies(
         yield into, values
     if covered != local.numel():
         raise LaunchError(
-            f"{name}: the snapshots have {covered} of the {local.numel()} numbers of this rank"
+            f"{name}: the snapshots have {covered} of the {local.numel()} numbers of this rank; "
+            "resume from a checkpoint"
         )
 
 

@@ -197,7 +197,9 @@ class TensorReader(_OneFolder, StorageReader):
         by_file: dict[str, list[tuple[Chunk, Any]]] = {}
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
-                raise LaunchError(f"{item.storage_index.fqn}: is no tensor")
+                raise LaunchError(
+                    f"{item.storage_index.fqn}: is no tensor; resume from an earlier checkpoint"
+                )
             at = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             chunk = self._chunks[at]
             by_file.setdefault(chunk.file, []).append((chunk, item))
@@ -225,7 +227,9 @@ class TensorReader(_OneFolder, StorageReader):
             return torch.empty(chunk.shape, dtype=dtype)
         data = bytearray(chunk.length)
         if file.readinto(data) != chunk.length:
-            raise LaunchError(f"{self._folder / chunk.file}: is cut short")
+            raise LaunchError(
+                f"{self._folder / chunk.file}: is cut short; resume from an earlier checkpoint"
+            )
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(chunk.shape)
 
     def _unpickled(self, file: BufferedReader, chunk: Chunk) -> Tensor:
@@ -235,11 +239,16 @@ class TensorReader(_OneFolder, StorageReader):
         with zipfile.ZipFile(data) as archive:
             # Packed, a short file could unfold without bound.
             if sum(entry.file_size for entry in archive.infolist()) > chunk.length:
-                raise LaunchError(f"{path}: has a tensor that is longer than its bytes")
+                raise LaunchError(
+                    f"{path}: has a tensor that is longer than its bytes; "
+                    "resume from an earlier checkpoint"
+                )
         data.seek(0)
         tensor = torch.load(data, map_location="cpu", weights_only=True)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
-            raise LaunchError(f"{path}: has another tensor than its index says")
+            raise LaunchError(
+                f"{path}: has another tensor than its index says; resume from an earlier checkpoint"
+            )
         return tensor
 
     def set_up_storage_reader(

@@ -143,7 +143,10 @@ class TokenModel(OwnModel):
             given, self.plan, self.place, device=self._device
         )
         if (starts is not None) != self._documents:
-            raise LaunchError("starts are given if and only if the engine was made for documents")
+            raise LaunchError(
+                "starts are given if and only if the engine was made for documents; "
+                "leave them out, or plan a job with documents"
+            )
         made: tuple[Tensor, ...] = (inputs, targets)
         if self._always or self._sees_less(self.plan):
             places = torch.arange(self.plan.seq_len, device=inputs.device).expand_as(inputs)

@@ -114,9 +114,9 @@ class PendingGradient(Tensor):
 
 def _pending(what: str) -> OptimizerError:
     return OptimizerError(
-        f"{what}: gradients of a plan are summed over ranks, scaled and clipped in one place: "
-        "engine.optimizer_step(clip_norm=...) updates with them, engine.gradients() returns them "
-        "to look at or change, engine.zero_grad() forgets them"
+        f"{what}: gradients of a plan are summed over ranks, scaled and clipped in one place; "
+        "call engine.optimizer_step(clip_norm=...) to update with them, engine.gradients() to look "
+        "at or change them, engine.zero_grad() to forget them"
     )
 
 

@@ -587,7 +587,10 @@ class TorchOptimizers(Gradients):
     def take_settings(self, settings: list[list[dict[str, Any]]]) -> None:
         """Put the groups' settings back."""
         if [len(groups) for groups in settings] != [len(o.param_groups) for o in self.optimizers]:
-            raise OptimizerError("the checkpoint has other groups of parameters than this engine")
+            raise OptimizerError(
+                "the checkpoint has other groups of parameters than this engine; "
+                "make the optimizer with the groups that were saved"
+            )
         for optimizer, groups in zip(self.optimizers, settings, strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update(saved)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import traceback
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +47,8 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
+        from importlib import metadata
+
         print(f"meshwright {metadata.version('meshwright')}")
         raise typer.Exit
 

@@ -8,8 +8,6 @@ import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 
@@ -28,7 +26,11 @@ VERBS = (
     *("uninstall", "use", "wait", "write", "it would fit"),
 )
 """What a remedy begins with."""
-REMEDY = re.compile(rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b.+)", re.IGNORECASE)
+BACK = r"(?:it|them|either|both|each|one|so)\b"
+"""What speaks of the words before it, so that they stay before it."""
+REMEDY = re.compile(
+    rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b(?! {BACK}).+)", re.IGNORECASE
+)
 out = Terminal()
 talk = Terminal(stderr=True)
 
@@ -39,6 +41,8 @@ def bar(what: str, *, quiet: bool) -> Iterator[Report | None]:
     if quiet or not talk.is_terminal:
         yield None
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn(what, markup=False),
         BarColumn(),
@@ -60,6 +64,8 @@ def remedy_first(message: str) -> tuple[str, str]:
     ('add idle=2, or name other degrees', 'layout: tp=3 leaves 2 of 8 devices idle')
     >>> remedy_first("no plan of x fits. It would fit on 64 such devices.")
     ('it would fit on 64 such devices', 'no plan of x fits')
+    >>> remedy_first("order: is given twice; leave one out")
+    ('order: is given twice; leave one out', '')
     >>> remedy_first("seq_len: is 0; a sample has 1 token or more")
     ('seq_len: is 0; a sample has 1 token or more', '')
     """

@@ -293,7 +293,9 @@ def catalog(
 
     if imported is not None:
         if shelf is not Shelf.PRICES or date is None:
-            raise DocumentError("import", "goes with `catalog prices` and the list's --date")
+            raise DocumentError(
+                "import", "goes with `catalog prices` and the list's --date; give both"
+            )
         from meshwright import studies
 
         found = studies.import_prices(imported, provider=provider, date=date, output=output)

@@ -95,7 +95,9 @@ def tune(
     from planner.report.facts import Fact
 
     if html and dry_run:
-        raise DocumentError("html", "is a page of trials, and a dry run makes none")
+        raise DocumentError(
+            "html", "is a page of trials, and a dry run makes none; leave one of them out"
+        )
     mine = of_user()
     where = mine.take("cluster", cluster)
     if where is None:

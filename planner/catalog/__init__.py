@@ -364,7 +364,9 @@ def stacks() -> dict[str, Stack]:
 
     def made(name: str, found: dict[str, Any]) -> Stack:
         if found.get("name") != name:
-            raise DocumentError("name", f"is not '{name}', as the entry point says")
+            raise DocumentError(
+                "name", f"is not '{name}', as the entry point says; rename one of them"
+            )
         return stack_of(found, data)
 
     return own | installed("stacks", own, made)

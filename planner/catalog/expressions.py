@@ -66,15 +66,19 @@ def resolve_model(text: str) -> ModelGraph:
         raise DocumentError("", f"{text[:60]!a} is no model that a plan could name; rename it")
     if is_factory(text):
         raise DocumentError(
-            "", f"'{text}' is a Python function; it needs torch, which plans are made without"
+            "",
+            f"'{text}' is a Python function; it needs torch, which plans are made without; "
+            "give its model.yaml",
         )
     if is_recorded(text):
         raise DocumentError(
-            "", f"'{text}' is recorded with torch, which plans are made without here"
+            "",
+            f"'{text}' is recorded with torch, which plans are made without here; "
+            "give its model.yaml",
         )
     if is_script(text):
         raise DocumentError(
-            "", f"'{text}' is a function of a script; the plan that the script made has its figures"
+            "", f"'{text}' is a function of a script; give the plan that the script made"
         )
     if _is_path(text):
         return _model_at(_path(text), text)
@@ -420,7 +424,9 @@ def _model_at(path: Path, text: str) -> ModelGraph:
     if is_folder(path):
         path = path / "config.json"
         if not is_file(path):
-            raise DocumentError("", "has no config.json", file=text)
+            raise DocumentError(
+                "", "has no config.json; name a model's folder, or its config.json", file=text
+            )
     data = plain(read_text(path))
     try:
         if isinstance(data, dict) and "layers" in data and "model_type" not in data:

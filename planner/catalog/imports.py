@@ -71,7 +71,12 @@ def imported(path: str, *, provider: str, date: str) -> Rents:
         )
     rents = list(found)
     if not rents:
-        raise DocumentError("", "has no row with a known accelerator and a price", file=path)
+        raise DocumentError(
+            "",
+            "has no row with a known accelerator and a price; "
+            "see `meshwright catalog accelerators` for the names that are known",
+            file=path,
+        )
     try:
         return Rents.of({"rents": rents})
     except DocumentError as error:

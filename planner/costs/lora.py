@@ -141,7 +141,9 @@ def _adapters(model: ModelGraph, kind: str, lora: Lora, tensor: int) -> Iterator
     """Yield the parameters of A and of B of each of a layer's adapters on a rank."""
     a = model.architecture
     if a is None:
-        raise DocumentError("lora", f"{model.name}: adapters are planned for language models")
+        raise DocumentError(
+            "lora", f"{model.name}: adapters are planned for language models; leave lora out"
+        )
     if kind in ("embedding", "head"):
         return
     for linear in linears(a, experts=routes(kind)):

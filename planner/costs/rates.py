@@ -152,7 +152,8 @@ class Rates:
         if self.host_link_bytes_per_s is None:
             raise DocumentError(
                 "groups[0].host_link_bytes_per_s",
-                "is not given, and what is offloaded to the host goes over that link",
+                "is not given, and what is offloaded to the host goes over that link; "
+                "add it, or leave offloading out",
             )
         return size_bytes / self.host_link_bytes_per_s
 

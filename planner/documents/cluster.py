@@ -211,12 +211,12 @@ class ClusterSpec(Document):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.groups:
-            raise ValueError("groups is empty; a cluster needs at least one device group")
+            raise ValueError("groups is empty; give at least one device group")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
-            raise ValueError(f"groups are named {names}; every group needs its own name")
+            raise ValueError(f"groups are named {names}; give every group a name of its own")
         if self.devices > MOST_DEVICES:
-            raise ValueError(f"has {self.devices} devices; a cluster has at most {MOST_DEVICES:,}")
+            raise ValueError(f"has {self.devices} devices; give at most {MOST_DEVICES:,}")
         extents = [tier.devices for tier in self.tiers]
         if extents != sorted(extents):
             raise ValueError(f"tiers reach {extents} devices; order them fastest first, widening")

@@ -129,7 +129,7 @@ class Document(Part):
         except ValidationError as error:
             raise first_error(error) from error
         except RecursionError as error:
-            raise DocumentError("", "is nested too deeply") from error
+            raise DocumentError("", "is nested too deeply; write it flatter") from error
 
     def dump(self, *, defaults: bool = True) -> str:
         """Return the document as YAML, with its defaults or with what was said alone."""
@@ -180,7 +180,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return read_bytes(path, most=MAX_BYTES).decode("utf-8-sig")  # editors may put a mark first
     except UnicodeDecodeError as error:
-        raise DocumentError("", "is not UTF-8 text", file=str(path)) from error
+        raise DocumentError("", "is not UTF-8 text; save it as UTF-8", file=str(path)) from error
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int) -> bytes:
@@ -240,11 +240,19 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[dict[str, 
         lines = csv.reader(io.StringIO(text, newline=""))
         header = [name.strip() for name in next(lines, [])]
         if len(header) > MAX_COLUMNS:
-            raise DocumentError("header", f"has more than {MAX_COLUMNS} columns", file=str(path))
+            raise DocumentError(
+                "header",
+                f"has more than {MAX_COLUMNS} columns; leave out those that are not used",
+                file=str(path),
+            )
         rows: list[dict[str, str]] = []
         for line in lines:
             if len(rows) == MAX_ROWS:
-                raise DocumentError("", f"has more than {MAX_ROWS:,} rows", file=str(path))
+                raise DocumentError(
+                    "",
+                    f"has more than {MAX_ROWS:,} rows; divide it into several tables",
+                    file=str(path),
+                )
             if (len(rows) + 1) * len(header) > MAX_CELLS:
                 raise _too_many_cells(path)
             if line:
@@ -291,7 +299,9 @@ def append_line(part: Part, path: Path) -> None:
 def plain(text: str) -> object:
     """Return YAML or JSON text as dicts, lists and scalars, refusing whatever could do harm."""
     if len(text) > MAX_BYTES:
-        raise DocumentError("", f"has more than {MAX_BYTES >> 20} MiB")
+        raise DocumentError(
+            "", f"has more than {MAX_BYTES >> 20} MiB; divide it, or leave out what is not used"
+        )
     # The YAML reader counts what may have more.
     if _values(text, MAX_VALUES) <= MAX_VALUES and text.lstrip()[:1] in ("{", "["):
         try:
@@ -320,7 +330,11 @@ def json_data(text: str | bytes, *, most_values: int | None = MAX_VALUES) -> Any
     try:
         whole = text.decode() if isinstance(text, bytes) else text
         if most_values is not None and _values(whole, most_values) > most_values:
-            raise DocumentError("", f"has more than {most_values:,} keys and values")
+            raise DocumentError(
+                "",
+                f"has more than {most_values:,} keys and values; "
+                "divide it, or leave out what is not used",
+            )
         data = json.loads(whole)
         _refuse_deep(data)
     except (ValueError, RecursionError) as error:
@@ -414,11 +428,11 @@ def _json(text: str) -> object:
     def mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key stands twice; leave one out")
         return result
 
     def constant(name: str) -> object:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is no number of JSON; write a finite one")
 
     data: object = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
     _refuse_deep(data)
@@ -451,7 +465,7 @@ def _refuse_deep(data: object) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+    raise ValueError(f"is nested more than {MAX_DEPTH} deep; write it flatter")
 
 
 def _refuse_harm(text: str) -> None:
@@ -469,7 +483,7 @@ def _refuse_harm(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise DocumentError(place, f"is nested more than {MAX_DEPTH} deep")
+            raise DocumentError(place, f"is nested more than {MAX_DEPTH} deep; write it flatter")
         values += isinstance(event, yaml.NodeEvent)
         if values > MAX_VALUES:
             raise DocumentError(

@@ -98,14 +98,19 @@ class Experts(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.per_token > self.count:
-            raise ValueError(f"per_token is {self.per_token}, more than the {self.count} experts")
+            raise ValueError(
+                f"per_token is {self.per_token}, more than the {self.count} experts; lower it"
+            )
         groups, chosen = self.groups or 1, self.groups_per_token or 1
         if self.count % groups or chosen > groups:
             raise ValueError(
-                f"groups_per_token is {chosen} of {groups} groups, of {self.count} experts"
+                f"groups_per_token is {chosen} of {groups} groups, of {self.count} experts; "
+                "give groups that divide the experts, and choose at most all"
             )
         if self.per_token > self.count // groups * chosen:
-            raise ValueError(f"per_token is {self.per_token}, more than {chosen} groups have")
+            raise ValueError(
+                f"per_token is {self.per_token}, more than {chosen} groups have; lower it"
+            )
         return self
 
 
@@ -188,10 +193,13 @@ class Architecture(Part):
     def _consistent(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads"
+                f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} heads; "
+                "give a divisor"
             )
         if self.global_blocks and (not self.sliding_window or self.sliding_every > 1):
-            raise ValueError("global_blocks are of models with a window and sliding_every 1")
+            raise ValueError(
+                "global_blocks are of models with a window; give both, and sliding_every 1"
+            )
         return self
 
     @property
@@ -337,26 +345,32 @@ class ModelGraph(Document):
     def _consistent(self) -> Self:
         for file in self.files or ():
             if file.startswith("/") or ".." in file.split("/"):
-                raise ValueError(f"files: '{file}' is not in the folder of the model's own file")
+                raise ValueError(
+                    f"files: '{file}' is not in the folder of the model's own file; put it there"
+                )
         if not self.layers:
-            raise ValueError("layers is empty; a model needs at least one layer")
+            raise ValueError("layers is empty; give at least one layer")
         count = sum(layer.repeat for layer in self.layers)
         if count > MOST_LAYERS:
-            raise ValueError(f"layers are {count}; a model has at most {MOST_LAYERS}")
+            raise ValueError(
+                f"layers are {count}; give at most {MOST_LAYERS}, with alike ones joined into one"
+            )
         names = [name for name, _ in self.chain]
         if len(set(names)) < len(names):
             twice = next(n for n in names if names.count(n) > 1)
-            raise ValueError(f"layers: '{twice}' stands twice; every layer needs its own name")
+            raise ValueError(f"layers: '{twice}' stands twice; give every layer a name of its own")
         for index, edge in enumerate(self.edges):
             for end in (edge.source, edge.target):
                 if end not in names:
-                    raise ValueError(f"edges[{index}]: there is no layer '{end}'")
+                    raise ValueError(
+                        f"edges[{index}]: there is no layer '{end}'; name one that is listed"
+                    )
         if self.edges:
             import networkx  # noqa: PLC0415 - loads slowly, and chains need none of it
 
             if not networkx.is_directed_acyclic_graph(self.graph):
                 cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(self.graph))
-                raise ValueError(f"edges form a cycle ({cycle}); a model's layers need an order")
+                raise ValueError(f"edges form a cycle ({cycle}); leave one of them out")
         self._check_colocated(set(names))
         return self
 
@@ -368,11 +382,13 @@ class ModelGraph(Document):
         for group, layers in (self.colocated or {}).items():
             for name in layers:
                 if name not in names:
-                    raise ValueError(f"colocated.{group}: there is no layer '{name}'")
+                    raise ValueError(
+                        f"colocated.{group}: there is no layer '{name}'; name one that is listed"
+                    )
                 if name in home:
                     raise ValueError(
-                        f"colocated.{group}: layer '{name}' is in '{home[name]}' already; a layer "
-                        "belongs to one group"
+                        f"colocated.{group}: layer '{name}' is in '{home[name]}' already; name it "
+                        "in one group"
                     )
                 home[name] = group
         if not home:

@@ -260,7 +260,9 @@ class Mesh(Part):
         if sorted(self.order) != sorted(INSIDE_OUT):
             raise ValueError(f"order is {list(self.order)}; name each of {list(INSIDE_OUT)} once")
         if self.devices > MOST_DEVICES:
-            raise ValueError(f"has {self.devices} ranks; a job has at most {MOST_DEVICES:,}")
+            raise ValueError(
+                f"has {self.devices} ranks; lower its degrees to at most {MOST_DEVICES:,} ranks"
+            )
         return self
 
     @property
@@ -345,11 +347,15 @@ class PlannedModel(Part):
         if self.graph is None:
             return self
         if self.graph.digest != self.digest:
-            raise ValueError(f"its graph has {self.graph.digest}, and digest is {self.digest}")
+            raise ValueError(
+                f"its graph has {self.graph.digest}, and digest is {self.digest}; plan again"
+            )
         # The file may lie elsewhere than where it was planned.
         names = [source.rpartition("/")[2] for source in (self.source, self.graph.source or "")]
         if names[0] != names[1]:
-            raise ValueError(f"its graph is of '{names[1]}', and source is '{self.source}'")
+            raise ValueError(
+                f"its graph is of '{names[1]}', and source is '{self.source}'; plan again"
+            )
         return self
 
 
@@ -455,12 +461,12 @@ class Plan(Document):
         placed: dict[str, int] = {}
         for index, stage in enumerate(self.stages):
             if not stage.layers:
-                raise ValueError(f"stages[{index}].layers: is empty; every stage needs a layer")
+                raise ValueError(f"stages[{index}].layers: is empty; give every stage a layer")
             for item in stage.layers:
                 if item.layer in placed:
                     raise ValueError(
                         f"stages[{index}].layers: layer '{item.layer}' is also in "
-                        f"stages[{placed[item.layer]}]; a layer belongs to exactly one stage"
+                        f"stages[{placed[item.layer]}]; name it in exactly one stage"
                     )
                 placed[item.layer] = index
         self._check_groups()
@@ -686,13 +692,16 @@ class Plan(Document):
                 raise DocumentError("stages", f"there is no layer '{name}' in {model.name}")
         for name, _ in model.chain:
             if name not in placed:
-                raise DocumentError("stages", f"layer '{name}' is in none of them")
+                raise DocumentError(
+                    "stages", f"layer '{name}' is in none of them; add it to one of them"
+                )
         place = {name: at for at, name in enumerate(placed)}
         for edge in model.edges:
             if place[edge.source] > place[edge.target]:
                 raise DocumentError(
                     "stages",
-                    f"layer '{edge.target}' stands before '{edge.source}', whose output it reads",
+                    f"layer '{edge.target}' stands before '{edge.source}', whose output it reads; "
+                    "put it on the same stage or a later one",
                 )
         stage_of = {one.layer: s for s, stage in enumerate(self.stages) for one in stage.layers}
         for group, layers in (model.colocated or {}).items():

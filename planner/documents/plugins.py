@@ -100,7 +100,11 @@ def installed(
         try:
             data = plain(file.read_text(encoding="utf-8"))
             if not isinstance(data, dict):
-                raise DocumentError("", "its file is no mapping of keys to values")
+                raise DocumentError(
+                    "",
+                    "its file is no mapping of keys to values; "
+                    "write a mapping, or uninstall the package",
+                )
             entry = made(name, data)
         except DocumentError as error:
             raise _unusable(plugin, str(error)) from error

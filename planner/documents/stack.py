@@ -538,7 +538,7 @@ class Basis(Part):
     @model_validator(mode="after")
     def _told(self) -> Self:
         if self.provenance == "fitted" and self.runs is None:
-            raise ValueError("is fitted and does not say to how many runs")
+            raise ValueError("is fitted and does not say to how many runs; add it")
         return self
 
 
@@ -580,7 +580,9 @@ class Stack(Document):
         for entry in self.basis:
             for path in entry.fields:
                 if path not in known:
-                    raise ValueError(f"has a basis for '{path:.60}', which is no figure of a stack")
+                    raise ValueError(
+                        f"has a basis for '{path:.60}', which is no figure of a stack; leave it out"
+                    )
                 counts[path] = counts.get(path, 0) + 1
         twice = sorted(path for path, count in counts.items() if count > 1)
         if twice:
@@ -805,7 +807,11 @@ def with_options(stack: Stack, options: Sequence[str]) -> Stack:
                 "backend", f"'{option:.40}' is no option; {nearest(option, list(OPTIONS))}"
             )
         if stack.name == "native":
-            raise DocumentError("backend", f"native has kernels of its own, so no '{option}'")
+            raise DocumentError(
+                "backend",
+                f"native has kernels of its own, so no '{option}'; "
+                "leave it out, or name another --backend",
+            )
         changed = with_figures(stack, OPTIONS[option])
         if changed != stack:
             stack = changed.model_copy(update={"name": f"{stack.name}+{option}"})

@@ -168,7 +168,7 @@ def product_of(text: str) -> Product:
     number, names = 1, []
     for factor in text.split(" x "):
         if not _PRODUCT.fullmatch(factor):
-            raise ValueError(f"'{text:.80}' is no product such as '2 x context'")
+            raise ValueError(f"'{text:.80}' is no product; write one such as '2 x context'")
         if factor.isdecimal():
             number *= int(factor)
         elif factor not in FACTS:
@@ -204,7 +204,7 @@ def condition_of(text: str) -> Compared:
     """
     match = _CONDITION.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text:.80}' is no condition such as 'zero <= 1' or 'precision = bf16'")
+        raise ValueError(f"'{text:.80}' is no condition; write zero <= 1 or precision = bf16")
     product, sign, value = match.groups()
     if sign in _COMPARED and product in WORDS:
         raise ValueError(f"'{text:.80}' orders words; use = or !=")
@@ -215,7 +215,7 @@ def condition_of(text: str) -> Compared:
 
 def _readable_product(text: str) -> str:
     if WORDS.intersection(product_of(text).names):
-        raise ValueError(f"'{text:.80}' is a word; numbers divide")
+        raise ValueError(f"'{text:.80}' is a word; name a number")
     return text
 
 

@@ -111,12 +111,14 @@ class Training(Part):
                     "(rate_steps - warmup_steps)"
                 )
         elif self.decay_steps:
-            raise ValueError(f"decay_steps: {self.rate_schedule} has none; only wsd does")
+            raise ValueError(
+                f"decay_steps: {self.rate_schedule} has none; leave it out, or use wsd"
+            )
         decayed = self.learning_rate * self.weight_decay
         if decayed >= 1:
             raise ValueError(
                 f"weight_decay: is {self.weight_decay:g}; a step takes learning_rate x "
-                f"weight_decay = {decayed:g} of each weight, which must stay below 1"
+                f"weight_decay = {decayed:g} of each weight, which must stay below 1; lower either"
             )
         return self
 
@@ -139,7 +141,9 @@ class Training(Part):
         for setting in settings:
             path, equals, text = setting.partition("=")
             if not equals:
-                raise DocumentError("training", f"'{setting}' is not of the form name=value")
+                raise DocumentError(
+                    "training", f"'{setting}' is not of the form name=value; write it so"
+                )
             cls: type[Part] = Training
             place, name = values, path
             if path.startswith("lora."):

@@ -70,7 +70,7 @@ def _printable(text: str) -> str:
 
 def _name(text: str) -> str:
     if not text.isprintable() or "/" in text or "\\" in text or text in (".", ".."):
-        raise ValueError(f"is {text[:60]!a}; a name has printable characters, none of them / or \\")
+        raise ValueError(f"is {text[:60]!a}; write printable characters, none of them / or \\")
     return text
 
 
@@ -98,7 +98,7 @@ def name_of(path: str) -> str:
             raise ValueError(path)
         return TypeAdapter(Name).validate_python(path.rpartition("/")[2])
     except ValueError as error:
-        why = "names a model; a model's name has 1 to 200 printable characters"
+        why = "names a model; give it 1 to 200 printable characters"
         raise DocumentError("", f"{path[-60:]!a} {why}") from error
 
 

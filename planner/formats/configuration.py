@@ -75,7 +75,9 @@ def _writer(to: str) -> Written:
     found = loaded("exporters", to)
     if not isinstance(found, Written):
         raise DocumentError(
-            "to", f"{plugins('exporters')[to].value} is no planner.formats.configuration.Written"
+            "to",
+            f"{plugins('exporters')[to].value} is no planner.formats.configuration.Written; "
+            "return one from the plugin",
         )
     return found
 

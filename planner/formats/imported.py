@@ -226,7 +226,8 @@ def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, in
         raise DocumentError(
             "mesh",
             f"tensor {told.tensor} x pipeline {told.pipeline} x context {told.context} does not "
-            f"divide {devices} ranks",
+            f"divide {devices} ranks; "
+            "change a degree, or the number of ranks",
         )
     data = devices // others
     replicate, shard = told.data_replicate, told.data_shard
@@ -241,7 +242,8 @@ def _data(told: Told, cluster: ClusterSpec, assumed: list[str]) -> tuple[int, in
     if replicate * shard != data:
         raise DocumentError(
             "mesh",
-            f"data_replicate {replicate} x data_shard {shard} x {others} are not {devices} ranks",
+            f"data_replicate {replicate} x data_shard {shard} x {others} are not {devices} ranks; "
+            "change a degree, or the number of ranks",
         )
     zero = told.zero
     if zero and shard * told.context == 1:
@@ -276,14 +278,16 @@ def _batches(
         raise DocumentError(
             "global_batch",
             f"is {whole}, which {data} data-parallel ranks and micro-batches of {micro_batch} do "
-            "not divide",
+            "not divide; "
+            "change either",
         )
     found = whole // (micro_batch * data)
     if count is not None and count != found:
         raise DocumentError(
             "global_batch",
             f"is {whole}: {found} micro-batches of {micro_batch} on {data} ranks, and {count} are "
-            "accumulated",
+            "accumulated; "
+            "change the batch, or what is accumulated",
         )
     return micro_batch, found
 
@@ -316,7 +320,9 @@ def _stages(told: Told, graph: ModelGraph, assumed: list[str]) -> tuple[Stage, .
             block += inside
             layers.append(PlacedLayer(layer=names[place], recompute=chosen))
         if not layers:
-            raise DocumentError("stages", f"stage {stage} has no layer")
+            raise DocumentError(
+                "stages", f"stage {stage} has no layer; give it one, or name fewer stages"
+            )
         stages.append(Stage(layers=tuple(layers)))
     return tuple(stages)
 
@@ -343,7 +349,10 @@ def _blocks(told: Told, graph: ModelGraph, blocks: int) -> list[int]:
         return _with_ends(told, blocks, stages)
     fewest, more = divmod(blocks + first + last, stages)
     if more and told.framework.startswith("megatron"):
-        raise DocumentError("stages", f"{stages} do not divide {blocks + first + last} blocks")
+        raise DocumentError(
+            "stages",
+            f"{stages} do not divide {blocks + first + last} blocks; change the number of stages",
+        )
     counts = [fewest + (stage < more) for stage in range(stages)]
     counts[0] -= first
     counts[-1] -= last
@@ -356,7 +365,11 @@ def _with_ends(told: Told, blocks: int, stages: int) -> list[int]:
     inner = stages - (first is not None) - (last is not None)
     left = blocks - (first or 0) - (last or 0)
     if inner and left % inner:
-        raise DocumentError("stages", f"{inner} do not divide {left} blocks between the ends")
+        raise DocumentError(
+            "stages",
+            f"{inner} do not divide {left} blocks between the ends; "
+            "change the number of stages, or of layers at the ends",
+        )
     middle = [left // inner] * inner if inner else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.documents.model import Architecture
-from planner.errors import DocumentError
-from planner.layers.config_keys import Config, count, flag, optional, rotated
+from planner.layers.config_keys import Config, count, flag, optional, rotated, without_figures
 from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
 
 
@@ -126,7 +125,7 @@ def _phi3(config: Config) -> Architecture:
 
 def _smollm3(config: Config) -> Architecture:
     if flag(config, "use_sliding_window", False):
-        raise DocumentError("use_sliding_window", "is true, which has no figures here")
+        raise without_figures("use_sliding_window", "is true")
     bias = flag(config, "attention_bias", False)
     return Architecture(
         **decoder(config, "smollm3", kv_heads=4),
@@ -153,9 +152,7 @@ def _starcoder2(config: Config) -> Architecture:
 def _qwen2_moe(config: Config) -> Architecture:
     dense = leading_dense(config)
     if flag(config, "use_sliding_window", False):
-        raise DocumentError(
-            "use_sliding_window", "is true; experts with a sliding window have no figures here"
-        )
+        raise without_figures("use_sliding_window", "is true with experts")
     return Architecture(
         **decoder(config, "qwen2_moe", kv_heads=16),
         tied_embeddings=flag(config, "tie_word_embeddings", False),

@@ -15,13 +15,7 @@ from planner.documents.document import first_error, nearest
 from planner.documents.model import Architecture, Patches
 from planner.errors import DocumentError
 from planner.layers import after_llama, side_by_side, unsupported
-from planner.layers.config_keys import (
-    Config,
-    divided,
-    flag,
-    optional,
-    positive,
-)
+from planner.layers.config_keys import Config, divided, flag, optional, positive, without_figures
 from planner.layers.decoders import decoder, deepseek, leading_dense, llama, routed, windows
 from planner.layers.parameters import block_kinds, graph_of
 
@@ -140,7 +134,7 @@ def _gpt2(config: Config) -> Architecture:
 def _gpt_bigcode(config: Config) -> Architecture:
     """GPT-2 with one head of keys and values (StarCoder)."""
     if flag(config, "add_cross_attention", False):
-        raise DocumentError("add_cross_attention", "is true, which has no figures here")
+        raise without_figures("add_cross_attention", "is true")
     figures = _gpt2(config).model_dump() | {"family": "gpt_bigcode"}
     if flag(config, "multi_query", True):
         figures["kv_heads"] = 1
@@ -152,9 +146,9 @@ def _opt(config: Config) -> Architecture:
     width = optional(config, "word_embed_proj_dim", None) or hidden
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
         if not flag(config, key, True):
-            raise DocumentError(key, "is false, which has no figures here; OPT's own models set it")
+            raise without_figures(key, "is false")
     if flag(config, "_remove_final_layer_norm", False):
-        raise DocumentError("_remove_final_layer_norm", "is true, which has no figures here")
+        raise without_figures("_remove_final_layer_norm", "is true")
     return Architecture(
         family="opt",
         hidden_size=hidden,
@@ -191,9 +185,7 @@ def _mixtral(config: Config) -> Architecture:
 def _qwen3_moe(config: Config) -> Architecture:
     dense = leading_dense(config)
     if _qwen_window(config):
-        raise DocumentError(
-            "use_sliding_window", "is true; experts with a sliding window have no figures here"
-        )
+        raise without_figures("use_sliding_window", "is true with experts")
     bias = flag(config, "attention_bias", False)
     return Architecture(
         **decoder(config, "qwen3_moe", kv_heads=4),

@@ -9,12 +9,23 @@ from typing import Any
 from planner.errors import DocumentError
 
 Config = Mapping[str, Any]
+AS_RECORDED = "plan FOLDER:recorded, the model as its own class runs"
+"""What to do with a configuration that has no figures here."""
+
+
+def without_figures(key: str, why: str) -> DocumentError:
+    """Return the refusal of a setting, and what to do instead.
+
+    >>> print(without_figures("alibi", "is true"))
+    alibi: is true, which has no figures here; plan FOLDER:recorded, the model as its own class runs
+    """
+    return DocumentError(key, f"{why}, which has no figures here; {AS_RECORDED}")
 
 
 def positive(config: Config, key: str) -> int:
     """Return a figure that must be there and be at least 1."""
     if config.get(key) is None:
-        raise DocumentError(key, "is missing; the architecture needs it")
+        raise DocumentError(key, "is missing; give it, as the model's own config.json does")
     return whole(config, key, least=1)
 
 
@@ -27,7 +38,7 @@ def experts_of(config: Config, key: str) -> int:
 def count(config: Config, key: str) -> int:
     """Return a figure that must be there and may be 0."""
     if config.get(key) is None:
-        raise DocumentError(key, "is missing; the architecture needs it")
+        raise DocumentError(key, "is missing; give it, as the model's own config.json does")
     return whole(config, key, least=0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from planner.documents.model import Architecture, Experts, LatentAttention
 from planner.errors import DocumentError
 from planner.layers.config_keys import (
+    AS_RECORDED,
     Config,
     count,
     divided,
@@ -14,6 +15,7 @@ from planner.layers.config_keys import (
     flag,
     optional,
     positive,
+    without_figures,
 )
 
 
@@ -67,12 +69,10 @@ def deepseek(config: Config, family: str) -> Architecture:
         value_head_dim=positive(config, "v_head_dim"),
     )
     if flag(config, "attention_bias", False):
-        raise DocumentError("attention_bias", "is true, which has no figures for latent attention")
+        raise without_figures("attention_bias", "is true with latent attention")
     heads = positive(config, "num_attention_heads")
     if (step := optional(config, "moe_layer_freq", 1)) != 1:
-        raise DocumentError(
-            "moe_layer_freq", f"is {step}; only 1, experts in every later block, has figures here"
-        )
+        raise without_figures("moe_layer_freq", f"is {step} and not 1")
     every_head_has_its_own = {**config, "num_key_value_heads": heads}
     common = decoder(every_head_has_its_own, family)
     common["head_dim"] = latent.nope_head_dim + latent.rope_head_dim
@@ -96,18 +96,15 @@ def leading_dense(config: Config) -> int:
     """Return how many leading blocks have a plain MLP; other patterns are refused."""
     layers = positive(config, "num_hidden_layers")
     if (step := optional(config, "decoder_sparse_step", 1)) != 1:
-        raise DocumentError(
-            "decoder_sparse_step", f"is {step}; only 1, experts in every block, has figures here"
-        )
+        raise without_figures("decoder_sparse_step", f"is {step} and not 1")
     dense = config.get("mlp_only_layers") or []
     if (
         not isinstance(dense, list)
         or sorted(map(str, dense)) != sorted(map(str, range(len(dense))))
         or len(dense) > layers
     ):
-        raise DocumentError(
-            "mlp_only_layers",
-            f"is {str(dense)[:60]}; only leading layers (0, 1, ...) can be without experts here",
+        raise without_figures(
+            "mlp_only_layers", f"is {str(dense)[:60]} and not leading layers (0, 1, ...)"
         )
     return len(dense)
 
@@ -129,7 +126,8 @@ def windows(config: Config, *, window: int, every: int) -> dict[str, Any]:
     if not isinstance(types, list) or not {*map(str, types)} <= _SPANS or len(types) != layers:
         raise DocumentError(
             "layer_types",
-            f"must list sliding_attention and full_attention, one for each of {layers} layers",
+            f"must list sliding_attention and full_attention, one for each of {layers} layers; "
+            f"{AS_RECORDED}",
         )
     everywhere = [index for index, kind in enumerate(types) if kind == "full_attention"]
     if not everywhere:

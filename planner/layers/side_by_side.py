@@ -19,6 +19,7 @@ from planner.layers.config_keys import (
     positive,
     rotated,
     settings,
+    without_figures,
 )
 
 
@@ -47,7 +48,7 @@ def _phi(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     head_dim = divided(config, hidden=("hidden_size", hidden), heads=("num_attention_heads", heads))
     if flag(config, "qk_layernorm", False):
-        raise DocumentError("qk_layernorm", "is true; norms with biases have no figures here")
+        raise without_figures("qk_layernorm", "is true")
     return Architecture(
         **_plain("phi", hidden, heads, head_dim),
         layers=positive(config, "num_hidden_layers"),
@@ -93,11 +94,9 @@ def _falcon(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     grouped = flag(config, "new_decoder_architecture", False)
     if flag(config, "alibi", False):
-        raise DocumentError(
-            "alibi", "is true, which has no figures here; Falcon's large models rotate"
-        )
+        raise without_figures("alibi", "is true")
     if not grouped and not flag(config, "parallel_attn", True):
-        raise DocumentError("parallel_attn", "is false, which has no figures here")
+        raise without_figures("parallel_attn", "is false")
     if grouped:
         kv_heads = optional(config, "num_kv_heads", None) or heads
     else:
@@ -128,7 +127,7 @@ def _falcon(config: Config) -> Architecture:
 def _cohere(config: Config) -> Architecture:
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if flag(config, "use_qk_norm", False):
-        raise DocumentError("use_qk_norm", "is true; norms over all heads have no figures here")
+        raise without_figures("use_qk_norm", "is true")
     bias = flag(config, "attention_bias", False)
     figures = _plain(
         "cohere",
@@ -157,9 +156,7 @@ def _bloom(config: Config) -> Architecture:
     width = "hidden_size" if config.get("hidden_size") is not None else "n_embed"
     hidden, heads = positive(config, width), positive(config, "n_head")
     if flag(config, "apply_residual_connection_post_layernorm", False):
-        raise DocumentError(
-            "apply_residual_connection_post_layernorm", "is true, which has no figures here"
-        )
+        raise without_figures("apply_residual_connection_post_layernorm", "is true")
     figures = _plain(
         "bloom", hidden, heads, divided(config, hidden=(width, hidden), heads=("n_head", heads))
     )
@@ -182,11 +179,11 @@ def _mpt(config: Config) -> Architecture:
     hidden, heads = positive(config, "d_model"), positive(config, "n_heads")
     scores = settings(config, "attn_config")
     if not scores.get("alibi", True):
-        raise DocumentError("attn_config.alibi", "is false, which has no figures here")
+        raise without_figures("attn_config.alibi", "is false")
     if scores.get("clip_qkv"):
-        raise DocumentError("attn_config.clip_qkv", "is set, which has no figures here")
+        raise without_figures("attn_config.clip_qkv", "is set")
     if (ratio := optional(config, "expansion_ratio", 4)) != 4:
-        raise DocumentError("expansion_ratio", f"is {ratio}; transformers has 4 times the width")
+        raise DocumentError("expansion_ratio", f"is {ratio}; give 4, as transformers has it")
     figures = _plain(
         "mpt", hidden, heads, divided(config, hidden=("d_model", hidden), heads=("n_heads", heads))
     )

@@ -160,7 +160,7 @@ def read_pins(texts: Sequence[str], allow: Sequence[str] = ()) -> Pins:
         if not sign:
             raise DocumentError("fix", f"'{item}' has no value; write {item}=VALUE")
         if field in values:
-            raise DocumentError("fix", f"'{item}': {name} is given twice")
+            raise DocumentError("fix", f"'{item}': {name} is given twice; leave one out")
         values[field] = _pin_value(field, value, item)
     pins = Pins(**values, allowed=read_allowances(allow))  # type: ignore[arg-type]
     for needed, word in _needed(pins):
@@ -180,13 +180,13 @@ def read_layout(text: str, allow: Sequence[str] = ()) -> tuple[Pins, int | None]
     idle = [part for part in parts if part.partition("=")[0] == "idle"]
     others = [part for part in parts if part not in idle]
     if len(idle) > 1:
-        raise DocumentError("layout", f"'{idle[1]}': idle is given twice")
+        raise DocumentError("layout", f"'{idle[1]}': idle is given twice; leave one out")
     pins = read_pins([",".join(others)] if any(others) else [], allow)
     if not idle:
         return pins, None
     value = idle[0].partition("=")[2]
     if not value.isdecimal() or len(value) > LONGEST_NUMBER:
-        raise DocumentError("layout", f"'{idle[0]:.40}': idle is a whole number from 0")
+        raise DocumentError("layout", f"'{idle[0]:.40}': idle is no whole number; give one from 0")
     return pins, int(value)
 
 
@@ -308,7 +308,7 @@ def _loss(value: str, item: str) -> ChunkedLoss | str:
     if gradients not in get_args(LossGradients) or rows is None or not 1 <= rows <= MOST_TOKENS:
         raise DocumentError(
             "fix",
-            f"'{item:.60}': loss is plain, precomputed/ROWS or recomputed/ROWS, of 1 to "
+            f"'{item:.60}': write loss=plain, precomputed/ROWS or recomputed/ROWS, of 1 to "
             f"{MOST_TOKENS:,} rows",
         )
     return ChunkedLoss.model_validate({"rows": rows, "gradients": gradients})
@@ -326,7 +326,7 @@ def _order(value: str, item: str) -> tuple[Axis, ...]:
             )
         axes.extend(AXES[name])
     if len(set(axes)) < len(axes):
-        raise DocumentError("fix", f"'{item}': order names an axis twice")
+        raise DocumentError("fix", f"'{item}': order names an axis twice; name each axis once")
     return (*axes, *(axis for axis in INSIDE_OUT if axis not in axes))
 
 

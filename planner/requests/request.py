@@ -92,7 +92,9 @@ class Request:
         """
         if is_script(model.source or ""):
             if seq_len not in (None, 1):
-                raise DocumentError("seq-len", "is given by the shapes of the example batch")
+                raise DocumentError(
+                    "seq-len", "is given by the shapes of the example batch; leave it out"
+                )
             if stack != "native":
                 raise DocumentError(
                     "backend", f"is {stack}; a module of your own is trained natively"
@@ -176,7 +178,8 @@ class Request:
         if self.stack.space is None:
             raise DocumentError(
                 "backend",
-                f"is {self.stack.name}, whose runs are priced and whose layouts are not searched",
+                f"is {self.stack.name}, whose runs are priced and whose layouts are not searched; "
+                "name another --backend; `meshwright catalog stacks` lists them",
             )
         return self.stack.space
 
@@ -207,7 +210,9 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
     context, expert = pins.context or 1, pins.expert or 1
     used = cluster.devices - (idle or 0)
     if used < 1:
-        raise DocumentError("layout", f"idle={idle} leaves none of {cluster.devices} devices")
+        raise DocumentError(
+            "layout", f"idle={idle} leaves none of {cluster.devices} devices; lower it"
+        )
     data = pins.data or max(1, used // (tensor * context * pipeline))
     micro_batch, schedule = pins.micro_batch or 1, pins.schedule or PLAIN
     zero = (1 if data > 1 else 0) if pins.zero is None else pins.zero
@@ -220,11 +225,17 @@ def pinned_layout(request: Request, *, idle: int | None = None) -> Layout:
             f"{job.global_batch}",
         )
     if zero and data * beside == 1:
-        raise DocumentError("layout", f"zero={zero} needs dp > 1 to shard over")
+        raise DocumentError(
+            "layout", f"zero={zero} needs dp > 1 to shard over; use zero=0, or lower tp, cp and pp"
+        )
     if data % shard or (zero and shard * beside == 1):
-        raise DocumentError("layout", f"shard={shard} must divide dp={data} and exceed 1")
+        raise DocumentError(
+            "layout", f"shard={shard} must divide dp={data} and exceed 1; name a divisor of dp"
+        )
     if pins.data_shard and not zero and pins.data_shard > 1:
-        raise DocumentError("layout", f"shard={pins.data_shard} needs zero=1, 2 or 3")
+        raise DocumentError(
+            "layout", f"shard={pins.data_shard} needs zero=1, 2 or 3; add one, or leave shard out"
+        )
     if (shard * context * tensor) % expert:
         raise DocumentError(
             "layout", f"ep={expert} does not divide shard x cp x tp = {shard * context * tensor}"

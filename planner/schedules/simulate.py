@@ -101,7 +101,9 @@ def timeline(
         for stage, kind, m in chain(first[rank], rest[rank]):
             step = steps[kind][stage]
             if step is None:
-                raise DocumentError("schedule", f"{order[at]} needs seconds of its own")
+                raise DocumentError(
+                    "schedule", f"{order[at]} needs seconds of its own; give its stage some"
+                )
             seconds, row, source, delay_s, local = step
             if local >= 0 and done_s[local + m] < 0.0:
                 before = "I" if kind == "W" else "forward"

@@ -51,7 +51,9 @@ def waterfall(
     The predictions' steps fall from the first plan's to the last one's: what is saved adds up.
     """
     if mine.job != best.job:
-        raise DocumentError("plans", "are of different jobs: sequence, batch or precision differ")
+        raise DocumentError(
+            "plans", "are of different jobs: sequence, batch or precision differ; plan both anew"
+        )
     left = dict(_differences(mine, best))
     made: list[str] = []
     before = predict(mine, model, cluster, profile)

@@ -219,7 +219,9 @@ class Problem(Document):
                 raise ValueError("relayed: is of graphs of layers; list their edges too")
             return
         if layers > MOST_GRAPH_LAYERS:
-            raise ValueError(f"edges: a graph has at most {MOST_GRAPH_LAYERS} layers, not {layers}")
+            raise ValueError(
+                f"edges: of {layers} layers; give a graph of at most {MOST_GRAPH_LAYERS}"
+            )
         for name, instead in (("cut_s", "output_s"), ("hosts", "capacity_bytes of stages")):
             if getattr(self, name):
                 raise ValueError(f"{name}: is of chains; a graph with edges has {instead}")

@@ -105,7 +105,9 @@ def _requirement(text: str, names: Sequence[str]) -> Requirement:
         stages = None if each else _stages(most[2], text)
         count = whole_number(most[1])
         if not count:
-            raise DocumentError("require", f"'{text:.60}': a stage has at least 1 layer")
+            raise DocumentError(
+                "require", f"'{text:.60}': a stage has at least 1 layer; ask for 1 or more"
+            )
         return Requirement(at_most=count, stages=stages)
     of_layers = _LAYERS.fullmatch(text)
     if of_layers is None:
@@ -151,7 +153,8 @@ def _range(text: str, names: Sequence[str], whole: str) -> tuple[int, int]:
         first, last = int(numbers[1]), int(numbers[2] or numbers[1])
         if not first <= last < len(names):
             raise DocumentError(
-                "require", f"'{whole}': layers are numbered 0 to {len(names) - 1}, the first first"
+                "require",
+                f"'{whole}': layers are numbered 0 to {len(names) - 1}; write the lower one first",
             )
         return first, last
     ends = text.split("..")
@@ -173,5 +176,7 @@ def _stages(text: str, whole: str) -> tuple[int, ...]:
     first, last = int(found[1]), int(found[2] or found[1])
     more = [int(number) for number in found[3].split(",") if number]
     if first > last:
-        raise DocumentError("require", f"'{whole}': stages {first}-{last} are none")
+        raise DocumentError(
+            "require", f"'{whole}': stages {first}-{last} are none; write the lower one first"
+        )
     return tuple(sorted({*range(first, last + 1), *more}))

@@ -85,7 +85,8 @@ def in_small(
     if not found:
         raise DocumentError(
             "on",
-            f"has {small.devices} devices, on which no plan of {large.name} can be tried in small",
+            f"has {small.devices} devices, on which no plan of {large.name} can be tried in small; "
+            "give more, or a smaller model by --model",
         )
     known = {tier.name for tier in small.tiers}
     used = [{axis: _tier(one.plan.layout, axis, large) for axis in AXES} for one in candidates]

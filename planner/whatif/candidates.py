@@ -252,7 +252,7 @@ def power_usd_per_device_hour(
 
 def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Candidate]:
     if offer.solve is not None and not offer.n:
-        raise DocumentError("solve", "is carried out by planner.whatif.sizing before")
+        raise DocumentError("solve", "is carried out by planner.whatif.sizing; call that")
     texts = [offer.cluster.replace("{n}", str(n)) for n in offer.n] or [offer.cluster]
     listed = [
         _candidate(study, each, text, known)
@@ -268,7 +268,7 @@ def _of_offer(study: Study, offer: Offer, known: Sequence[Rent]) -> Iterator[Can
 def _within_cap(study: Study, listed: Sequence[Candidate]) -> list[Candidate]:
     cap = study.goal.power_cap_w
     if cap is None:
-        raise DocumentError("largest", "needs goal.power_cap_w")
+        raise DocumentError("largest", "needs goal.power_cap_w; add it, or give a number")
     draws = [(watts_of(c.cluster, c.assumed, c.power_limit), c) for c in listed]
     kept = [c for watts, c in draws if watts is not None and _fed(study, watts)]
     if not kept:
@@ -290,11 +290,17 @@ def powered(study: Study, offer: Offer) -> int:
     """Return the most that the goal's power cap surely feeds of an offer's `n`."""
     cap = study.goal.power_cap_w
     if cap is None:
-        raise DocumentError("solve", "power needs goal.power_cap_w")
+        raise DocumentError(
+            "solve", "power needs goal.power_cap_w; add it, or solve for budget or deadline"
+        )
     one = resolve_cluster(offer.cluster.replace("{n}", "1"))
     watts = watts_of(one, study.assumptions.but(offer.assumptions), offer.power_limit)
     if watts is None:
-        raise DocumentError("solve", f"the power of {one.name} is not known")
+        raise DocumentError(
+            "solve",
+            f"the power of {one.name} is not known; "
+            "see `meshwright catalog accelerators` for those with a power",
+        )
     most = min(MOST_DEVICES // one.devices, math.floor(cap / watts.value * (1 + ROUNDING)))
     while most > 0 and not _fed(study, watts.times(most)):
         most -= 1
@@ -319,7 +325,10 @@ def _of_each_provider(offer: Offer, text: str, known: Sequence[Rent]) -> list[Of
     having = [r for r in rentals if rent_of(r, cluster, known).usd_per_device_hour is not None]
     if not having:
         names = ", ".join(sorted({group.accelerator.name for group in cluster.groups}))
-        raise DocumentError("rent.each_provider", f"nobody is known to rent {text} ({names})")
+        raise DocumentError(
+            "rent.each_provider",
+            f"nobody is known to rent {text} ({names}); give usd_per_device_hour",
+        )
     return [
         offer.model_copy(
             update={"name": f"{offer.name or offer.cluster} at {rental.provider}", "rent": rental}
@@ -518,7 +527,7 @@ def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
                 path, f"names {', '.join(missing)}; the cluster has {', '.join(there)}"
             )
     if set(owned) & set(bought):
-        raise DocumentError("buy.of", "names what is owned already")
+        raise DocumentError("buy.of", "names what is owned already; leave it out of `buy`")
     roles: list[Share] = []
     for name in there:
         roles.append("owned" if name in owned else "bought" if name in bought else "rented")
@@ -527,7 +536,11 @@ def _roles(offer: Offer, cluster: ClusterSpec) -> tuple[Share, ...]:
             "buy.of" if bought else "owned", "names all of the cluster; leave it out"
         )
     if bought and "rented" in roles and offer.rent is None:
-        raise DocumentError("rent", "is missing, of what is neither bought nor owned")
+        raise DocumentError(
+            "rent",
+            "is missing, of what is neither bought nor owned; "
+            "add `rent`, or name it under `buy` or `own`",
+        )
     return tuple(roles)
 
 
@@ -620,7 +633,8 @@ def _check_spot(price: float, rental: Rental, cluster: ClusterSpec, known: Seque
     if prices and price > max(prices):
         raise DocumentError(
             "rent.usd_per_device_hour",
-            f"is {price:g} on spot, above every on-demand price known, {max(prices):g} at most",
+            f"is {price:g} on spot, above every on-demand price known, {max(prices):g} at most; "
+            "give a lower one, or leave spot out",
         )
 
 
@@ -632,7 +646,9 @@ def _bought(
     settled: bool,
 ) -> DevicePrice:
     if len({group.accelerator.name for group in cluster.groups}) > 1:
-        raise DocumentError("buy", "one price cannot be that of accelerators that differ")
+        raise DocumentError(
+            "buy", "one price cannot be that of accelerators that differ; leave usd_per_device out"
+        )
     if buying.lease is not None:
         return _leased(assumed, buying.lease, cluster, power_limit, settled)
     name = cluster.groups[0].accelerator.name

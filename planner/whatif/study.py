@@ -131,9 +131,11 @@ class Goal(Part):
     def _consistent(self) -> Self:
         said = (self.tokens, self.tokens_per_parameter, self.epochs)
         if sum(figure is not None for figure in said) > 1:
-            raise ValueError("tokens, tokens_per_parameter and epochs exclude each other")
+            raise ValueError(
+                "tokens, tokens_per_parameter and epochs exclude each other; leave one"
+            )
         if (self.epochs is None) != (self.dataset_tokens is None):
-            raise ValueError("epochs and dataset_tokens go together")
+            raise ValueError("epochs and dataset_tokens go together; give both")
         if self.by == "weighted" and (self.day_usd is None or self.tokens_of(1.0) is None):
             raise ValueError("by: weighted weighs days against money; give day_usd and tokens")
         return self
@@ -194,9 +196,11 @@ class Rental(Part):
     def _consistent(self) -> Self:
         value = self.usd_per_device_hour
         if self.each_provider and (self.provider is not None or value is not None):
-            raise ValueError("each_provider goes with neither provider nor a price")
+            raise ValueError("each_provider goes with neither provider nor a price; leave it out")
         if self.commitment != "reserved" and (self.term_months or self.prepaid):
-            raise ValueError("term_months and prepaid are of a reservation: commitment: reserved")
+            raise ValueError(
+                "term_months and prepaid are of a reservation; use commitment: reserved"
+            )
         _check_price(value, self.low, self.high, self.date, self.source, "usd_per_device_hour")
         if value is None:
             return self
@@ -206,7 +210,7 @@ class Rental(Part):
                 "none"
             )
         if self.commitment == "reserved" and self.term_months is None:
-            raise ValueError("a reservation needs its term_months")
+            raise ValueError("a reservation needs its term_months; add them")
         return self
 
 
@@ -223,7 +227,7 @@ def _check_price(
             raise ValueError(f"low and high are the range of {name}; give it too")
         return
     if date is None or source is None:
-        raise ValueError("a price needs its date and source")
+        raise ValueError("a price has its date and source; add both")
     if not (low or value) <= value <= (high or value):
         raise ValueError(f"{value} is not between {low} and {high}")
 
@@ -538,7 +542,9 @@ class Offer(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if ("{n}" in self.cluster) != (bool(self.n) or self.solve is not None):
-            raise ValueError("cluster has {n} where n lists numbers, and only there")
+            raise ValueError(
+                "cluster has {n} where n lists numbers, and only there; add n or leave {n} out"
+            )
         if self.solve is not None and self.n:
             raise ValueError("solve finds n; list no numbers")
         if self.name is not None and "{n}" in self.name and "{n}" not in self.cluster:
@@ -610,9 +616,11 @@ class Study(Document):
             )
         changed = any(offer.solve or offer.tuning for offer in self.offers)
         if changed or self.marginal or self.curves:
-            raise ValueError("jobs go with neither solve, an offer's tuning, marginal nor curves")
+            raise ValueError(
+                "jobs go with neither solve, an offer's tuning, marginal nor curves; leave them out"
+            )
         if len({job.name for job in self.jobs}) < len(self.jobs):
-            raise ValueError("two jobs have one name")
+            raise ValueError("two jobs have one name; rename one")
 
     @property
     def rows(self) -> tuple[str, ...]:

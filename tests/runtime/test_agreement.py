@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.replica_digests import digest_cost
 from planner.errors import LaunchError
 from runtime.train import token_engine
+from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 from tests.runtime.rooms import MODEL, plan_of
 
@@ -32,10 +33,14 @@ HELD = {
 """What is said of a bit that flips on rank 2; None where it alone has that part."""
 
 
-def damaged() -> dict[tuple[str, str], str | None]:
+Held = tuple[str, str]
+SOME: list[Held] = [("data", WEIGHT), ("data x tensor", WEIGHT), ("zero 3 x tensor", WEIGHT)]
+
+
+def damaged(keys: list[Held]) -> dict[Held, str | None]:
     """Train a step, flip a bit on rank 2, and train on until replicas are compared."""
-    found: dict[tuple[str, str], str | None] = {}
-    for key in HELD:
+    found: dict[Held, str | None] = {}
+    for key in keys:
         plan = PLANS[key[0]]
         engine = token_engine(plan, MODEL, device=torch.device("cpu"))
         draw = torch.Generator().manual_seed(0)
@@ -57,9 +62,11 @@ def damaged() -> dict[tuple[str, str], str | None]:
 
 
 @pytest.mark.ranks
-def test_a_flipped_bit_is_named_with_its_parameter_and_its_rank() -> None:
-    for found in on_ranks(4, damaged):
-        for (plan, name), who in HELD.items():
+@pytest.mark.parametrize("keys", some_and_others(HELD, SOME))
+def test_a_flipped_bit_is_named_with_its_parameter_and_its_rank(keys: list[Held]) -> None:
+    for found in on_ranks(4, damaged, keys):
+        for plan, name in keys:
+            who = HELD[plan, name]
             said = found[plan, name]
             if who is None:
                 assert said is None, plan

@@ -146,7 +146,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thing").touch()
 
-    with pytest.raises(LaunchError, match="is no model of the library transformers"):
+    with pytest.raises(LaunchError, match="which transformers does not have"):
         to_huggingface(tmp_path / "reference", tmp_path / "out")
     with pytest.raises(LaunchError, match="nowhere: is no complete checkpoint"):
         to_huggingface(tmp_path / "nowhere", tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ FILE = str(Path(__file__).with_name("chains.py"))
 W, V, S = chains.WIDTH, chains.VOCABULARY, cases.SEQ_LEN
 
 
+@functools.cache
 def graph(name: str = "factory") -> ModelGraph:
     return graph_of_factory(f"{FILE}:{name}", seq_len=S)
 
@@ -142,11 +144,14 @@ def test_published_weights_are_refused(tmp_path: Path) -> None:
         token_engine(cases.plan(graph()), graph(), device=CPU, weights=tmp_path)
 
 
+TRAINED = ("tied", "dropping", "flattened", "normalised")
+
+
 def all_trained(layouts: list[dict[str, Any]]) -> list[Run]:
     return [
         train(cases.plan(graph(name), **layout), graph(name), 3)
         for layout in layouts
-        for name in ("tied", "dropping", "flattened", "normalised")
+        for name in TRAINED
     ]
 
 
@@ -154,6 +159,8 @@ def all_trained(layouts: list[dict[str, Any]]) -> list[Run]:
 def test_ties_draws_and_modules_without_parameters_train_like_one_process() -> None:
     """A weight of both ends, masks of Dropout, a module that belongs to another's layer, statistics
     of a micro-batch."""
+    for name in TRAINED:  # once, for all ranks that are forked
+        graph(name)
     (alone,) = on_ranks(1, all_trained, [{"micro_batches": 4}])
 
     every = on_ranks(2, all_trained, [{"micro_batches": 4, "pipeline": 2}])

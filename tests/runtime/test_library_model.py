@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "use_cache": False,
 }
@@ -63,11 +64,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+def source(kind: str, folder: Path) -> Path:
+    """Return a folder with the configuration of a small model."""
+    path = folder / kind
+    if not path.exists():
+        transformers.AutoConfig.for_model(kind, **SIZES, **KINDS[kind]).save_pretrained(path)
+    return path
+
+
+@functools.cache
 def graph(kind: str, folder: Path) -> ModelGraph:
-    source = folder / kind
-    if not source.exists():
-        transformers.AutoConfig.for_model(kind, **SIZES, **KINDS[kind]).save_pretrained(source)
-    return graph_of_library(f"{source}:recorded", seq_len=cases.SEQ_LEN)
+    """Return a model as it is recorded, which takes long."""
+    return graph_of_library(f"{source(kind, folder)}:recorded", seq_len=cases.SEQ_LEN)
 
 
 def graph_module(kind: str, folder: Path, seed: int) -> Any:
@@ -162,14 +170,11 @@ def test_training_begins_with_weights_of_a_folder(folder: Path, tmp_path: Path) 
 
 
 def test_a_type_without_figures_is_recorded_and_others_keep_theirs(folder: Path) -> None:
-    graph("glm4", folder)
-    graph("gpt_neox", folder)
-
-    recorded = model_of(str(folder / "glm4"), seq_len=cases.SEQ_LEN)
-    known = model_of(str(folder / "gpt_neox"), seq_len=cases.SEQ_LEN)
+    recorded = model_of(str(source("glm4", folder)), seq_len=cases.SEQ_LEN)
+    known = model_of(str(source("gpt_neox", folder)), seq_len=cases.SEQ_LEN)
 
     assert recorded.source == f"{folder / 'glm4'}:recorded"
-    assert [name for name, _ in recorded.chain][1:4] == [f"model.layers.{n}" for n in range(3)]
+    assert [name for name, _ in recorded.chain][1:3] == [f"model.layers.{n}" for n in range(2)]
     assert known.architecture is not None
 
 
@@ -199,7 +204,7 @@ def test_what_a_recorded_model_cannot_be_is_refused(
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_model_that_sees_what_it_is_to_predict_is_refused(causal: bool, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(
-        "roberta", **SIZES, intermediate_size=64, is_decoder=causal
+        "roberta", **SIZES | {"num_hidden_layers": 1}, intermediate_size=64, is_decoder=causal
     ).save_pretrained(tmp_path)
     model = graph_of_library(f"{tmp_path}:recorded", seq_len=cases.SEQ_LEN)
     plan = cases.plan(model)
@@ -262,11 +267,10 @@ def test_positions_are_priced_where_the_library_gives_them(folder: Path) -> None
 
 def test_a_run_is_exported_as_the_library_reads_it(folder: Path, tmp_path: Path) -> None:
     """From a plan on disk to a folder that `from_pretrained` takes, its embedding tied."""
-    source = folder / "tied"
     transformers.AutoConfig.for_model(
-        "falcon", **SIZES, multi_query=True, tie_word_embeddings=True
-    ).save_pretrained(source)
-    model = graph_of_library(f"{source}:recorded", seq_len=cases.SEQ_LEN)
+        "falcon", **SIZES | {"num_hidden_layers": 1}, multi_query=True, tie_word_embeddings=True
+    ).save_pretrained(folder / "tied")
+    model = graph_of_library(f"{folder / 'tied'}:recorded", seq_len=cases.SEQ_LEN)
     plan = cases.plan(model)
     engine = token_engine(plan, model, device=CPU)
     engine.step(cases.global_tokens(0))

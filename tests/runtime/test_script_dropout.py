@@ -62,7 +62,7 @@ def trained(layout: dict[str, Any], *, folder: str = "", stops_at: int = STEPS) 
 
 
 def every_layout(folder: str) -> list[dict[str, Tensor]]:
-    made = [trained(layout) for layout in LAYOUTS[1:]]
+    made = [trained(layout) for layout in (LAYOUTS[1], LAYOUTS[3])]
     trained(LAYOUTS[0], folder=folder, stops_at=2)
     dist.barrier()
     return [*made, trained(LAYOUTS[2], folder=folder)]
@@ -96,7 +96,7 @@ def test_masks_depend_neither_on_ranks_nor_stages_nor_a_restart() -> None:
     wanted = plainly()
     with tempfile.TemporaryDirectory() as folder:
         for found in on_ranks(2, every_layout, str(Path(folder, "checkpoints"))):
-            for layout, state in zip([*LAYOUTS[1:], "resumed"], found, strict=True):
+            for layout, state in zip([LAYOUTS[1], LAYOUTS[3], "resumed"], found, strict=True):
                 for name, value in wanted.items():
                     torch.testing.assert_close(
                         state[name], value, rtol=1e-5, atol=1e-6, msg=f"{layout} {name}"

@@ -41,7 +41,11 @@ class Calibrated:
 def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
     """Fit a cluster's constants to runs on it; refuse where no constant can be determined."""
     if not observed:
-        raise DocumentError("runs", "none has a step time or reserved memory that can be predicted")
+        raise DocumentError(
+            "runs",
+            "none has a step time or reserved memory that can be predicted; "
+            "give tables or launches with either",
+        )
     constants = common_constants(observed)
     timed = [run for run in observed if run.step_s]
     held = [run for run in observed if run.memory_bytes]
@@ -67,7 +71,11 @@ def calibrate(observed: Sequence[Observed], *, source: str) -> Calibrated:
         reasons = "; ".join(
             f"{r.name}: {r.reason}{each.pulled_text(r)}" for each in fits for r in each.fit.refused
         )
-        raise DocumentError("runs", f"tell no constant of the cluster ({reasons})")
+        raise DocumentError(
+            "runs",
+            f"tell no constant of the cluster ({reasons}); "
+            "add runs on more ranks, nodes or micro-batches",
+        )
     left_out = [error for each in fits[:1] for error in each.fit.left_out]
     sizes = sorted(abs(math.log1p(max(error, -0.99))) for error in left_out)
     calibration = calibration_of(

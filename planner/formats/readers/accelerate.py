@@ -51,7 +51,9 @@ def of_settings(data: dict[str, Any]) -> Told:
     elif kind == "MEGATRON_LM":
         _of_megatron(known.part("megatron_lm_config"), told)
     elif kind not in ("MULTI_GPU", "DEEPSPEED", "NO"):
-        raise DocumentError("distributed_type", f"is '{kind:.40}', which is not read")
+        raise DocumentError(
+            "distributed_type", f"is '{kind:.40}', which is not read; give FSDP or another GPU kind"
+        )
     compiled = known.part("dynamo_config")
     if (compiled.word("dynamo_backend") or "NO").upper() not in ("NO", "EAGER"):
         told.compile = "block"

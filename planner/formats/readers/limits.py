@@ -56,9 +56,7 @@ class ReadingLimit:
 def sized(text: str, of: str) -> str:
     """Return a configuration's text if it is no longer than one may be."""
     if len(text) > MOST_CHARACTERS:
-        raise DocumentError(
-            of, f"has {len(text):,} characters; a configuration has at most {MOST_CHARACTERS:,}"
-        )
+        raise DocumentError(of, f"has {len(text):,} characters; give at most {MOST_CHARACTERS:,}")
     return text
 
 
@@ -79,7 +77,7 @@ def json_settings(text: str, of: str) -> dict[str, Any]:
 def toml_or_module(text: str, of: str) -> dict[str, Any] | ast.Module:
     """Return the settings of a TOML document, or the tree of a Python module that is not run."""
     if _LONG_KEY.search(sized(text, of)):  # of which tomllib keeps every beginning
-        raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep")
+        raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep; write it flatter")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as toml:
@@ -87,7 +85,10 @@ def toml_or_module(text: str, of: str) -> dict[str, Any] | ast.Module:
             return module(text, of)
         except DocumentError as error:
             if isinstance(error.__cause__, Exception):
-                raise DocumentError(of, f"is neither TOML ({toml}) nor Python") from toml
+                raise DocumentError(
+                    of,
+                    f"is neither TOML ({toml}) nor Python; give the file that the framework reads",
+                ) from toml
             raise
     except (ValueError, RecursionError) as error:  # of numbers, dates and nesting
         raise DocumentError(of, f"is TOML that cannot be read: {error}") from error
@@ -148,7 +149,9 @@ def dotted(node: ast.expr) -> list[str]:
 
 def _mapping(data: object, of: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise DocumentError(of, "is no document of settings")
+        raise DocumentError(
+            of, "is no document of settings; give the file that the framework reads"
+        )
     _refuse_numbers(data, of)
     return data
 
@@ -160,7 +163,7 @@ def _refuse_deep(tree: ast.AST, of: str) -> None:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
         if not level:
             return
-    raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep")
+    raise DocumentError(of, f"is nested more than {MOST_DEPTH} deep; write it flatter")
 
 
 def _refuse_numbers(data: object, place: str) -> None:
@@ -169,11 +172,14 @@ def _refuse_numbers(data: object, place: str) -> None:
     for _ in range(MOST_DEPTH):
         for value in level:
             if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-                raise DocumentError(place, f"has a whole number of more than {MOST_DIGITS} digits")
+                raise DocumentError(
+                    place,
+                    f"has a whole number of more than {MOST_DIGITS} digits; write a smaller one",
+                )
         level = [inner for value in level for inner in _inside(value)]
         if not level:
             return
-    raise DocumentError(place, f"is nested more than {MOST_DEPTH} deep")
+    raise DocumentError(place, f"is nested more than {MOST_DEPTH} deep; write it flatter")
 
 
 def _inside(value: object) -> Iterator[object]:

@@ -126,7 +126,8 @@ def _of_layout(text: str, pipeline: int) -> tuple[list[int], int]:
     if pipeline < 1 or len(stages) % pipeline:
         raise DocumentError(
             "--pipeline-model-parallel-layout",
-            f"has {len(stages)} stages, which {pipeline} pipeline ranks do not divide",
+            f"has {len(stages)} stages, which {pipeline} pipeline ranks do not divide; "
+            "change either",
         )
     return stages, len(stages) // pipeline
 

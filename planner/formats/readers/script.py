@@ -26,7 +26,9 @@ def read(text: str) -> Told:
         told = transformers.of_flags({k: v for k, v in flags.items() if k not in launch})
     else:
         raise DocumentError(
-            "slurm", "runs no command that is known: Megatron, torchtitan or a Hugging Face trainer"
+            "slurm",
+            "runs no command that is known: Megatron, torchtitan or a Hugging Face trainer; "
+            "give the command's own file, or its configuration",
         )
     told.devices = processes or megatron.ranks_of(asked, nodes, each) or told.devices
     told.unknown = [key for key in told.unknown if key.removeprefix("--") not in _OF_LAUNCH]

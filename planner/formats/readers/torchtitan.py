@@ -213,7 +213,10 @@ def _degrees(axes: Settings, told: Told) -> None:
         if one.names.get("torchtitan", "").lower() == name.lower()
     ]
     if not found:
-        raise DocumentError("parallelism.pipeline_parallel_schedule", f"'{name:.40}' is none here")
+        raise DocumentError(
+            "parallelism.pipeline_parallel_schedule",
+            f"'{name:.40}' is no schedule that is known; see `meshwright plan --help`",
+        )
     told.schedule = found[0]
     told.micro_batch = axes.count("pipeline_parallel_microbatch_size") or 1
     axes.take("pipeline_parallel_expert_parallel_overlap")
@@ -221,7 +224,8 @@ def _degrees(axes: Settings, told: Told) -> None:
     if isinstance(parts, list | tuple):
         if not parts or not all(isinstance(part, list | tuple) for part in parts):
             raise DocumentError(
-                "parallelism.module_fqns_per_model_part", "is no list of the modules of each part"
+                "parallelism.module_fqns_per_model_part",
+                "is no list of the modules of each part; write a list of lists of names",
             )
         told.blocks = [sum(str(m).startswith("layers.") for m in part) for part in parts]
         told.virtual_stages = max(1, len(parts) // told.pipeline)
