@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import ROUNDING, SETTLED
-from planner.solver.descent import Costs, Way, Ways, cheapest, priced
+from planner.solver.descent import Costs, Way, cheapest, priced
+from planner.solver.paths import Paths
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +26,7 @@ class SettledSteps(Protocol):
     """The steps that ways are made of."""
 
     @property
-    def ways(self) -> Ways:
+    def ways(self) -> Paths:
         """All ways along them."""
 
     @property

@@ -5,9 +5,9 @@
                     | Fathomed          none is below the cutoff, or none was found there
                     | Unfinished        none was found, and too many to be sure
 
-A chain on devices of one type is `planner.solver.inner`'s.  On several types the order of types,
-the branches and the cuts are chosen together along paths of (downset, stages used of each type)
-(`planner.solver.unequal.unequal`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
+The order of types, the branches and the cuts are chosen together along paths of (downset, stages
+used of each type) (`planner.solver.unequal.unequal`), those of a chain on one type too
+(`planner.solver.inner`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
 graph with more downsets than that allows is split through those of several orders of the branches
 (`planner.solver.graphs.nearby`), under a bound of all orders
 (`planner.solver.unequal.fastest` on several types).
@@ -217,12 +217,15 @@ def _on_types(
     return (replace(best, method="orders") if best else None), bound_s
 
 
-def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs] | None:
-    """Return the downsets of a problem with few of them, and those that lie in others."""
+def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs | None] | None:
+    """Return the downsets of a problem with few of them, and those that lie in others.
+
+    Of a chain those follow from how long stages may take.
+    """
     most = effort.most_steps // (len(problem.chain.stages) * len(problem.types))
-    every: Downsets | None = Prefixes(len(problem.chain.layers))
-    if not problem.one_order:
-        every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
+    if problem.one_order:
+        return Prefixes(len(problem.chain.layers)), None
+    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
     pairs = None if every is None else every.nested(most)
     return None if every is None or pairs is None else (every, pairs)
 

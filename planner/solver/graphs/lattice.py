@@ -38,12 +38,11 @@ from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
 from planner.solver.graphs.sent import Sent
-from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import WaysLeft, best_split, loose_s
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known
+from planner.solver.table import Known, StepTable
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
