@@ -136,16 +136,18 @@ class GroupCandidates:
 
         Of memory it is only asked whether the commonest layers alone find room.
         """
-        each = self.costs_of(layout)
-        if not self.has_room(layout, each):
+        of_groups = self.costs_of(layout)
+        if not self.has_room(layout, of_groups):
             return math.inf
-        fastest_s = self.fewest_of_kinds(each, "time_s")
+        fastest_s = self.fewest_of_kinds(of_groups, "time_s")
         _, credits_s = self.passes_s(layout)
-        sync_s = self.fewest_of_kinds(each, "sync_s").min(axis=0)
+        sync_s = self.fewest_of_kinds(of_groups, "sync_s").min(axis=0)
         once_s = max(float(sync_s.max()), float(self.counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
-            passed_s = self._shortest_crossing_s(layout) + min(costs.action_s for costs in each)
+            passed_s = self._shortest_crossing_s(layout) + min(
+                costs.action_s for costs in of_groups
+            )
             exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * passed_s
         return self._bound_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
 
@@ -160,16 +162,16 @@ class GroupCandidates:
         pairs = itertools.product(names, names)
         return min(self.group_costs.crossing_s(layout, a, b, size_bytes) for a, b in pairs)
 
-    def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
-        """Whether the commonest layers may fit, each rank on whichever group holds the most.
+    def has_room(self, layout: Layout, of_groups: Sequence[LayoutCosts]) -> bool:
+        """Whether the commonest layers may fit, each rank on whichever group has the most.
 
-        A rank holds no more of them than its minimum-memory option allows, at the moment by which
+        A rank has no more of them than its minimum-memory option allows, at the moment by which
         planner.search.bytes_bounds bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)
-        kind = list(each[0].parts)[int(np.argmax(self.counts))]
+        kind = list(of_groups[0].parts)[int(np.argmax(self.counts))]
         most = np.zeros(layout.pipeline)
-        for group, costs in zip(self.cluster.groups, each, strict=True):
+        for group, costs in zip(self.cluster.groups, of_groups, strict=True):
             room = room_bytes(group.accelerator.memory_bytes, costs)
             free = max(0.0, room * (1 + ROUNDING))
             for part in costs.parts[kind]:
@@ -195,7 +197,7 @@ class GroupCandidates:
         """[group] Stages of a layout on it."""
         return np.array(list(self.group_costs.stages_of(layout).values()))
 
-    def fewest_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+    def fewest_of_kinds(self, of_groups: Sequence[LayoutCosts], figure: str) -> Floats:
         """[group, kind] Least of a figure that the choices of a kind have."""
         pinned = self.pins.recompute
         return np.array(
@@ -208,7 +210,7 @@ class GroupCandidates:
                     )
                     for table in costs.kinds.values()
                 ]
-                for costs in each
+                for costs in of_groups
             ]
         )
 
@@ -241,11 +243,11 @@ class GroupCandidates:
     def _work_out(self, layouts: Sequence[Layout]) -> None:
         """Work `passes_s` of many layouts out together."""
         some = {_divided(layout): layout for layout in reversed(layouts)}
-        each = [
+        of_groups = [
             tables.passes_s(list(some.values()), self.pins.recompute)
             for tables in self.group_costs.tables.values()
         ]
-        times_s, credits_s = (np.array(found) for found in zip(*each, strict=True))
+        times_s, credits_s = (np.array(found) for found in zip(*of_groups, strict=True))
         for at, key in enumerate(some):
             self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
 
@@ -274,8 +276,8 @@ def _alive(layout: Layout) -> Floats:
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
         )
-        least: Floats = found.holding.min(axis=0)
-        return least
+        fewest: Floats = found.holding.min(axis=0)
+        return fewest
     most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
     alive: Floats = most - ((most == layout.micro_batches) & (most > 1))
     return alive

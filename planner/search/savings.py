@@ -99,7 +99,7 @@ def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
 
 
 def offload_s(saving: Saving, share: float, rates: Rates, types: StateTypes) -> float:
-    """Least seconds that offloaded states add to a step: no rank holds less than the mean `share`.
+    """Least seconds that offloaded states add to a step: no rank has less than the mean `share`.
 
     Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
     """

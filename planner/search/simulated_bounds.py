@@ -20,7 +20,7 @@ counts.
 The first K, under 1F1B with stages s of t_s = f_s + b_s seconds, one a rank: stage d computes
 m t_d, and the stages before it need pre_d = Σ_{s<d} t_s before its first forward and after its
 last backward.  From its first forward's end to its first backward the D_d = Σ_{s>d} t_s of the
-stages behind it pass, and only n_d = min(m, P - d) - 1 forwards can fill that time; the same holds
+stages behind it pass, and only n_d = min(m, P - d) - 1 forwards can fill that time; so it is
 from its last forward to its last backward.  So T >= pre_d + m t_d + 2 D_d - n_d t_d.  With
 μ = Σ t / P, x_s = t_s - μ and Y_d = Σ_{s>=d} x_s that is, for m > P,
 Σ t + (m - 1) μ + (m - P + d - 1) x_d + Y_d.  Take the last d that makes Y_d largest:
@@ -37,8 +37,8 @@ weights y.  With Y_q = Σ_{p>q} y_p, stage q then counts m y_q + Y_q times.  Tha
 them if y_q = (K - Y_q) / m, which makes Y_{q-1} = (1 - 1/m) Y_q + K / m, hence
 Y_{-1} = K (1 - (1 - 1/m)^S), and weights add up to 1.
 
-Of other schedules no such constant is known that holds for all cuts: under interleaved 1F1B uneven
-ranks may be 2 % faster than even ones with the same sum.
+Of other schedules no such constant is known for all cuts: under interleaved 1F1B uneven ranks may
+be 2 % faster than even ones with the same sum.
 
 Transfers that computation hides take no time here; those that do not are seconds of their senders.
 """
@@ -113,7 +113,7 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
         m a_r + (1 - P a_r) (V - 1 - u) / V + A_r / V       A_r = Σ_{s>r} a_s
 
     times.  That is linear in u, so it is K at least where it is for the first and the last u.  From
-    the last rank on, each a_r is the least that makes it so; K holds if they add up to 1 or less.
+    the last rank on, each a_r is the least that makes it so; K is valid if their sum is at most 1.
 
     >>> round(looped_fill(8, 8, 2), 3), round(looped_fill(8, 32, 2), 3)
     (1.203, 4.216)
@@ -128,11 +128,11 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
             behind += max(0.0, last, first)
         return behind
 
-    low, high = 0.0, (m + p) / p
+    lower, upper = 0.0, (m + p) / p
     for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if needed(middle) <= 1.0 else (low, middle)
-    return low
+        middle = (lower + upper) / 2
+        lower, upper = (middle, upper) if needed(middle) <= 1.0 else (lower, middle)
+    return lower
 
 
 class SimulatedCandidates(Candidates):
@@ -157,7 +157,8 @@ class SimulatedCandidates(Candidates):
             # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.
             chain = candidates._chain
             weights_s = [
-                np.max([one.weight_s for one in each], axis=0) for each in chain.figures.values()
+                np.max([one.weight_s for one in figures], axis=0)
+                for figures in chain.figures.values()
             ]
             counts = np.array([chain.counts[kind] for kind in chain.figures])
             credits_s = (counts @ np.array(weights_s))[chain.members].max(axis=-1)

@@ -40,11 +40,11 @@ class SimulatedGroupCandidates(GroupCandidates):
 
     def communication_s(self, layout: Layout) -> float:
         """Least seconds of a step with what is shared; inf if layers cannot fit."""
-        each = self.costs_of(layout)
-        if not self.has_room(layout, each):
+        of_groups = self.costs_of(layout)
+        if not self.has_room(layout, of_groups):
             return math.inf
-        fastest_s = self.fewest_of_kinds(each, "time_s")
-        return self._weighed_s(layout, fastest_s, self.fewest_of_kinds(each, "sync_s"))
+        fastest_s = self.fewest_of_kinds(of_groups, "time_s")
+        return self._weighed_s(layout, fastest_s, self.fewest_of_kinds(of_groups, "sync_s"))
 
     def _weighed_s(self, layout: Layout, time_s: Floats, once_s: Floats) -> float:
         """[group, kind] Least seconds of a step from those of layers; see the head."""

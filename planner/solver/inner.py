@@ -37,7 +37,7 @@ def solve(
 ) -> Solution | Infeasible | Fathomed:
     """Minimise the time of `instance` exactly; only objectives below `cutoff_s` are of interest.
 
-    `frontiers` kept by the caller spares the Pareto sets that earlier instances had in common.
+    `frontiers` that the caller stores spare the Pareto sets that earlier instances had in common.
     Of hosts that several stages share, each stage alone is limited to the whole.
     With a finite cutoff an instance that does not fit may be reported as fathomed.  Where bytes are
     more than sums (`used_bytes`) and a stage has very many choices, the bound may stay below the

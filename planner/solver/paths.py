@@ -1,6 +1,6 @@
 """Paths through levels of states, and what they cost.
 
-Level s holds the states between steps s - 1 and s; a path takes one step per level.  The costs are
+Level s has the states between steps s - 1 and s; a path takes one step per level.  The costs are
 tables [step]; `planner.solver.descent` finds the cheapest path.  The smallest sum is one dynamic
 program backward over the levels; among equal sums a path takes the earliest steps.
 """

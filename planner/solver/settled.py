@@ -1,6 +1,6 @@
 """The cheapest way over costs that start as bounds and become exact when they are wanted.
 
-A step is a stage with what it holds.  While one of the cheapest way is only bounded it is settled,
+A step is a stage with what it has.  While one of the cheapest way is only bounded it is settled,
 and the search repeated.  All costs being exact or below, a way whose steps are exact costs no more
 than any other.
 """

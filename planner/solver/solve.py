@@ -53,7 +53,7 @@ def solve(
 
     Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
     may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows, or
-    the integer program, which decides where ties are not kept by themselves, meets its time limit.
+    the integer program, which decides where ties are not met by themselves, meets its time limit.
     """
     few = too_few(problem)
     if few:
@@ -111,8 +111,8 @@ def solve_chain(
     relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
     if not isinstance(relaxed, Solution):
         return relaxed
-    each = zip(narrow.layers, relaxed.options, strict=True)
-    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in each))
+    chosen = zip(narrow.layers, relaxed.options, strict=True)
+    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in chosen))
     if broken(instance, whole) is None:
         return whole
     return ilp.solve(

@@ -157,10 +157,10 @@ class StepTable:
 
     def laid(self, way: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
         """Return a way's layers in order, its cuts, and the options of the layers."""
-        held = [self.layers(entry) for entry in way]
+        contents = [self.layers(entry) for entry in way]
         options = [option for entry in way for option in self.options(entry)]
-        order = tuple(layer for layers in held for layer in layers)
-        return order, tuple(accumulate(map(len, held), initial=0)), options
+        order = tuple(layer for layers in contents for layer in layers)
+        return order, tuple(accumulate(map(len, contents), initial=0)), options
 
     def costs(self) -> Costs:
         """[entry] What the objective counts."""

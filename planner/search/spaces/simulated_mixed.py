@@ -71,11 +71,11 @@ Floats = NDArray[np.float64]
 class SimulatedMixed(BySimulation, MixedSpace):
     """The layouts of some groups, with bounds of the simulated step and splits by it."""
 
-    def __init__(self, own: MixedSpace, tried: Tried, closed_form_s: float) -> None:
-        """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
-        super().__init__(_simulated(own.candidates), effort=own.effort)
+    def __init__(self, space: MixedSpace, tried: Tried, closed_form_s: float) -> None:
+        """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
+        super().__init__(_simulated(space.candidates), effort=space.effort)
         self._bounded = Covering()
-        self.closed_form, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
+        self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -178,19 +178,19 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, of cuts with the least each rank takes."""
-        each = self.columns(layout, limit_s)
-        if each is None:
+        columns = self.columns(layout, limit_s)
+        if columns is None:
             return self.bound_s(layout)
-        loose = self.choices(layout, each, limit_s, least=True)
+        loose = self.choices(layout, columns, limit_s, fastest_only=True)
         return 0.0 if loose is None else loose.cut_s(limit_s)
 
     def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
         """Return the fastest plan of some splits of a layout, if any is below the cutoff."""
         search = _LayoutSearch(self, layout, cutoff_s)
         search.near_s()
-        each = self.columns(layout, cutoff_s)
-        if each is not None:
-            search.improve(each, MOST_MOVES)
+        columns = self.columns(layout, cutoff_s)
+        if columns is not None:
+            search.improve(columns, MOST_MOVES)
         return search.best
 
     def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
@@ -250,13 +250,13 @@ class SimulatedMixed(BySimulation, MixedSpace):
         ]
 
     def choices(
-        self, layout: Layout, each: Sequence[Columns], limit_s: float, *, least: bool
+        self, layout: Layout, columns: Sequence[Columns], limit_s: float, *, fastest_only: bool
     ) -> Choices | None:
         """Return what ranks may hold on every type; None where that is too much."""
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
         links = self.links(layout)
-        return choices_of(layout, each, numbers, links, limit_s, read, least=least)
+        return choices_of(layout, columns, numbers, links, limit_s, read, fastest_only=fastest_only)
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
@@ -322,23 +322,23 @@ class _LayoutSearch:
     def bounded_s(self) -> float:
         """Return seconds that no split simulates below, or the limit; splits are tried."""
         space, layout = self._space, self._layout
-        each = space.columns(layout, self._limit_s)
-        if each is None:
+        columns = space.columns(layout, self._limit_s)
+        if columns is None:
             return self.near_s()
-        loose = space.choices(layout, each, self._limit_s, least=True)
+        loose = space.choices(layout, columns, self._limit_s, fastest_only=True)
         low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
-        choices = space.choices(layout, each, self._limit_s, least=False)
+        choices = space.choices(layout, columns, self._limit_s, fastest_only=False)
         if choices is None:
             low_s = max(low_s, self.near_s())
-            self.improve(each, MOST_MOVES)
+            self.improve(columns, MOST_MOVES)
             return low_s
         low_s = max(low_s, choices.cut_s(self._limit_s))
         if low_s >= self._limit_s:
             return low_s
         low_s = max(low_s, self.near_s())
-        self.improve(each, MOST_MOVES)
+        self.improve(columns, MOST_MOVES)
         if low_s >= self._limit_s or not space.may_program(choices.size):
             return low_s
         effort = space.tried.effort
@@ -355,16 +355,16 @@ class _LayoutSearch:
             ),
         )
 
-    def improve(self, each: Sequence[Columns], most: int) -> None:
+    def improve(self, columns: Sequence[Columns], most: int) -> None:
         """Let single entries move while the best split simulates faster, for `most` trials.
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """
-        while self._split is not None and each[0].places.alike:
+        while self._split is not None and columns[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
             for order, numbers in moves(split.types, sizes):
-                moved = self._fastest(each, order, numbers)
+                moved = self._fastest(columns, order, numbers)
                 if moved is None:
                     continue
                 if most <= 0:
@@ -377,15 +377,15 @@ class _LayoutSearch:
                 return
 
     def _fastest(
-        self, each: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
+        self, of_types: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
     ) -> GraphSolution | None:
         """Return the split into ranks of these types and sizes, each at its fastest that fits."""
         cuts = [0, *itertools.accumulate(sizes)]
         options: list[int] = []
         for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
-            if sizes[rank] < each[number].instance.stages[rank].least_layers:
+            if sizes[rank] < of_types[number].instance.stages[rank].least_layers:
                 return None
-            columns = each[number].of(rank, *span)
+            columns = of_types[number].of(rank, *span)
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
@@ -429,7 +429,7 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def closed(
-    own: MixedSpace,
+    space: MixedSpace,
     layout: Layout,
     order: Sequence[int],
     cuts: Sequence[int],
@@ -437,7 +437,7 @@ def closed(
     layers: Sequence[int] = (),
 ) -> GraphSolution:
     """Return a split with what it takes in the closed form, of `layers` in their order."""
-    problem: GraphInstance = own.instance(layout)
+    problem: GraphInstance = space.instance(layout)
     layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
     split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(

@@ -315,8 +315,8 @@ def _improved(
         if effort.moves <= 0:
             break
         effort.moves -= 1
-        own = cuts_of(best)
-        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.chain.layers))
+        cuts = cuts_of(best)
+        some = of_bits({*orders, *around.cuts(cuts[1:-1], _NEAR)}, len(problem.chain.layers))
         found = _through(problem, some, best, math.inf, store, effort)
         if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
             break

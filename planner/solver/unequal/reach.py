@@ -67,13 +67,13 @@ class Reach:
         smaller, larger = pairs
         sizes = every.totals(np.ones((every.layers, 1)))[:, 0]
         stages = knapsacks[0].instance.stages
-        least = np.array([stage.least_layers for stage in stages])
+        fewest = np.array([stage.least_layers for stage in stages])
         most = np.array([math.inf if s.most_layers is None else s.most_layers for s in stages])
-        before, behind = np.cumsum(least) - least, np.cumsum(least[::-1])[::-1] - least
-        at = np.arange(len(least))
+        before, behind = np.cumsum(fewest) - fewest, np.cumsum(fewest[::-1])[::-1] - fewest
+        at = np.arange(len(fewest))
         # Every stage has layers enough; the first and last have the ends.
-        held = sizes[larger] - sizes[smaller]
-        possible = (held >= least[:, None]) & (held <= most[:, None])
+        layers = sizes[larger] - sizes[smaller]
+        possible = (layers >= fewest[:, None]) & (layers <= most[:, None])
         possible &= sizes[smaller] >= before[:, None]
         possible &= every.layers - sizes[larger] >= behind[:, None]
         possible &= (sizes[smaller] == 0) == (at == 0)[:, None]
@@ -125,20 +125,20 @@ class Reach:
         between: dict[Counts, Booleans] = {}
         ends = np.zeros((sum(self._full) + 1, self._downsets), dtype=bool)
         for counts in self._counts:
-            own = np.maximum(self._from_start[counts], self._from_end[counts]) <= highest_s
-            if own.any():
-                between[counts] = own
-                ends[sum(counts)] |= own
+            reached = np.maximum(self._from_start[counts], self._from_end[counts]) <= highest_s
+            if reached.any():
+                between[counts] = reached
+                ends[sum(counts)] |= reached
         if not between:
             return None
         smaller, larger = self._pairs
         runs, least_s = [], [[] for _ in self._alone_s]  # type: tuple[list[Runs], list[list[Floats]]]
         for position in range(sum(self._full)):
             may_end = ends[position][smaller] & ends[position + 1][larger]
-            each = [own[position] + self._meets_s <= highest_s for own in self._alone_s]
-            some = np.logical_or.reduce(each) & may_end
+            fitting = [reached[position] + self._meets_s <= highest_s for reached in self._alone_s]
+            some = np.logical_or.reduce(fitting) & may_end
             runs.append((smaller[some], larger[some]))
-            for kept, alone_s, holds in zip(least_s, self._alone_s, each, strict=True):
+            for kept, alone_s, holds in zip(least_s, self._alone_s, fitting, strict=True):
                 kept.append(np.where(holds, alone_s[position], np.inf)[some])
         return Spans(runs=runs, least_s=least_s, between=between)
 

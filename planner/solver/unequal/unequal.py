@@ -171,10 +171,10 @@ class Search:
     def _mean_s(self, least_cut_s: float) -> float:
         """Least seconds with the slowest stage as a mean of stages."""
         weights, stages = self._fastest.weights(), self._fastest.stages
-        each = np.repeat(weights, stages)
-        neighbours = np.full(len(each), 2.0)
-        neighbours[:2] -= 1.0 if len(each) > 1 else 2.0
-        besides_s = float(np.sort(each)[::-1] @ neighbours) * least_cut_s
+        of_stages = np.repeat(weights, stages)
+        neighbours = np.full(len(of_stages), 2.0)
+        neighbours[:2] -= 1.0 if len(of_stages) > 1 else 2.0
+        besides_s = float(np.sort(of_stages)[::-1] @ neighbours) * least_cut_s
         exposed_s = np.array([one.exposed_s.min() for one in self._knapsacks])
         besides_s += float(stages @ (weights * exposed_s))
         return (1 - ROUNDING) * (self._fastest.weighed_s(weights) + besides_s + self._sync_s)

@@ -180,18 +180,18 @@ class UnequalSteps:
         stops: dict[tuple[Counts, int], list[int]] = {}
         for stop, (counts, number, _) in enumerate(after):
             stops.setdefault((counts, number), []).append(stop)
-        held: dict[tuple[Counts, int], Indices] = {}
+        runs_of: dict[tuple[Counts, int], Indices] = {}
         for start, (counts, _, expected) in enumerate(before):
             for number in range(len(self.tables)) if expected < 0 else (expected,):
                 more = changed(counts, number, +1)
                 if more not in between:
                     continue
-                if (counts, number) not in held:
+                if (counts, number) not in runs_of:
                     inside = between[counts][first] & between[more][end]
                     inside &= np.isfinite(self._spans.least_s[number][position])
-                    held[counts, number] = np.flatnonzero(inside)
+                    runs_of[counts, number] = np.flatnonzero(inside)
                 for stop in stops.get((more, expected), ()):
-                    yield _Move(start, stop, number, held[counts, number])
+                    yield _Move(start, stop, number, runs_of[counts, number])
 
     def _cut_of(self, meeting: Meeting, position: Indices) -> Floats:
         """Seconds that each of the two stages spends on a cut at these positions."""
