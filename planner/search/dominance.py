@@ -18,7 +18,7 @@ from functools import lru_cache
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.documents.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
-from planner.search.savings import Saving
+from planner.search.savings import Saving, in_bf16
 from planner.search.space import complexity
 
 
@@ -30,8 +30,9 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
         yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
-    if layout.gradient_wire == "fp16":
-        yield replace(layout, gradient_wire="bf16")
+    other_bits = in_bf16(layout)
+    if other_bits is not None:
+        yield other_bits
     if layout.prefetch:
         yield replace(layout, prefetch=0)
     if layout.reshard is not None:

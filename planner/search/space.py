@@ -380,7 +380,7 @@ def families(
     request: Request,
     degrees: Degrees,
     saved: tuple[Saving, ...] = (Saving(),),
-    overlaps: tuple[TensorOverlap, ...] = ("none",),
+    overlaps: Sequence[Layout] = (),
 ) -> Iterator[LayoutFamily]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
@@ -400,6 +400,7 @@ def families(
     shared = {place: Sharings(found) for place, found in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     relay = relay_of(request, degrees)
+    words = tuple(one.tensor_overlap for one in overlaps) or ("none",)
     for size, count in micro_batches(job, degrees, pins):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
@@ -413,7 +414,7 @@ def families(
                 every.setdefault(("none", way[1]), []).append(one)
         for (blocks, chosen), alike in every.items():
             for place, found, overlap in (
-                (*one, overlap) for one in shared.items() for overlap in overlaps
+                (*one, overlap) for one in shared.items() for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
@@ -580,17 +581,18 @@ def gpus(request: Request) -> bool:
 
 def tensor_overlaps(
     plain: Layout, request: Request, refusal: Callable[[Layout], str | None]
-) -> tuple[TensorOverlap, ...]:
-    """Return how collectives of tensor parallelism may run: one at a time, if nobody asks.
+) -> tuple[Layout, ...]:
+    """Return a layout with collectives of tensor parallelism one at a time, and beside products.
 
-    `refusal` tells why a layout like the `plain` one does not run.
+    The second only if it is asked for; `refusal` tells why a layout like the `plain` one does not
+    run.
     """
     if plain.tensor == 1 or request.pins.tensor_overlap is not None:
-        return (plain.tensor_overlap,)
+        return (plain,)
     if "async-tensor" not in request.pins.allowed or "async" not in request.space.tensor_overlaps:
-        return ("none",)
+        return (plain,)
     overlapped = replace(plain, compile="block", tensor_overlap="async")
-    return ("none",) if refusal(overlapped) else ("none", "async")
+    return (plain,) if refusal(overlapped) else (plain, overlapped)
 
 
 def weight_wire(request: Request) -> WeightWire:

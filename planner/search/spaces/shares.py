@@ -43,6 +43,7 @@ from planner.search.space import (
     compiles,
     divisors,
     losses,
+    plainest,
     tensor_overlaps,
     waits_for_host,
     weighs_compilation,
@@ -119,16 +120,14 @@ class ShareSpace(GroupSpace):
                 for zero in (0, 1):
                     if zero and data < count < 2 * data:
                         continue
-                    plain = Layout(
-                        tensor=tensor,
+                    plain = replace(
+                        plainest(request, degrees),
                         data_replicate=1 if zero else data,
                         data_shard=data if zero else 1,
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
-                        scales=request.scales,
                         compile=blocks,
-                        tensor_overlap=(self.pins.tensor_overlap if tensor > 1 else None) or "none",
                     )
                     every = itertools.product(
                         savings_of(plain, request, self._unsaved),
@@ -136,11 +135,9 @@ class ShareSpace(GroupSpace):
                         compiled,
                         ways,
                     )
-                    for saving, overlap, blocks_are, loss in every:
-                        if overlap == "none" or blocks_are == "block":
-                            one = replace(
-                                plain, tensor_overlap=overlap, compile=blocks_are, loss=loss
-                            )
+                    for saving, overlapped, blocks_are, loss in every:
+                        if not overlapped.overlaps_tensors or blocks_are == "block":
+                            one = replace(overlapped, compile=blocks_are, loss=loss)
                             yield saving.on(one)
 
     def _unsaved(self, layout: Layout) -> str | None:
