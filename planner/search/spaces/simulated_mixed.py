@@ -123,14 +123,15 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 for chain in chains.values()
             ]
         )
-        share = share_of(layout, np.array(list(self.costs.stages_of(layout).values())), whole_s)
+        stages, fill = np.array(list(self.costs.stages_of(layout).values())), self._fill_of(layout)
+        share = share_of(layout, stages, whole_s, fill)
         for alpha in (0.0, share) if share else (0.0,):
             once = 0.0 if alpha else 1.0 / m
             priced_chains = {
                 name: replace(
                     chain,
                     steady=(1 - alpha) * m,
-                    fill=alpha * fill_of(layout),
+                    fill=alpha * fill,
                     sides=(),
                     # Sums of bytes are no more than what ranks hold, and quicker.
                     used_bytes=None,
@@ -145,6 +146,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 for name, chain in chains.items()
             }
             yield self.computing(layout, priced_chains, flat=alpha == 1.0)
+
+    def _fill_of(self, layout: Layout) -> float:
+        """K of T >= K Σ t; of graphs on one type the one that stages of any layers have."""
+        if isinstance(self.candidates, SimulatedGroupCandidates):
+            return self.candidates.fill_of(layout)
+        return fill_of(layout)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool
