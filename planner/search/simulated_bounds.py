@@ -255,7 +255,7 @@ class SimulatedCandidates(Candidates):
         if self.tables.activations != ("keep",) or not self.families or self.model.edges:
             return 0.0
         shares = [
-            (one.whole_forward_s / one.passes_s).min()
+            np.min(one.whole_forward_s / one.passes_s)
             for kind, of_kind in self._chain.figures.items()
             if kind not in self.tables.end_kinds
             for choice, one in zip(RECOMPUTES, of_kind, strict=True)

@@ -100,13 +100,23 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
         What another layout can do as well need not be known.
         """
-        if not self.tried.left(BOUNDED, self.tried.effort.layouts):
-            return 0.0
+        ordered_s = self._ordered_s(layout)
+        if self.tried.goal.over(ordered_s) or not self.tried.left(
+            BOUNDED, self.tried.effort.layouts
+        ):
+            return ordered_s
         if self._bounded.cover(layout, self.costs_of):
             return Lost(DOMINATED)
         self._bounded.keep(layout, self.costs_of(layout))
         self.tried.looked_at[BOUNDED] += 1
-        return max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
+        least_s = max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
+        return max(ordered_s, least_s)
+
+    def _ordered_s(self, layout: Layout) -> float:
+        """Least seconds of a step with whole layers in the best order of groups that differ."""
+        if isinstance(self.candidates, SimulatedGroupCandidates):
+            return self.candidates.ordered_s(layout, self.tried.goal.step_s)
+        return 0.0
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
