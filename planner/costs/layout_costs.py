@@ -364,7 +364,7 @@ class CostTables:
             sequence_parallel=layout.sequence_parallel,
             loss=layout.loss,
             compiled=layout.compile == "block",
-            overlaps_tensors=layout.tensor_overlap == "async",
+            overlaps_tensors=layout.overlaps_tensors,
             scales=layout.scales,
             dispatch=layout.dispatch,
             relay=layout.relay or 0,

@@ -175,6 +175,11 @@ class Layout:
         return SCHEDULES[self.schedule if self.pipeline > 1 else PLAIN]
 
     @property
+    def overlaps_tensors(self) -> bool:
+        """Whether collectives of tensor parallelism run beside products, in pieces."""
+        return self.tensor_overlap == "async"
+
+    @property
     def data(self) -> int:
         """Data-parallel degree: samples are divided by it."""
         return self.data_replicate * self.data_shard
@@ -546,6 +551,11 @@ class Plan(Document):
                 raise ValueError(
                     f"stages: those on {name} need {needed} devices, and it has {devices}"
                 )
+
+    @property
+    def overlaps_tensors(self) -> bool:
+        """Whether collectives of tensor parallelism run beside products, in pieces."""
+        return self.tensor_overlap == "async"
 
     @property
     def layout(self) -> Layout:

@@ -136,6 +136,7 @@ def imported(
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             **{axis: getattr(told, axis) for axis in AXIS_NAMES if hasattr(told, axis)},
+            **told.axes,
             training=training,
             stages=stages,
         )

@@ -173,7 +173,7 @@ def _settings(wanted: FrameworkPlan) -> Iterator[str]:
         yield f"parallelism.module_fqns_per_model_part = {parts_of(wanted, 'lm_head')!r}"
     yield f"compile.enable = {plan.compile == 'block'}"
     yield 'compile.components = ["model"]'
-    if plan.tensor_overlap == "async":
+    if plan.overlaps_tensors:
         yield "compile.enable_async_tensor_parallel = True"
     yield f"activation_checkpoint = {_POLICIES[recompute_of(wanted)]}"
     if plan.loss is None:  # from all logits, not in chunks of them

@@ -76,7 +76,7 @@ def text(wanted: FrameworkPlan) -> str:
         f"context_parallel_degree = {mesh.context}",
         f"pipeline_parallel_degree = {mesh.pipeline}",
     ]
-    if plan.tensor_overlap == "async":
+    if plan.overlaps_tensors:
         lines.append("enable_async_tensor_parallel = true")
     if mesh.expert > 1:
         lines.append(f"expert_parallel_degree = {mesh.expert}")

@@ -1,11 +1,11 @@
 """What ranks hold at least, as sums over layers: the bytes by which a solver looks for a split.
 
 What they hold exactly, `planner.costs.rank_memory` says of each split that is found.  Here counts
-what a rank holds at one moment (planner.schedules.fullest), in the backward of the last layer of
+what a rank has at one moment (planner.schedules.fullest), in the backward of the last layer of
 the stage that acts.  With a_c micro-batches of stage c alive, w_c that wait for W, a rank of one
-stage holds
+stage has
 
-    a Σ stored + w Σ kept + Σ resident + the working memory of a layer that may be the last one
+    a Σ stored + w Σ kept_bytes + Σ resident + the working memory of one that may be last
 
 and a rank of V stages, S_c being the stored bytes of the n_c like layers of stage c, for any α
 
@@ -85,7 +85,7 @@ class BytesBounds:
         )
 
     def option(self, at: int, option: Option, part: StrategyParts) -> Option:
-        """Return the option of a layer of the chain with what it holds at least."""
+        """Return the option of a layer of the chain with what it has at least."""
         shares = self._shares
         if shares is None:
             stored, working = part.stored_bytes, self._working[self._chain[at]]
@@ -116,12 +116,12 @@ class BytesBounds:
         if at == len(self._chain) - 1 and self._load.last_acts[rank]:
             alive -= 1.0
             working = part.backward_transient_bytes + part.stored_bytes - self._acting[rank]
-        held = alive * part.stored_bytes + waiting * part.figures.kept_bytes
+        stored_bytes = alive * part.stored_bytes + waiting * part.figures.kept_bytes
         return replace(
             option,
             stored_bytes=0.0,
             kept_bytes=0.0,
-            resident_bytes=part.states.resident_bytes + held,
+            resident_bytes=part.states.resident_bytes + stored_bytes,
             transient_bytes=max(0.0, working),
         )
 
@@ -158,12 +158,12 @@ class BytesBounds:
         )
         if not others:
             return early
-        ranks, each = np.ones(layout.pipeline), layout.pipeline / len(self._chain)
+        ranks, layers_each = np.ones(layout.pipeline), layout.pipeline / len(self._chain)
         return binding(
             early,
             *others,
-            room_bytes=capacity_bytes * each * ranks,
-            sent_bytes=self._costs.keeps_sent * self._costs.boundary_bytes * each * ranks,
+            room_bytes=capacity_bytes * layers_each * ranks,
+            sent_bytes=self._costs.keeps_sent * self._costs.boundary_bytes * layers_each * ranks,
             resident=like.resident * ranks,
             kept=like.kept * ranks,
             least_stored=like.least_stored * ranks,
@@ -243,7 +243,7 @@ class BytesBounds:
         )
 
     def _resident(self, part: StrategyParts) -> float:
-        """Return what a layer of a rank of one stage holds at the moment that counts."""
+        """Return what a layer of a rank of one stage has at the moment that counts."""
         layout = self._layout
         return least_resident(
             part.states,
@@ -260,10 +260,10 @@ class BytesBounds:
         if self._narrowest_bytes is not None:
             return dict.fromkeys(self._chain, min(map(self._working_of, set(self._chain))))
         result: dict[str, float] = {self._chain[-1]: math.inf}
-        least = math.inf
+        least_bytes = math.inf
         for kind in reversed(self._chain[:-1]):
-            least = min(least, self._working_of(kind))
-            result[kind] = least
+            least_bytes = min(least_bytes, self._working_of(kind))
+            result[kind] = least_bytes
         return result
 
     def _working_of(self, kind: str) -> float:
@@ -272,7 +272,7 @@ class BytesBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Like:
-    """What one of the like layers of a chain holds."""
+    """What one of the like layers of a chain has."""
 
     least_stored: float
     most_stored: float

@@ -55,13 +55,13 @@ def executed(
             continue
         sizes = micro_batches(request.job, degrees, pins)
         shape = {"stages": degrees.pipeline, "micro_batches": plain.micro_batches}
-        each = sum(
+        by_wires = sum(
             len(timetables(model, degrees.pipeline, number, pins, space=space))
             for _, number in sizes
         )
         if not sizes and too_long(**shape):
-            each = 1
-        count = len(sharings(degrees, pins, space=space)) * each
+            by_wires = 1
+        count = len(sharings(degrees, pins, space=space)) * by_wires
         if count:
             refused[reason] += count
 

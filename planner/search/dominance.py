@@ -18,7 +18,7 @@ from functools import lru_cache
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.documents.plan import INSIDE_OUT, Layout
 from planner.schedules import Shape, schedule_of
-from planner.search.savings import Saving
+from planner.search.savings import Saving, in_bf16
 from planner.search.space import complexity
 
 
@@ -30,8 +30,9 @@ def twins(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, zero=1)
     if layout.data_replicate > 1:
         yield replace(layout, zero=max(1, layout.zero), data_shard=layout.data, data_replicate=1)
-    if layout.gradient_wire == "fp16":
-        yield replace(layout, gradient_wire="bf16")
+    other_bits = in_bf16(layout)
+    if other_bits is not None:
+        yield other_bits
     if layout.prefetch:
         yield replace(layout, prefetch=0)
     if layout.reshard is not None:
@@ -46,7 +47,7 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
     """Whether every split of `layout` is a split of `twin`, which wins or is the simpler in a tie.
 
     Seconds add up over layers, and bytes (planner.costs.rank_memory) grow with what any layer
-    holds, so it is enough that no option takes longer or holds more of anything.  Where all
+    has, so it is enough that no option takes longer or has more of anything.  Where all
     forwards come first there are no gradients beside them, so under another schedule forwards may
     need no more than backwards.  The twin wins outright if it synchronises less on every layer.
     """
@@ -61,11 +62,11 @@ def dominates(twin: Layout, by: LayoutCosts, layout: Layout, costs: LayoutCosts)
             if mine.sync_s > other.sync_s or mine.host_bytes > other.host_bytes:
                 return False
             faster = faster and mine.sync_s < other.sync_s
-        for own, others in zip(by.parts[kind], costs.parts[kind], strict=True):
-            held = own.layer_bytes
-            if not held.no_more_than(others.layer_bytes):
+        for part, others in zip(by.parts[kind], costs.parts[kind], strict=True):
+            layer_bytes = part.layer_bytes
+            if not layer_bytes.no_more_than(others.layer_bytes):
                 return False
-            if other_schedule and held.forward > held.backward:
+            if other_schedule and layer_bytes.forward > layer_bytes.backward:
                 return False
     return faster or complexity(twin) < complexity(layout)
 
@@ -103,7 +104,7 @@ def covers(one: LayoutCosts, other: LayoutCosts) -> bool:
 
 
 MOST_KEPT = 24
-"""Layouts of one shape that are kept to see whether others can do no more."""
+"""Layouts of one shape that are listed to see whether others can do no more."""
 
 
 class Covering:

@@ -16,7 +16,7 @@ and for its layouts:
 
     shared rooms    both
 
-A law holds them: none is above the exact seconds of any of the layouts that it is a bound of.
+A law checks them: none is above the exact seconds of any of the layouts that it is a bound of.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class FamilyBounds(Configurations):
             for divided, family in some.items():
                 if divided not in numbers:
                     numbers[divided] = len(numbers)
-                    each = [numbers[(*divided[:-1], (loss,))] for loss in family.losses]
-                    members.append(each + each[-1:] * (most - len(each)))
+                    of_losses = [numbers[(*divided[:-1], (loss,))] for loss in family.losses]
+                    members.append(of_losses + of_losses[-1:] * (most - len(of_losses)))
             self._divided = numbers
             self._bound_by_figures(
                 self.tables.figures_together(list(firsts.values())), np.array(members)
@@ -177,14 +177,14 @@ class FamilyBounds(Configurations):
             paces.append(self._paces_of(family))
             number += [self._divided[family.divided]] * len(family.timetables)
             stages += [float(family.degrees.pipeline)] * len(family.timetables)
-        steady, fill, credited, actions, least = Paces.together(paces)
+        steady, fill, credited, actions, fewest_s = Paces.together(paces)
         each_s = bounds.balanced_s(
             _unsynced(self._counts.values(), self._chain.fastest_s[:, number]),
             stages=cast(float, np.array(stages)),
             steady=cast(float, steady),
             fill=cast(float, fill),
             exposed_s=cast(float, actions * self.tables.action_s),
-            each_exposed_s=cast(float, least * self.tables.action_s),
+            each_exposed_s=cast(float, fewest_s * self.tables.action_s),
             credits_s=cast(float, credited * self._chain.credits_s[number]),
         )
         longest_s: bounds.Floats = self.tables.step_s + np.max(each_s, axis=0)
@@ -218,10 +218,14 @@ class FamilyBounds(Configurations):
         return (
             steady,
             fill,
-            fill if schedule.splits_backward else 0.0,
+            fill if self._leaves_w_out(layout) else 0.0,
             share * max(0, layout.pipeline * actions - 2),
             share * max(0, actions - (2 if schedule.placement == "v" else 1)),
         )
+
+    def _leaves_w_out(self, layout: Layout) -> bool:
+        """Whether `fill` counts what W takes back as credits."""
+        return layout.executed.splits_backward
 
     def _actions(self, layout: Layout, fill: float) -> int:
         """Return the actions of a rank for one micro-batch that a pace with `fill` counts."""
@@ -258,12 +262,12 @@ class FamilyBounds(Configurations):
         levels = [self._levels(family) for family in families]
         units = [
             Unit(family, level[0])
-            for family, own in zip(families, levels, strict=True)
-            for level in own
+            for family, levels_s in zip(families, levels, strict=True)
+            for level in levels_s
         ]
         paces = [self._paces_of(family) for family, _ in units]
         each_s = iter(self._within_memory_s(units, paces, np.zeros(len(units))))
-        return [[(level, next(each_s)) for level in own] for own in levels]
+        return [[(level, next(each_s)) for level in levels_s] for levels_s in levels]
 
     def _levels(self, family: LayoutFamily) -> list[Sharings]:
         """Return a family's sharings by what ZeRO level states are divided by, the widest first.
@@ -325,15 +329,18 @@ class FamilyBounds(Configurations):
         ]
         each_s = []
         for pace in self._paces_of(part).one_by_one(len(self.paces(part.first))):
-            ((steady, fill, credited, actions, least),) = np.array(pace)[:, 0].T.tolist()
+            ((steady, fill, credited, actions, fewest_s),) = np.array(pace)[:, 0].T.tolist()
             # Both are arrays [sharing].
-            passes_s, once_s = self._with_once(part, fill, moved.passes_s, moved.once_s)
+            alone_s = self._chain.fastest_s[list(self._counts).index(commonest), number]
+            passes_s, once_s = self._with_once(
+                part, fill, moved.passes_s, moved.once_s, alone_s=float(alone_s)
+            )
             each_s.append(
                 bounds.balanced_s(
                     [*rows, (layers, cast(float, passes_s), cast(float, once_s))],
                     stages=part.degrees.pipeline,
                     exposed_s=actions * self.tables.action_s,
-                    each_exposed_s=least * self.tables.action_s,
+                    each_exposed_s=fewest_s * self.tables.action_s,
                     steady=steady,
                     fill=fill,
                     credits_s=credited * float(self._chain.credits_s[number]),
@@ -361,22 +368,22 @@ class FamilyBounds(Configurations):
                 level = 1 if _alike(part) and sharing.zero == 2 else sharing.zero
                 groups.setdefault((level, sharing.shard), []).append(index)
             known = self._paces_of(part).one_by_one(len(self.paces(part.first)))
-            for own, pace in itertools.product(groups.values(), known):
-                members.append((least_s, own))
-                units.append(Unit(part, part.sharings[own[0]]))
+            for group, pace in itertools.product(groups.values(), known):
+                members.append((least_s, group))
+                units.append(Unit(part, part.sharings[group[0]]))
                 paces.append(pace)
                 seen, once = self._with_once(
                     part,
                     float(pace.fill[0, 0]),
-                    moved.seen_s[own].min(axis=0),
-                    moved.once_s[own].min(),
+                    moved.seen_s[group].min(axis=0),
+                    moved.once_s[group].min(),
                 )
                 once_s.append(many * once)
                 seen_s.append(seen)
             result.append((part, least_s))
         rooms_s = self._within_memory_s(units, paces, np.array(once_s), np.array(seen_s))
-        for (least_s, own), (room_s,) in zip(members, rooms_s, strict=True):
-            least_s[own] = np.maximum(least_s[own], room_s)
+        for (least_s, group), (room_s,) in zip(members, rooms_s, strict=True):
+            least_s[group] = np.maximum(least_s[group], room_s)
         return [
             list(zip(part.layouts(), least_s.tolist(), strict=True)) for part, least_s in result
         ]
@@ -389,9 +396,18 @@ class FamilyBounds(Configurations):
         return (layout_pace(self.model, layout),)
 
     def _with_once(
-        self, part: LayoutFamily, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
+        self,
+        part: LayoutFamily,
+        fill: float,
+        passes_s: bounds.Floats,
+        once_s: bounds.Floats,
+        *,
+        alone_s: float = 0.0,
     ) -> tuple[bounds.Floats, bounds.Floats]:
-        """Return a layer's seconds of each micro-batch and those once per step, as they count."""
+        """Return a layer's seconds of each micro-batch and those once per step, as they count.
+
+        Of `passes_s` `alone_s` is what it takes with nothing shared.
+        """
         return passes_s, once_s
 
 
@@ -405,7 +421,9 @@ class _PartBounds(NamedTuple):
 
 def _unsynced(counts: Iterable[int], fastest_s: bounds.Floats) -> list[tuple[int, float, float]]:
     """[kind] How many layers there are, their fewest seconds [kind, problem], nothing to sync."""
-    return [(count, cast(float, own), 0.0) for count, own in zip(counts, fastest_s, strict=True)]
+    return [
+        (count, cast(float, seconds), 0.0) for count, seconds in zip(counts, fastest_s, strict=True)
+    ]
 
 
 def _alike(family: LayoutFamily) -> bool:

@@ -95,7 +95,7 @@ def _ties(
 ) -> tuple[Tie, ...]:
     """Return what is required of a layout's stages, for layers numbered as in `ordered`.
 
-    Where ranks have several stages it is kept by their numbers of layers
+    Where ranks have several stages it is met by their numbers of layers
     (planner.search.stage_rows).
     """
     if not require or layout.virtual_stages > 1:
@@ -136,15 +136,15 @@ def branching_problem(
     Each type has the seconds of one action; that of the loss is in the last layer's own.
     """
     number = {name: at for at, (name, _) in enumerate(model.chain)}
-    each = 3.0 if counted_by_rank(layout) else 2.0
-    actions = [each] * (layout.pipeline - 1) + [each - 1.0] if layout.pipeline > 1 else [0.0]
-    own = []
+    passes = 3.0 if counted_by_rank(layout) else 2.0
+    actions = [passes] * (layout.pipeline - 1) + [passes - 1.0] if layout.pipeline > 1 else [0.0]
+    limits = []
     for one, action_s in types:
         both = zip(one.chain.stages, actions, strict=True)
         stages = tuple(replace(stage, exposed_s=count * action_s) for stage, count in both)
-        own.append(replace(one, chain=replace(one.chain, stages=stages, cut_s=())))
+        limits.append(replace(one, chain=replace(one.chain, stages=stages, cut_s=())))
     return GraphInstance(
-        types=tuple(own),
+        types=tuple(limits),
         edges=tuple(sorted({(number[edge.source], number[edge.target]) for edge in model.edges})),
         output_s=output_s,
         names=tuple(number),

@@ -124,10 +124,10 @@ class ClosedFormGoal(SearchGoal):
 
     def _rival(self, space: Layouts, layout: Layout) -> SplitSolution[Any] | None:
         """Return the best that a layout has to beat to be among the `top`, if any."""
-        own, last = self._best.get(kind(layout)), self._last
-        if own is None or last is None or space.keeps_ties:
-            return own or last
-        return own if wins(own, last) else last
+        known, last = self._best.get(kind(layout)), self._last
+        if known is None or last is None or space.keeps_ties:
+            return known or last
+        return known if wins(known, last) else last
 
     def home(self, found: SplitSolution[Any]) -> Layouts:
         """Return the space that a layout was found in."""

@@ -5,7 +5,11 @@ group has whole stages of a pipeline.  A layout is bounded by
 
     T >= what layers take at their fastest, memory ignored, + fill · least exposed + sync + step
 
-with layers on whichever group takes least of them (`planner.solver.unequal.fastest`).
+with layers on whichever group takes least of them (`planner.solver.unequal.fastest`).  A rank has
+whole layers, as many as it has room for: where one takes t_g on group g, and a rank no more than τ,
+all N layers have a place only if
+
+    Σ_g Σ_{r on g} min(⌊τ / t_g⌋, what r has room for) >= N
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from planner.costs.strategy import least_resident
 from planner.documents.axes import computed_by
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import INSIDE_OUT, Layout
-from planner.documents.tolerances import ROUNDING
+from planner.documents.tolerances import ROUNDING, SLACK
 from planner.requests.request import Request
 from planner.schedules import schedule_of
 from planner.schedules.fullest import fullest
@@ -136,18 +140,25 @@ class GroupCandidates:
 
         Of memory it is only asked whether the commonest layers alone find room.
         """
-        each = self.costs_of(layout)
-        if not self.has_room(layout, each):
+        of_groups = self.costs_of(layout)
+        most = self.most_layers(layout, of_groups)
+        if most.max(axis=0).sum() < max(self.counts):
             return math.inf
-        fastest_s = self.fewest_of_kinds(each, "time_s")
+        fastest_s = self.fewest_of_kinds(of_groups, "time_s")
         _, credits_s = self.passes_s(layout)
-        sync_s = self.fewest_of_kinds(each, "sync_s").min(axis=0)
+        sync_s = self.fewest_of_kinds(of_groups, "sync_s").min(axis=0)
         once_s = max(float(sync_s.max()), float(self.counts @ sync_s) / layout.pipeline)
         exposed_s = 0.0
         if layout.pipeline > 1:
-            passed_s = self._shortest_crossing_s(layout) + min(costs.action_s for costs in each)
+            passed_s = self._shortest_crossing_s(layout) + min(
+                costs.action_s for costs in of_groups
+            )
             exposed_s = 2 * layout.virtual_stages * (layout.pipeline - 1) * passed_s
-        return self._bound_s(layout, fastest_s, credits_s, exposed_s=exposed_s) + once_s
+        slowest_s = self.slowest_s(layout, most, fastest_s)
+        passes_s = self._bound_s(
+            layout, fastest_s, credits_s, exposed_s=exposed_s, slowest_s=slowest_s
+        )
+        return passes_s + once_s
 
     def _shortest_crossing_s(self, layout: Layout) -> float:
         """Least seconds of what crosses a boundary."""
@@ -160,16 +171,16 @@ class GroupCandidates:
         pairs = itertools.product(names, names)
         return min(self.group_costs.crossing_s(layout, a, b, size_bytes) for a, b in pairs)
 
-    def has_room(self, layout: Layout, each: Sequence[LayoutCosts]) -> bool:
-        """Whether the commonest layers may fit, each rank on whichever group holds the most.
+    def most_layers(self, layout: Layout, of_groups: Sequence[LayoutCosts]) -> Floats:
+        """[group, rank] How many of the commonest layers a rank may have on a group.
 
-        A rank holds no more of them than its minimum-memory option allows, at the moment by which
+        No more than its minimum-memory option allows, at the moment by which
         planner.search.bytes_bounds bounds its bytes, on the stage that has least in flight then.
         """
         alive = _alive(layout)
-        kind = list(each[0].parts)[int(np.argmax(self.counts))]
-        most = np.zeros(layout.pipeline)
-        for group, costs in zip(self.cluster.groups, each, strict=True):
+        kind = list(of_groups[0].parts)[int(np.argmax(self.counts))]
+        most = np.zeros((len(of_groups), layout.pipeline))
+        for row, group, costs in zip(most, self.cluster.groups, of_groups, strict=True):
             room = room_bytes(group.accelerator.memory_bytes, costs)
             free = max(0.0, room * (1 + ROUNDING))
             for part in costs.parts[kind]:
@@ -180,8 +191,40 @@ class GroupCandidates:
                     once=layout.micro_batches == 1,
                 )
                 each_bytes = np.maximum(1.0, resident + alive * part.stored_bytes)
-                most = np.maximum(most, np.floor(free / each_bytes))
-        return bool(most.sum() >= max(self.counts))
+                np.maximum(row, np.floor(free / each_bytes), out=row)
+        return most
+
+    def like_and_longest_s(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """[group] Those of one of the commonest layers, and of the longest other one."""
+        commonest = int(np.argmax(self.counts))
+        others_s = np.delete(seconds, commonest, axis=1)
+        beside_s = np.zeros(len(seconds))
+        if others_s.size:
+            beside_s = others_s[:, int(np.argmax(others_s.min(axis=0)))]
+        return seconds[:, commonest], beside_s
+
+    def slowest_s(self, layout: Layout, most: Floats, seconds: Floats) -> float:
+        """Seconds that the slowest rank takes at least, with whole layers; see the head.
+
+        `seconds` [group, kind] are those of layers, `most` is what ranks have room for.  One rank
+        has the longest of the other layers.
+        """
+        layer_s, beside_s = self.like_and_longest_s(seconds)
+        if not layer_s.all():
+            return 0.0
+        number = max(self.counts)
+        whole_s = np.arange(1, number + 1)[:, None] * layer_s
+        ceilings = np.unique(np.concatenate([whole_s, whole_s - layer_s + beside_s]))
+        # Of each group as many ranks as it has, those with the most room.
+        room = np.sort(most, axis=1)[:, ::-1]
+        room = np.where(np.arange(layout.pipeline) < self.stages(layout)[:, None], room, 0.0)
+        free = np.floor(ceilings[:, None] / layer_s * (1 + SLACK))
+        beside = np.floor((ceilings[:, None] - beside_s) / layer_s * (1 + SLACK))
+        fitting = np.minimum(free[:, :, None], room).sum(axis=(1, 2))
+        fewer = np.minimum(free, room[:, 0]) - np.minimum(np.maximum(beside, 0.0), room[:, 0])
+        fewer[beside < 0] = np.inf
+        enough = fitting - fewer.min(axis=1) >= number
+        return float(ceilings[int(np.argmax(enough))]) if enough.any() else math.inf
 
     @cached_property
     def counts(self) -> NDArray[np.intp]:
@@ -195,25 +238,33 @@ class GroupCandidates:
         """[group] Stages of a layout on it."""
         return np.array(list(self.group_costs.stages_of(layout).values()))
 
-    def fewest_of_kinds(self, each: Sequence[LayoutCosts], figure: str) -> Floats:
+    def fewest_of_kinds(self, of_groups: Sequence[LayoutCosts], figure: str) -> Floats:
         """[group, kind] Least of a figure that the choices of a kind have."""
         pinned = self.pins.recompute
         return np.array(
             [
                 [
                     min(
-                        cost.sync_s if figure == "sync_s" else cost.forward_s + cost.backward_s
+                        cost.forward_s + cost.backward_s
+                        if figure == "time_s"
+                        else getattr(cost, figure)
                         for cost in table
                         if pinned in (None, cost.recompute)
                     )
                     for table in costs.kinds.values()
                 ]
-                for costs in each
+                for costs in of_groups
             ]
         )
 
     def _bound_s(
-        self, layout: Layout, time_s: Floats, credits_s: Floats, *, exposed_s: float
+        self,
+        layout: Layout,
+        time_s: Floats,
+        credits_s: Floats,
+        *,
+        exposed_s: float,
+        slowest_s: float = 0.0,
     ) -> float:
         """Least seconds from those of each group and kind; see the head of this module."""
         steady, fill = layout_pace(self.model, layout)
@@ -226,6 +277,7 @@ class GroupCandidates:
             fill=fill,
         )
         passes_s = fastest.passes_s(divided=layout.virtual_stages > 1)
+        passes_s = max(passes_s, steady * slowest_s + fastest.weighed_s(fill))
         step_s = max(tables.step_s for tables in self.group_costs.tables.values())
         # Sums taken in two orders differ in the last bits.
         return (1 - ROUNDING) * (passes_s + fill * exposed_s) + step_s
@@ -241,11 +293,11 @@ class GroupCandidates:
     def _work_out(self, layouts: Sequence[Layout]) -> None:
         """Work `passes_s` of many layouts out together."""
         some = {_divided(layout): layout for layout in reversed(layouts)}
-        each = [
+        of_groups = [
             tables.passes_s(list(some.values()), self.pins.recompute)
             for tables in self.group_costs.tables.values()
         ]
-        times_s, credits_s = (np.array(found) for found in zip(*each, strict=True))
+        times_s, credits_s = (np.array(found) for found in zip(*of_groups, strict=True))
         for at, key in enumerate(some):
             self._known_s[key] = times_s[:, :, at], credits_s[:, :, at]
 
@@ -274,8 +326,8 @@ def _alive(layout: Layout) -> Floats:
             micro_batches=layout.micro_batches,
             virtual_stages=layout.virtual_stages,
         )
-        least: Floats = found.holding.min(axis=0)
-        return least
+        fewest: Floats = found.holding.min(axis=0)
+        return fewest
     most = np.array([in_flight_at_most(layout, rank) for rank in range(ranks)], dtype=float)
     alive: Floats = most - ((most == layout.micro_batches) & (most > 1))
     return alive

@@ -25,8 +25,12 @@ def recomputes_of(model: ModelGraph, space: Space, pinned: Recompute | None) -> 
     before, count, _ = ends_of(model)
     blocks = set(model.chain_kinds[before : before + count])
     choices = tuple(one for one in space.recompute if pinned in (None, one))
-    each = [choices] if space.recompute_by_layer else [(one,) for one in choices]
-    return [{kind: own if kind in blocks else ("none",) for kind in kinds} for own in each if own]
+    sets = [choices] if space.recompute_by_layer else [(one,) for one in choices]
+    return [
+        {kind: allowed if kind in blocks else ("none",) for kind in kinds}
+        for allowed in sets
+        if allowed
+    ]
 
 
 def allowed(

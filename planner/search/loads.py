@@ -47,12 +47,12 @@ class MemoryMoment(NamedTuple):
         return MemoryMoment(*(column[..., ranks] for column in self))
 
     @staticmethod
-    def together(each: Sequence[MemoryMoment]) -> MemoryMoment:
+    def together(moments: Sequence[MemoryMoment]) -> MemoryMoment:
         """Return the ranks of several pipelines in a row, with as many stages as any has."""
-        depth = max(len(load.alive) for load in each)
+        depth = max(len(load.alive) for load in moments)
         some = [
             load._replace(alive=_padded(load.alive, depth), waiting=_padded(load.waiting, depth))
-            for load in each
+            for load in moments
         ]
         return MemoryMoment(
             *(np.concatenate(columns, axis=-1) for columns in zip(*some, strict=True))
@@ -135,8 +135,8 @@ def binding(
 ) -> MemoryMoment:
     """Return of every rank the moment at which like layers need more room; figures are [rank].
 
-    `room_bytes` are those of one like layer, which holds the others, and `sent_bytes` its part of
-    what is kept of a micro-batch that was sent; ranks have `depths` stages.  At the early moment
+    `room_bytes` are those of one like layer, which has the others, and `sent_bytes` its part of
+    what is stored of a micro-batch that was sent; ranks have `depths` stages.  At the early moment
     it may store so much of what is alive as fits.
     """
     alive, alive_late = (load.alive.sum(axis=0) / depths for load in (early, late))

@@ -1,7 +1,7 @@
 """Why no plan fits: what misses by least, where the bytes are, and a way out.
 
 The layouts that hold least are solved on the same devices with more memory, until they fit: the one
-that needs the least is the closest miss, and its prediction there says which stage holds what.
+that needs the least is the closest miss, and its prediction there says which stage has what.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def closest_miss(request: Request, reasons: Iterable[str], build: Build) -> str:
     if not lean:
         return nothing_runs(request, _all_refused(build(request)))
     groups, job = request.cluster.groups, request.job
-    each = [
+    needed = [
         f"{one.devices} x {one.accelerator.name} ({bytes_text(one.accelerator.memory_bytes)} each)"
         for one in groups
     ]
-    start = f"no plan of {request.model.name} fits {' and '.join(each)}"
+    start = f"no plan of {request.model.name} fits {' and '.join(needed)}"
     at = f"at sequence {job.seq_len} and global batch {job.global_batch}."
     would_fit = ways_out(request, partial(_fitting, build))
     alone = next((f" For one, {one}." for one in reasons if one.startswith("layer ")), "")
@@ -175,7 +175,7 @@ def _lean_layouts(space: Layouts) -> Iterator[Layout]:
     ways to compute the loss that a group has.
 
     Of a group's schedules the simplest that can run stands for all; 1F1B, where it is asked for,
-    holds least.
+    has least.
     """
     smallest: dict[tuple[int, ...], Any] = {}
     for _, group in space.bundles(Counter()):
@@ -190,12 +190,16 @@ def _lean_layouts(space: Layouts) -> Iterator[Layout]:
 
 def mean_stage_bytes(model: ModelGraph, costs: LayoutCosts, layout: Layout) -> float:
     """Bytes of a mean stage with the choices that hold least, one micro-batch in flight."""
-    held = {kind: [cost.layer_bytes for cost in table] for kind, table in costs.kinds.items()}
+    layer_bytes = {
+        kind: [cost.layer_bytes for cost in table] for kind, table in costs.kinds.items()
+    }
     layers = sum(
-        layer.repeat * min(one.states + one.stored for one in held[layer.kind])
+        layer.repeat * min(one.states + one.stored for one in layer_bytes[layer.kind])
         for layer in model.layers
     )
-    working = max(min(max(one.forward, one.backward) for one in table) for table in held.values())
+    working = max(
+        min(max(one.forward, one.backward) for one in table) for table in layer_bytes.values()
+    )
     return layers / layout.pipeline + working
 
 
@@ -230,18 +234,18 @@ def _memory_needed(
         answer = space.solve(layout, float("inf"))
         return None if isinstance(answer, Lost) else (space, answer)
 
-    low, high = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
-    if below is not None and high == below:
+    lower, upper = 1.0, 1.0 if below is None else max(1.0, below * (1 - HAIR))
+    if below is not None and upper == below:
         return None
-    while (found := within(high)) is None:
-        if below is not None or high >= MOST_MEMORY:
+    while (found := within(upper)) is None:
+        if below is not None or upper >= MOST_MEMORY:
             return None
-        low, high = high, 2 * high
-    if below is not None and low < high and (least := within(low)) is not None:
-        high, found = low, least
-    while high - low > HAIR * low:
-        middle = (low + high) / 2
+        lower, upper = upper, 2 * upper
+    if below is not None and lower < upper and (enough := within(lower)) is not None:
+        upper, found = lower, enough
+    while upper - lower > HAIR * lower:
+        middle = (lower + upper) / 2
         better = within(middle)
-        low, high, found = (middle, high, found) if better is None else (low, middle, better)
+        lower, upper, found = (middle, upper, found) if better is None else (lower, middle, better)
     space, answer = found
-    return high, space.ranked(answer)
+    return upper, space.ranked(answer)

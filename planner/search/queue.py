@@ -58,7 +58,7 @@ class Bundle:
         return self.all
 
     corners = layouts
-    """Those among which is the one that holds least on a stage."""
+    """Those among which is the one that has least on a stage."""
 
 
 Group = LayoutFamily | Bundle

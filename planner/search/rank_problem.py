@@ -1,6 +1,6 @@
 """The partition problem of the ranks of a pipeline, each with the layers of all its stages.
 
-Bytes are counted as a split holds them (planner.costs.rank_memory), with sums over layers that are
+Bytes are counted as a split has them (planner.costs.rank_memory), with sums over layers that are
 no more (planner.search.bytes_bounds).
 """
 
@@ -94,7 +94,7 @@ class RankProblem:
         """Return the problem with the bytes of splits, and sums that are no more."""
         layers, groups = self._entries()
         choices = {kind: [part for _, part in self._of(kind)] for kind in set(self._chain)}
-        least = BytesBounds(
+        bounds = BytesBounds(
             self._chain,
             self._shares,
             self.costs,
@@ -106,18 +106,18 @@ class RankProblem:
         credits_s = [sum(self._credit_s(self._chain[at]) for at in group) for group in groups]
         return Instance(
             layers=tuple(layers),
-            kinds=tuple(self._table(group, least.option) for group in groups),
+            kinds=tuple(self._table(group, bounds.option) for group in groups),
             stages=tuple(
                 StageLimits(
                     capacity_bytes=capacity_bytes,
-                    in_flight=own.in_flight,
-                    waiting=own.waiting,
+                    in_flight=of_rank.in_flight,
+                    waiting=of_rank.waiting,
                     exposed_s=exposed_s[rank],
-                    fixed_bytes=own.fixed_bytes,
+                    fixed_bytes=of_rank.fixed_bytes,
                     least_layers=self._shares.fewest_entries[rank] if self._shares else 1,
                     most_in_flight=self._on_host(rank),
                 )
-                for rank, own in enumerate(least.ranks)
+                for rank, of_rank in enumerate(bounds.ranks)
             ),
             steady=steady,
             fill=fill,
@@ -132,17 +132,19 @@ class RankProblem:
         )
 
     def used_bytes(
-        self, rank: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+        self, rank: int, before: Sequence[int], stage_layers: Sequence[int], options: Sequence[int]
     ) -> float:
-        """Return what a rank holds with these options of some entries, behind those `before`."""
+        """Return what a rank has with these options of some entries, behind those `before`."""
         if self._crossing is not None:
-            layers = [self._bytes_of(at)[option] for at, option in zip(held, options, strict=True)]
-            passing = self._crossing.passing(before, held)
+            layers = [
+                self._bytes_of(at)[option] for at, option in zip(stage_layers, options, strict=True)
+            ]
+            passing = self._crossing.passing(before, stage_layers)
             parts = dynamic_parts(
                 self.costs, self.layout, {rank: layers}, rank=rank, passing=passing
             )
             return sum(parts.values())
-        first = held[0]
+        first = stage_layers[0]
         key = rank, first, tuple(options)
         found = self._used.get(key)
         if found is None:
@@ -150,30 +152,30 @@ class RankProblem:
         return found
 
     def used_by_many(
-        self, rank: int, before: Sequence[int], held: Sequence[int], options: Indices
+        self, rank: int, before: Sequence[int], layers: Sequence[int], options: Indices
     ) -> Floats:
         """[way] The same of many ways at once, up to rounding; `options` are [way, entry]."""
-        passing = None if self._crossing is None else self._crossing.passing(before, held)
+        passing = None if self._crossing is None else self._crossing.passing(before, layers)
         if self._shares is None:
-            stages = {rank: self._bytes_of_many(held, options)}
+            stages = {rank: self._bytes_of_many(layers, options)}
         else:
-            entries = range(held[0], held[0] + len(held))
+            entries = range(layers[0], layers[0] + len(layers))
             stages = self._many_on(self._shares, rank, entries, options)
         parts = dynamic_parts(self.costs, self.layout, stages, rank=rank, passing=passing)
         return np.broadcast_to(sum(parts.values()), len(options))
 
-    def fewest_bytes(self, rank: int, before: Sequence[int], held: Sequence[int]) -> float:
-        """Return bytes that a rank holds at least with some entries, whatever their options.
+    def fewest_bytes(self, rank: int, before: Sequence[int], layers: Sequence[int]) -> float:
+        """Return bytes that a rank has at least with some entries, whatever their options.
 
         A peak is no less than with one layer under its own choice and all others at the least of
         every figure.  Whichever layer that is, it has one of its choices.
         """
-        passing = None if self._crossing is None else self._crossing.passing(before, held)
-        placed = {rank: list(held)}
+        passing = None if self._crossing is None else self._crossing.passing(before, layers)
+        placed = {rank: list(layers)}
         if self._shares is not None:
-            entries = range(held[0], held[0] + len(held))
+            entries = range(layers[0], layers[0] + len(layers))
             seats = self._shares.seats(rank, entries)
-            placed = {stage: [at for at, _ in own] for stage, own in seats.items()}
+            placed = {stage: [at for at, _ in seated] for stage, seated in seats.items()}
         places = [at for stage in sorted(placed) for at in placed[stage]]
         numbers = [self._fields_of(self._chain[at]).shape[1] for at in places]
         ends = np.cumsum(numbers)
@@ -203,10 +205,12 @@ class RankProblem:
             for at, entry in enumerate(entries)
             if not is_like[at]
         ]
-        each = np.concatenate([like, *ends], axis=1)
+        chosen = np.concatenate([like, *ends], axis=1)
         return {
-            stage: self._bytes_of_many([at for at, _ in own], each[:, [place for _, place in own]])
-            for stage, own in shares.seats(rank, entries).items()
+            stage: self._bytes_of_many(
+                [at for at, _ in seated], chosen[:, [place for _, place in seated]]
+            )
+            for stage, seated in shares.seats(rank, entries).items()
         }
 
     def _bytes_of_many(self, positions: Sequence[int], choices: Indices) -> list[LayerBytes]:
@@ -217,10 +221,10 @@ class RankProblem:
         ]
 
     def _fields_of(self, kind: str) -> Floats:
-        """[field of `LayerBytes`, choice] What a layer of this kind holds."""
+        """[field of `LayerBytes`, choice] What a layer of this kind has."""
         if kind not in self._fields:
-            each = [part.layer_bytes for _, part in self._of(kind)]
-            self._fields[kind] = np.array(each, dtype=float).T
+            by_choice = [part.layer_bytes for _, part in self._of(kind)]
+            self._fields[kind] = np.array(by_choice, dtype=float).T
         return self._fields[kind]
 
     def _parts_of(self, rank: int, first: int, options: Sequence[int]) -> dict[str, float]:
@@ -229,12 +233,12 @@ class RankProblem:
             layers = [self._bytes_of(at)[option] for at, option in enumerate(options, first)]
             return dynamic_parts(self.costs, self.layout, {rank: layers}, rank=rank)
         placed = self.contents(rank, first, options)
-        held = [self._stage_bytes(stage, tuple(placed[stage])) for stage in sorted(placed)]
+        parts = [self._stage_bytes(stage, tuple(placed[stage])) for stage in sorted(placed)]
         boundary_bytes = self.costs.boundary_bytes
-        return parts_of_several(self.layout, held, rank, boundary_bytes=boundary_bytes)
+        return parts_of_several(self.layout, parts, rank, boundary_bytes=boundary_bytes)
 
     def _stage_bytes(self, stage: int, layers: tuple[tuple[int, int], ...]) -> StageBytes:
-        """Return what a stage holds with (position, choice) of its layers in order."""
+        """Return what a stage has with (position, choice) of its layers in order."""
         first, last = stage == 0, stage == self.layout.stages - 1
         key = first, last, layers
         if key not in self._bytes_by_stage:
@@ -248,7 +252,7 @@ class RankProblem:
         return self._bytes_by_stage[key]
 
     def _bytes_of(self, at: int) -> list[LayerBytes]:
-        """[choice] What a layer of the chain holds."""
+        """[choice] What a layer of the chain has."""
         kind = self._chain[at]
         if kind not in self._bytes:
             self._bytes[kind] = [part.layer_bytes for _, part in self._of(kind)]
@@ -268,12 +272,12 @@ class RankProblem:
         if self._shares is None:
             return {rank: list(enumerate(options, first))}
         entries = range(first, first + len(options))
-        each = self._every_choice[first : entries.stop]
-        chosen = [choices[option] for choices, option in zip(each, options, strict=True)]
+        some = self._every_choice[first : entries.stop]
+        chosen = [choices[option] for choices, option in zip(some, options, strict=True)]
         return self._shares.of_rank(rank, entries, chosen, self._order)
 
     def part(self, position: int, choice: int) -> StrategyParts:
-        """Return what a layer of the chain takes and holds under one of its choices."""
+        """Return what a layer of the chain takes and has under one of its choices."""
         return self._of(self._chain[position])[choice][1]
 
     def _choices_of(self, entry: int) -> list[tuple[int, ...]]:
@@ -281,8 +285,8 @@ class RankProblem:
         assert self._shares is not None
         kinds = tuple(self._chain[at] for at in self._shares.entries[entry])
         if kinds not in self._products:
-            each = (range(len(self._of(kind))) for kind in kinds)
-            self._products[kinds] = list(itertools.product(*each))
+            numbers = (range(len(self._of(kind))) for kind in kinds)
+            self._products[kinds] = list(itertools.product(*numbers))
         return self._products[kinds]
 
     @cached_property
@@ -383,26 +387,26 @@ class RankProblem:
         self, group: tuple[int, ...], option: Callable[[int, Option, StrategyParts], Option]
     ) -> tuple[Option, ...]:
         """Return the options of an entry: one of every layer's, together."""
-        each = [
+        rows = [
             [option(at, option_of(cost), part) for cost, part in self._of(self._chain[at])]
             for at in group
         ]
-        return tuple(_together(chosen) for chosen in itertools.product(*each))
+        return tuple(_together(chosen) for chosen in itertools.product(*rows))
 
 
 class Crossing:
-    """What crosses the ends of a stage that holds some layers of a graph."""
+    """What crosses the ends of a stage that has some layers of a graph."""
 
     def __init__(self, model: ModelGraph, output_bytes: Mapping[str, float]) -> None:
         self._size_bytes = [output_bytes[kind] for kind in model.chain_kinds]
         self._readers = readers_of(model)
 
-    def passing(self, before: Sequence[int], held: Sequence[int]) -> Passing:
+    def passing(self, before: Sequence[int], layers: Sequence[int]) -> Passing:
         """Return what crosses; `before` are the layers of the stages before."""
         inside = {*before}
         received = self._crosses(inside, before)
-        inside |= {*held}
-        made = self._crosses(inside, held)
+        inside |= {*layers}
+        made = self._crosses(inside, layers)
         return Passing(
             received_bytes=received,
             made_bytes=made,

@@ -1,12 +1,12 @@
-"""What a rank of a pipeline holds when it has several stages: shares of a chain, as counts.
+"""What a rank of a pipeline has when it has several stages: shares of a chain, as counts.
 
 Where ranks have V stages each, the layers of a rank are not consecutive, so a rank is described by
-how many layers of the chain's longest run of like layers it holds.  The space of splits:
+how many layers of the chain's longest run of like layers it has.  The space of splits:
 
     the layers before that run lie on the first stage, those behind it on the last;
-    of the n like layers on a rank, its stage c, in the order of the model, holds ⌊(n + c) / V⌋;
+    of the n like layers on a rank, its stage c, in the order of the model, has ⌊(n + c) / V⌋;
     a rank with the last stage and not the first has ⌊(a + c) / V⌋ in each of its stages but the
-    last, which holds the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, the
+    last, which has the rest; a is what each other rank has, ⌈(N - n) / (P - 1)⌉ of all N, the
     layers before the run for one more, or ⌊(n + c) / (V - 1)⌋ where that is less; no stage is
     empty.
 
@@ -128,7 +128,7 @@ def shares_of(
 class Shares:
     """A chain in the order of ranks, and what each of its entries stands for.
 
-    `home` [stage] is the rank that holds it; `entries` are positions in the model's chain, of like
+    `home` [stage] is the rank that has it; `entries` are positions in the model's chain, of like
     layers any; with fewer entries than `fewest_entries` [rank] a rank has an empty stage.
     """
 
@@ -176,10 +176,10 @@ class Shares:
         ends: list[int] = []
         for entry, chosen in zip(entries, choices, strict=True):
             (like if self.like(entry) else ends).extend(chosen)
-        each = [*sorted(like, key=order.index), *ends]
+        entries_of_rank = [*sorted(like, key=order.index), *ends]
         return {
-            stage: [(position, each[at]) for position, at in own]
-            for stage, own in self.seats(rank, entries).items()
+            stage: [(position, entries_of_rank[at]) for position, at in seated]
+            for stage, seated in self.seats(rank, entries).items()
         }
 
     def like(self, entry: int) -> bool:
@@ -193,9 +193,9 @@ class Shares:
         """
         run = self.run
         count = sum(self.like(entry) for entry in entries)
-        own = [stage for stage, home in enumerate(self.home) if home == rank]
+        stages = [stage for stage, home in enumerate(self.home) if home == rank]
         result, taken = dict[int, list[tuple[int, int]]](), 0
-        for stage, size in zip(own, self.sizes(rank, count), strict=True):
+        for stage, size in zip(stages, self.sizes(rank, count), strict=True):
             result[stage] = [(run.before, at) for at in range(taken, taken + size)]
             taken += size
         others = (self.entries[entry] for entry in entries if not self.like(entry))
@@ -216,14 +216,14 @@ class Shares:
         for rank, (first, end) in enumerate(itertools.pairwise(cuts)):
             stages |= self.of_rank(rank, range(first, end), choices[first:end], order)
         chosen = [[choice for _, choice in stages[stage]] for stage in range(len(self.home))]
-        ends = [0, *itertools.accumulate(len(own) for own in chosen)]
+        ends = [0, *itertools.accumulate(len(options) for options in chosen)]
         return [
-            list(zip(range(*span), own, strict=True))
-            for span, own in zip(itertools.pairwise(ends), chosen, strict=True)
+            list(zip(range(*span), options, strict=True))
+            for span, options in zip(itertools.pairwise(ends), chosen, strict=True)
         ]
 
     def sizes(self, rank: int, number: int) -> list[int]:
-        """Return how many of `number` like layers on a rank each of its stages holds."""
+        """Return how many of `number` like layers on a rank each of its stages has."""
         virtual = self.virtual_stages
         if not self.relieved(rank):
             return [(number + at) // virtual for at in range(virtual)]

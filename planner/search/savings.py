@@ -36,6 +36,11 @@ class Saving(NamedTuple):
         return cls(layout.offload, layout.gradient_wire)
 
 
+def in_bf16(layout: Layout) -> Layout | None:
+    """Return a layout whose gradients are bf16 where those of this one are fp16."""
+    return replace(layout, gradient_wire="bf16") if layout.gradient_wire == "fp16" else None
+
+
 def reaches_host(cluster: ClusterSpec) -> bool:
     """Whether states and activations may lie on hosts: all devices are linked to theirs."""
     return all(
@@ -99,7 +104,7 @@ def _activations(cluster: ClusterSpec, pins: Pins) -> Iterator[Activations]:
 
 
 def offload_s(saving: Saving, share: float, rates: Rates, types: StateTypes) -> float:
-    """Least seconds that offloaded states add to a step: no rank holds less than the mean `share`.
+    """Least seconds that offloaded states add to a step: no rank has less than the mean `share`.
 
     Moments cross the link twice, 16 bytes per parameter; parameters on the host are updated there.
     """

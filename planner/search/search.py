@@ -158,7 +158,7 @@ class _Proof:
             kept.setdefault((_recompute(space), one.plan.layout.text()), one)
         order = [(beside, one) for (beside, _), one in kept.items()]
         return [
-            each for at, each in enumerate(order) if at < MOST_LISTED or each[1] is self._optimum
+            entry for at, entry in enumerate(order) if at < MOST_LISTED or entry[1] is self._optimum
         ]
 
     def certificate(self, solver: str) -> Certificate:
@@ -254,7 +254,9 @@ def _recompute(space: Any) -> str:
         return ""
     if not isinstance(candidates.recompute, Mapping):
         return ""
-    choices = {choice for each in candidates.recompute.values() for choice in each} - {"none"}
+    choices = {
+        choice for choices_of_kind in candidates.recompute.values() for choice in choices_of_kind
+    } - {"none"}
     return f" recompute={'|'.join(sorted(choices)) or 'none'}"
 
 
@@ -282,8 +284,8 @@ def _check_asked(request: Request, solver: str) -> None:
         )
     if cluster.mixed:
         raise DocumentError("cluster", f"has devices that differ; {name} takes one kind")
-    each = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
-    for pin, there_is in each:
+    unkept = outside(request.pins, request.space, cluster.groups[0].devices_per_node)
+    for pin, there_is in unkept:
         raise DocumentError("fix", f"{pin}: {name} {there_is}")
 
 

@@ -43,7 +43,7 @@ class ShardingTable:
     def of(self, part: LayoutFamily) -> ShardingCosts:
         """Return what sharing takes in the layouts of a part, no matter of which timetable.
 
-        But for one: a pipeline that never drains holds parameters more than once.
+        But for one: a pipeline that never drains has parameters more than once.
         """
         kind, sharings = self._kind, part.sharings
         loss = part.losses[0] if kind == self._tables.model.chain_kinds[-1] else None

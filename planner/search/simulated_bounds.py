@@ -16,11 +16,12 @@ counts.
                      `looped_fill`            under interleaved 1F1B with m a multiple of P
     K Σ_r (t_r - w_r)
                      1 / (1 - (1 - 1/m)^(P V)) where backwards are split, w_r being seconds of W
+    K Σ_r t_r        `forward_fill` where backwards are split
 
 The first K, under 1F1B with stages s of t_s = f_s + b_s seconds, one a rank: stage d computes
 m t_d, and the stages before it need pre_d = Σ_{s<d} t_s before its first forward and after its
 last backward.  From its first forward's end to its first backward the D_d = Σ_{s>d} t_s of the
-stages behind it pass, and only n_d = min(m, P - d) - 1 forwards can fill that time; the same holds
+stages behind it pass, and only n_d = min(m, P - d) - 1 forwards can fill that time; so it is
 from its last forward to its last backward.  So T >= pre_d + m t_d + 2 D_d - n_d t_d.  With
 μ = Σ t / P, x_s = t_s - μ and Y_d = Σ_{s>=d} x_s that is, for m > P,
 Σ t + (m - 1) μ + (m - P + d - 1) x_d + Y_d.  Take the last d that makes Y_d largest:
@@ -37,8 +38,8 @@ weights y.  With Y_q = Σ_{p>q} y_p, stage q then counts m y_q + Y_q times.  Tha
 them if y_q = (K - Y_q) / m, which makes Y_{q-1} = (1 - 1/m) Y_q + K / m, hence
 Y_{-1} = K (1 - (1 - 1/m)^S), and weights add up to 1.
 
-Of other schedules no such constant is known that holds for all cuts: under interleaved 1F1B uneven
-ranks may be 2 % faster than even ones with the same sum.
+Of other schedules no such constant is known for all cuts: under interleaved 1F1B uneven ranks may
+be 2 % faster than even ones with the same sum.
 
 Transfers that computation hides take no time here; those that do not are seconds of their senders.
 """
@@ -47,17 +48,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.costs.recomputes import choices_of
+from planner.costs.recomputes import Recomputes, choices_of
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
+from planner.layers.operator_table import RECOMPUTES
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
 from planner.search.formulation import boundaries_s
+from planner.search.ranks import LongestRun, run_of
 from planner.search.space import LayoutFamily
 from planner.solver import bounds
 from planner.solver.instance import Instance
@@ -99,6 +102,75 @@ def flat(schedule: str, ranks: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def forward_fill(ranks: int, micro_batches: int, share: float) -> float:
+    """Return K with T >= K Σ t, `share` being that of first forwards in a rank's seconds, at least.
+
+    Before rank r begins, the first micro-batch passes the first stages of the ranks before it,
+    forward.  Then it does all it has to do:
+
+        T >= Σ_{s<r} f_s + m t_r                    f_s >= share · t_s but on the first rank
+
+    In the mean with weights y_r, rank r counts m y_r + share · Y_r times, Y_r = Σ_{s>r} y_s, the
+    first one m y_0 times.  Where each is K, the weights are (K - share · Y_r) / m, and add up to 1.
+
+    >>> round(forward_fill(64, 64, 1 / 3), 3), round(forward_fill(8, 32, 0.125), 3)
+    (1.167, 4.041)
+    """
+    behind = 0.0
+    for rank in reversed(range(ranks)):
+        before = share * behind if rank else 0.0
+        behind += max(0.0, 1.0 - before) / micro_batches
+    return 1.0 / behind
+
+
+def first_share(run: LongestRun | None, ranks: int, virtual_stages: int) -> float:
+    """Return the share of a rank's like layers that its first stage has, at least.
+
+    The first rank aside, whose first stage may have others alone; 0 if layers are not alike.
+
+    >>> first_share(LongestRun(1, 126, 1), 16, 2), first_share(LongestRun(1, 14, 1), 8, 2)
+    (0.3333333333333333, 0.5)
+    """
+    if virtual_stages == 1:
+        return 1.0
+    if run is None:
+        return 0.0
+    # The first and the last stage may have none of them; of the others each has one.
+    most = run.alike - (ranks - 2) * virtual_stages
+    numbers = range(virtual_stages, max(virtual_stages, min(most, 2 * virtual_stages - 1)) + 1)
+    return min(number // virtual_stages / number for number in numbers)
+
+
+def split_fill(layout: Layout, share: float, run: LongestRun | None) -> float:
+    """Return `forward_fill` where backwards are split; 0 if it says no more than what is known.
+
+    `share` is that of forward in the seconds of layers, `run` those that are alike.
+    """
+    ranks, count, virtual = layout.pipeline, layout.micro_batches, layout.virtual_stages
+    if ranks == 1 or not layout.executed.splits_backward or not share:
+        return 0.0
+    # Of what an action takes besides its layers, a third is of forwards.
+    fill = forward_fill(ranks, count, min(share, 1 / 3) * first_share(run, ranks, virtual))
+    # W is about a third of what the other constant leaves out.
+    apart = 1.0 / (1.0 - (1.0 - 1.0 / count) ** (ranks * virtual))
+    return fill if fill * ranks > count and fill >= apart / 1.5 else 0.0
+
+
+def forward_share(
+    costs: LayoutCosts, recompute: Recomputes, ends: tuple[str | None, str | None]
+) -> float:
+    """Return the least share of forward in the seconds of a layer of a layout, ends aside."""
+    shares = (
+        one.forward_s / (one.forward_s + one.backward_s)
+        for kind, table in costs.kinds.items()
+        if kind not in ends
+        for one in table
+        if one.recompute in choices_of(recompute, kind)
+    )
+    return min(shares, default=0.0)
+
+
+@lru_cache(maxsize=1024)
 def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
     """Return K with T >= K Σ t under interleaved 1F1B, m being a multiple of P.
 
@@ -113,7 +185,7 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
         m a_r + (1 - P a_r) (V - 1 - u) / V + A_r / V       A_r = Σ_{s>r} a_s
 
     times.  That is linear in u, so it is K at least where it is for the first and the last u.  From
-    the last rank on, each a_r is the least that makes it so; K holds if they add up to 1 or less.
+    the last rank on, each a_r is the least that makes it so; K is valid if their sum is at most 1.
 
     >>> round(looped_fill(8, 8, 2), 3), round(looped_fill(8, 32, 2), 3)
     (1.203, 4.216)
@@ -128,11 +200,11 @@ def looped_fill(ranks: int, micro_batches: int, virtual_stages: int) -> float:
             behind += max(0.0, last, first)
         return behind
 
-    low, high = 0.0, (m + p) / p
+    lower, upper = 0.0, (m + p) / p
     for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if needed(middle) <= 1.0 else (low, middle)
-    return low
+        middle = (lower + upper) / 2
+        lower, upper = (middle, upper) if needed(middle) <= 1.0 else (lower, middle)
+    return lower
 
 
 class SimulatedCandidates(Candidates):
@@ -157,7 +229,8 @@ class SimulatedCandidates(Candidates):
             # W takes the place of what a zero-bubble schedule takes back: `fill` leaves it out.
             chain = candidates._chain
             weights_s = [
-                np.max([one.weight_s for one in each], axis=0) for each in chain.figures.values()
+                np.max([one.weight_s for one in figures], axis=0)
+                for figures in chain.figures.values()
             ]
             counts = np.array([chain.counts[kind] for kind in chain.figures])
             credits_s = (counts @ np.array(weights_s))[chain.members].max(axis=-1)
@@ -168,23 +241,59 @@ class SimulatedCandidates(Candidates):
     def paces(self, layout: Layout) -> tuple[Pace, ...]:
         """Return `steady` and `fill` of each bound of the simulated step."""
         count, virtual = layout.micro_batches, layout.virtual_stages
-        return paces(layout.schedule, layout.pipeline, count, virtual)
+        known = paces(layout.schedule, layout.pipeline, count, virtual)
+        fill = self._forward_fill(layout, self._forward_share)
+        return (known[0], (0.0, fill)) if fill else known
+
+    def _forward_fill(self, layout: Layout, share: float) -> float:
+        """Return K by what forwards share in the seconds of layers; 0 if others say as much."""
+        return split_fill(layout, share, self._run)
+
+    @cached_property
+    def _forward_share(self) -> float:
+        """Least share of forward in the seconds of a layer, ends of the model aside."""
+        if self.tables.activations != ("keep",) or not self.families or self.model.edges:
+            return 0.0
+        shares = [
+            np.min(one.whole_forward_s / one.passes_s)
+            for kind, of_kind in self._chain.figures.items()
+            if kind not in self.tables.end_kinds
+            for choice, one in zip(RECOMPUTES, of_kind, strict=True)
+            if choice in choices_of(self.recompute, kind)
+        ]
+        return float(min(shares, default=0.0))
+
+    @cached_property
+    def _run(self) -> LongestRun | None:
+        return run_of(self.model)
+
+    def _leaves_w_out(self, layout: Layout) -> bool:
+        """As there; a constant of forwards counts all."""
+        split = layout.executed.splits_backward
+        return split and not self._forward_fill(layout, self._forward_share)
 
     def _actions(self, layout: Layout, fill: float) -> int:
         """As there; where `fill` leaves out W, so do actions."""
         return 2 * layout.virtual_stages if fill else super()._actions(layout, fill)
 
     def _with_once(
-        self, part: LayoutFamily, fill: float, passes_s: bounds.Floats, once_s: bounds.Floats
+        self,
+        part: LayoutFamily,
+        fill: float,
+        passes_s: bounds.Floats,
+        once_s: bounds.Floats,
+        *,
+        alone_s: float = 0.0,
     ) -> tuple[bounds.Floats, bounds.Floats]:
         if fill:
-            return passes_s, 0.0 * once_s
+            counted = self._counted_whole(part.first, self._forward_share)
+            return alone_s + counted * (passes_s - alone_s), 0.0 * once_s
         return passes_s + once_s / part.micro_batches, 0.0 * once_s
 
     def _communication_s(self, layout: Layout) -> float:
         """Least seconds with what sharding takes, memory ignored."""
         costs, bound_s = self.tables.of(layout), 0.0
-        for steady, fill in self._whole_paces(layout):
+        for steady, fill in self._whole_paces(layout, costs):
             once = 0.0 if fill else 1.0 / layout.micro_batches
             rows = []
             for kind, table in costs.kinds.items():
@@ -201,10 +310,23 @@ class SimulatedCandidates(Candidates):
             bound_s = max(bound_s, balanced_s)
         return bound_s * (1 - ROUNDING) + costs.step_s
 
-    def _whole_paces(self, layout: Layout) -> tuple[Pace, ...]:
-        """Return the paces that count both passes whole."""
+    def _whole_paces(self, layout: Layout, costs: LayoutCosts) -> tuple[Pace, ...]:
+        """Return the paces that count both passes whole, by what the layers of a layout take."""
         known = self.paces(layout)
-        return known[:1] if layout.executed.splits_backward else known
+        if not layout.executed.splits_backward:
+            return known
+        fill = self._forward_fill(layout, self._share_of(costs))
+        return (known[0], (0.0, fill)) if fill else known[:1]
+
+    def _share_of(self, costs: LayoutCosts) -> float:
+        if not self._forward_share:
+            return 0.0
+        return forward_share(costs, self.recompute, self.tables.end_kinds)
+
+    def _counted_whole(self, layout: Layout, share: float) -> float:
+        """How often K counts seconds that are no part of any forward, relatively."""
+        fill = self._forward_fill(layout, share)
+        return max(0.0, 1.0 - share / fill) if fill else 1.0
 
     def memory_s(self, layout: Layout, enough_s: float = math.inf) -> float:
         """Least seconds with what each stage can hold, by every pace that is known.
@@ -238,9 +360,13 @@ class SimulatedCandidates(Candidates):
                 for table in base.kinds
             ),
         )
-        *_, (_, fill) = self._whole_paces(layout)
+        *_, (_, fill) = self._whole_paces(layout, self.costs(layout))
         if not fill:
             return [(steady, 0.0)]
+        if layout.executed.splits_backward:
+            counted = self._counted_whole(layout, self._share_of(self.costs(layout)))
+            stages = (replace(one, exposed_s=counted * one.exposed_s) for one in base.stages)
+            base = replace(base, stages=tuple(stages))
         unsynced = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in base.kinds)
         waited_s = transfers(layout) * hidden_s(self.costs(layout))
         flat = replace(base, steady=0.0, fill=fill, kinds=unsynced)

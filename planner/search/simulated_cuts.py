@@ -204,20 +204,20 @@ class Cuts:
         for rank, of_types in enumerate(self._by_rank):
             after: dict[tuple[int, ...], Floats] = {}
             ended_s = self._sync_s if rank else 0.0
-            for number, (own, firsts, ends, starts) in enumerate(of_types):
-                if len(own) == 0:
+            for number, (columns, firsts, ends, starts) in enumerate(of_types):
+                if len(columns) == 0:
                     continue
-                fits = (self._alone_s[own] <= limit_s) & (self._passes_s[own] <= ceiling_s)
+                fits = (self._alone_s[columns] <= limit_s) & (self._passes_s[columns] <= ceiling_s)
                 for used, before in best_s.items():
                     if used[number] == self._numbers[number]:
                         continue
                     before_s = before[:, firsts]
-                    able = fits & (before_s + self._rank_s[own] + ended_s <= limit_s)
-                    after_s = np.where(able, before_s + self._straight_s[own], np.inf)
-                    least = np.minimum.reduceat(after_s, starts, axis=1)
+                    able = fits & (before_s + self._rank_s[columns] + ended_s <= limit_s)
+                    after_s = np.where(able, before_s + self._straight_s[columns], np.inf)
+                    lowest_s = np.minimum.reduceat(after_s, starts, axis=1)
                     key = (*used[:number], used[number] + 1, *used[number + 1 :])
                     row = after.setdefault(key, none.copy())
-                    row[:, ends] = np.minimum(row[:, ends], least)
+                    row[:, ends] = np.minimum(row[:, ends], lowest_s)
             best_s = after
         result: Floats = best_s.get(self._numbers, none)[:, -1]
         return result
@@ -225,7 +225,7 @@ class Cuts:
 
 def _of_type(placed: Placed, rank: int, number: int) -> tuple[Indices, Indices, Indices, Indices]:
     """Return a rank's columns on a type by ends, where they begin, the ends, where each starts."""
-    own = np.flatnonzero((placed.rank == rank) & (placed.number == number))
-    own = own[np.argsort(placed.end[own], kind="stable")]
-    ends, starts = np.unique(placed.end[own], return_index=True)
-    return own, placed.first[own], ends, starts
+    columns = np.flatnonzero((placed.rank == rank) & (placed.number == number))
+    columns = columns[np.argsort(placed.end[columns], kind="stable")]
+    ends, starts = np.unique(placed.end[columns], return_index=True)
+    return columns, placed.first[columns], ends, starts

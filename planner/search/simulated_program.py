@@ -107,9 +107,9 @@ class Places:
 
     def laid(self, ends: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return all entries in the order of the ranks between some places, and the cuts of it."""
-        held = [self.between(a, b) for a, b in itertools.pairwise(ends)]
-        order = tuple(at for own in held for at in own)
-        return order, (0, *itertools.accumulate(map(len, held)))
+        stages = [self.between(a, b) for a, b in itertools.pairwise(ends)]
+        order = tuple(at for layers in stages for at in layers)
+        return order, (0, *itertools.accumulate(map(len, stages)))
 
 
 Links = Sequence[Sequence[Floats]]
@@ -124,16 +124,16 @@ class Choices:
     def __init__(
         self,
         layout: Layout,
-        each: Sequence[Columns],
+        listed: Sequence[Columns],
         columns: Sequence[Column],
         placed: Placed,
         read: Read,
     ) -> None:
         """`columns` are those of `placed`, one for each of its rows."""
         self._layout, self._columns, self._placed, self._read = layout, columns, placed, read
-        self._rows = each[0].instance.sizes
-        self._sizes = np.repeat(each[0].places.sizes, placed.joints)
-        self._step_s, self._transfer_s = each[0].costs.step_s, hidden_s(each[0].costs)
+        self._rows = listed[0].instance.sizes
+        self._sizes = np.repeat(listed[0].places.sizes, placed.joints)
+        self._step_s, self._transfer_s = listed[0].costs.step_s, hidden_s(listed[0].costs)
 
     @property
     def size(self) -> int:
@@ -177,12 +177,12 @@ class Choices:
 
 
 def of_chain(
-    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int, least: bool = False
+    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int, fastest_only: bool = False
 ) -> Choices | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
-    Too much are more than `ways` to choose options on a rank.  With `least` no choice is below what
-    there is (`choices_of`).
+    Too much are more than `ways` to choose options on a rank.  With `fastest_only` no choice is
+    below what there is (`choices_of`).
     """
     if layout.pipeline == 1:
         return None
@@ -191,36 +191,38 @@ def of_chain(
         return None
     costs = candidates.costs(layout)
     prices = candidates.model, candidates.recompute, costs
-    own = Columns(*prices, layout, instance, limit_s, ways)
+    columns = Columns(*prices, layout, instance, limit_s, ways)
 
     def read(_: Sequence[int], cuts: Sequence[int], options: Sequence[int]) -> Solution:
         return priced(instance, cuts, options)
 
-    links = [[np.full(len(own.places.sizes), costs.transfer_s)]]
-    return choices_of(layout, [own], [layout.pipeline], links, limit_s, read, least=least)
+    links = [[np.full(len(columns.places.sizes), costs.transfer_s)]]
+    return choices_of(
+        layout, [columns], [layout.pipeline], links, limit_s, read, fastest_only=fastest_only
+    )
 
 
 def choices_of(
     layout: Layout,
-    each: Sequence[Columns],
+    of_types: Sequence[Columns],
     numbers: Sequence[int],
     links: Links,
     limit_s: float,
     read: Read,
     *,
-    least: bool = False,
+    fastest_only: bool = False,
 ) -> Choices | None:
     """Return what ranks may hold on every type; None where that is too much.
 
-    `each` and `numbers` [type] are its columns and how many ranks it has.  With `least` there is
-    one column for all that begin and end alike, no slower than any.
+    `of_types` and `numbers` [type] are its columns and how many ranks it has.  With `fastest_only`
+    there is one column for all that begin and end alike, no slower than any.
     On its type a rank's layers take at most as long as the limit leaves, at their fastest; those
     behind it do on whichever type is the fastest.
     """
-    some = each[0]
+    some = of_types[0]
     stages, places, ranks = some.instance.stages, some.places, layout.pipeline
     most_s = (limit_s - some.costs.step_s) / layout.micro_batches * (1 + ROUNDING)
-    own_s = [one.fastest_s for one in each]
+    own_s = [one.fastest_s for one in of_types]
     totals_s = [places.totals(one) for one in own_s]
     total_s = places.totals(np.min(own_s, axis=0).tolist())
     sizes, count = places.sizes, len(some.instance.layers)
@@ -241,21 +243,23 @@ def choices_of(
         if rows:
             least_layers = max(least_layers, min(row[rank][0] for row in rows))
             most_layers = max(row[rank][1] for row in rows)
-        for number, first in itertools.product(range(len(each)), sorted(starts)):
-            held = sizes - sizes[first]
+        for number, first in itertools.product(range(len(of_types)), sorted(starts)):
+            layers = sizes - sizes[first]
             ends = places.nested[first] & able[rank + 1] & (sizes <= count - behind)
-            ends &= (held >= least_layers) & (held <= most_layers)
+            ends &= (layers >= least_layers) & (layers <= most_layers)
             ends &= totals_s[number] <= totals_s[number][first] + most_s
             for end in np.flatnonzero(ends).tolist():
-                own = each[number].of(rank, first, end, least=least)
-                if own is None or len(columns) + len(own) > MOST_COLUMNS:
+                found = of_types[number].of(rank, first, end, fastest_only=fastest_only)
+                if found is None or len(columns) + len(found) > MOST_COLUMNS:
                     return None
-                if own:
+                if found:
                     following.add(end)
-                columns += own
-                where += [(rank, first, end, number)] * len(own)
+                columns += found
+                where += [(rank, first, end, number)] * len(found)
         starts = following
-    return Choices(layout, each, *joined(layout, columns, where, numbers, links, some.costs), read)
+    return Choices(
+        layout, of_types, *joined(layout, columns, where, numbers, links, some.costs), read
+    )
 
 
 class Columns:
@@ -295,44 +299,48 @@ class Columns:
         self._layer_s: dict[tuple[int, int], tuple[float, ...]] = {}
         self._known: dict[tuple[object, ...], list[Column] | None] = {}
 
-    def of(self, rank: int, first: int, end: int, *, least: bool = False) -> list[Column] | None:
+    def of(
+        self, rank: int, first: int, end: int, *, fastest_only: bool = False
+    ) -> list[Column] | None:
         """Return the columns of a rank between two places; None where there are too many.
 
-        With `least` one that no column is below, or none.
+        With `fastest_only` one that no column is below, or none.
         """
-        held = self.places.between(first, end)
-        if not all(tie.allows(rank, set(held)) for tie in self._ties):
+        layers = self.places.between(first, end)
+        if not all(tie.allows(rank, set(layers)) for tie in self._ties):
             return []
-        kinds = tuple(self.instance.layers[at] for at in held)
-        key = least, rank, kinds if self.places.alike else (first, end)
+        kinds = tuple(self.instance.layers[at] for at in layers)
+        key = fastest_only, rank, kinds if self.places.alike else (first, end)
         if key not in self._known:
-            which = self._quickest if least else self._new
+            which = self._quickest if fastest_only else self._new
             self._known[key] = which(rank, first, end, kinds)
         return self._known[key]
 
     def _too_many(self, kinds: tuple[int, ...]) -> bool:
         counts = {kind: kinds.count(kind) for kind in kinds}
         options = self.instance.kinds
-        each = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
-        return math.prod(each) > self._ways
+        ways = [math.comb(n + len(options[kind]) - 1, n) for kind, n in counts.items()]
+        return math.prod(ways) > self._ways
 
     def _new(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column] | None:
         if self._too_many(kinds):
             return None
-        most, others, each = self._beside(kinds)
+        most, others, numbers = self._beside(kinds)
         tables = self.instance.kinds
         found = []
         known: list[tuple[list[Option], list[tuple[int, ...]]]] = []
         """Options of the others that were gone through, and how many of the main kind are slower
         beside them at least."""
-        for beside in sorted(each, key=self._seconds_of(others)):
+        for beside in sorted(numbers, key=self._seconds_of(others)):
             given = dict(zip(others, beside, strict=True))
-            own = [tables[kind][at] for kind in others for at in given[kind]]
-            slower = [one for faster, falling in known if no_slower(faster, own) for one in falling]
+            taken = [tables[kind][at] for kind in others for at in given[kind]]
+            slower = [
+                one for faster, falling in known if no_slower(faster, taken) for one in falling
+            ]
             before = len(slower)
             for options in self._minimal(rank, (first, end), kinds, most, given, slower):
                 found.append(self._column(rank, first, end, options))
-            known.append((own, slower[before:]))
+            known.append((taken, slower[before:]))
         return found
 
     def _seconds_of(self, kinds: Sequence[int]) -> Callable[[Sequence[Sequence[int]]], float]:
@@ -342,8 +350,8 @@ class Columns:
         def seconds(beside: Sequence[Sequence[int]]) -> float:
             return sum(
                 tables[kind][at].time_s
-                for kind, own in zip(kinds, beside, strict=True)
-                for at in own
+                for kind, options in zip(kinds, beside, strict=True)
+                for at in options
             )
 
         return seconds
@@ -369,13 +377,13 @@ class Columns:
         order, numbers, _ = self._within_sums(rank, most, given)
         stored = [tables[main][at].stored_bytes for at in order]
         compares = self._layout.virtual_stages == 1 or stored == sorted(stored, reverse=True)
-        for each in numbers.tolist():
-            slower = tuple(itertools.accumulate(reversed(each[1:])))[::-1]
+        for number in numbers.tolist():
+            slower = tuple(itertools.accumulate(reversed(number[1:])))[::-1]
             if compares and any(
                 all(a <= b for a, b in zip(one, slower, strict=True)) for one in found
             ):
                 continue
-            picked = tuple(at for at, n in zip(order, each, strict=True) for _ in range(n))
+            picked = tuple(at for at, n in zip(order, number, strict=True) for _ in range(n))
             options = _along(kinds, {**given, main: picked})
             if self._fits(rank, span, options):
                 found.append(slower)
@@ -394,16 +402,16 @@ class Columns:
         order = sorted(range(len(table)), key=lambda at: table[at].time_s)
         numbers = _ways(number, len(order))
         stage = self.instance.stages[rank]
-        others = [tables[kind][at] for kind, own in given.items() for at in own]
+        others = [tables[kind][at] for kind, options in given.items() for at in options]
         each_s = np.array([table[at].time_s for at in order])
         passes_s = sum(one.time_s for one in others) + numbers @ each_s
         able = self._layout.micro_batches * passes_s <= self._room_s * (1 + ROUNDING)
-        held = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
-        held += sum(map(stage.summed_bytes, others))
+        summed_bytes = numbers @ np.array([stage.summed_bytes(table[at]) for at in order])
+        summed_bytes += sum(map(stage.summed_bytes, others))
         transient = np.array([table[at].transient_bytes for at in order])
         widest = np.where(numbers > 0, transient, 0.0).max(axis=1, initial=0.0)
         widest = np.maximum(widest, max((one.transient_bytes for one in others), default=0.0))
-        able &= held + widest <= stage.room_bytes + ROUNDING * np.abs(held)
+        able &= summed_bytes + widest <= stage.room_bytes + ROUNDING * np.abs(summed_bytes)
         return order, numbers[able], passes_s[able]
 
     def _quickest(self, rank: int, first: int, end: int, kinds: tuple[int, ...]) -> list[Column]:
@@ -421,12 +429,12 @@ class Columns:
         leanest = sum(min(map(stage.summed_bytes, tables[kind])) for kind in kinds)
         if leanest > stage.room_bytes + ROUNDING * abs(leanest):
             return []
-        held = sum(map(stage.summed_bytes, taken))
-        held += max((one.transient_bytes for one in taken), default=0.0)
-        if held > stage.free_bytes:
-            most, others, each = self._beside(kinds)
+        summed_bytes = sum(map(stage.summed_bytes, taken))
+        summed_bytes += max((one.transient_bytes for one in taken), default=0.0)
+        if summed_bytes > stage.free_bytes:
+            most, others, numbers = self._beside(kinds)
             least_s = math.inf
-            for beside in each:
+            for beside in numbers:
                 given = dict(zip(others, beside, strict=True))
                 _, _, passes_s = self._within_sums(rank, most, given)
                 least_s = min(least_s, float(passes_s.min(initial=math.inf)))
@@ -455,19 +463,19 @@ class Columns:
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         main = max(counts, key=lambda kind: counts[kind])
         others = [kind for kind in counts if kind != main]
-        each = (
+        combinations = (
             itertools.combinations_with_replacement(
                 range(len(self.instance.kinds[kind])), counts[kind]
             )
             for kind in others
         )
-        return (main, counts[main]), others, itertools.product(*each)
+        return (main, counts[main]), others, itertools.product(*combinations)
 
     def _fits(self, rank: int, span: tuple[int, int], options: tuple[int, ...]) -> bool:
         instance = self.instance
         assert instance.used_bytes is not None
-        held, before = self.places.between(*span), self.places.before(span[0])
-        used = instance.used_bytes.of(rank, before, held, self._numbers(span, options))
+        layers, before = self.places.between(*span), self.places.before(span[0])
+        used = instance.used_bytes.of(rank, before, layers, self._numbers(span, options))
         capacity = instance.stages[rank].capacity_bytes
         return used <= capacity + ROUNDING * abs(capacity)
 
@@ -547,24 +555,24 @@ def joined(
         links = [[one] * len(numbers)] * len(numbers)
     joints = len(numbers) ** 2 if len(able) > 1 else 1
     at = np.array(where, dtype=np.intp).reshape(-1, 4)
-    own, pair_before, pair_after = np.zeros((3, len(at)), dtype=np.intp)
-    own += np.arange(len(at))
+    places, pair_before, pair_after = np.zeros((3, len(at)), dtype=np.intp)
+    places += np.arange(len(at))
     if joints > 1:
         # [column] Once for each pair of types that may meet at its ends.
-        each = [
+        pairs = [
             (column, a, b)
             for column, (rank, _, _, number) in enumerate(where)
             for a in ([x * count + y for x, y in able if y == number] if rank else [0])
             for b in ([x * count + y for x, y in able if x == number] if rank < last else [0])
         ]
-        own, pair_before, pair_after = np.array(each, dtype=np.intp).reshape(-1, 3).T
-    rank_of, first_of, end_of, number_of = at[own].T
+        places, pair_before, pair_after = np.array(pairs, dtype=np.intp).reshape(-1, 3).T
+    rank_of, first_of, end_of, number_of = at[places].T
     every_s = np.array([links[a][b] for a in types for b in types])
     back = np.where(rank_of > 0, every_s[pair_before, first_of], 0.0)
     ahead = np.where(rank_of < last, every_s[pair_after, end_of], 0.0)
     first_of, end_of = first_of * joints + pair_before, end_of * joints + pair_after
     shape = len(columns), len(KINDS), layout.stages
-    seconds = np.array([column.seconds for column in columns]).reshape(shape)[own]
+    seconds = np.array([column.seconds for column in columns]).reshape(shape)[places]
     home = rank_of_stage(
         layout.schedule, stages=layout.stages, virtual_stages=layout.virtual_stages
     )
@@ -572,12 +580,12 @@ def joined(
         if not 0 <= stage + step < layout.stages or home[stage + step] == rank:
             continue
         to = home[stage + step] - rank
-        each_s = {1: ahead, -1: back}.get(to, np.full(len(own), costs.transfer_s))
+        each_s = {1: ahead, -1: back}.get(to, np.full(len(places), costs.transfer_s))
         mine = rank_of == rank
         seconds[mine, kind, stage] += costs.waits * each_s[mine]
     if layout.executed.splits_backward:
         seconds[:, 2] = seconds[:, 1] - seconds[:, 3]
-    chosen = [columns[at] for at in own.tolist()]
+    chosen = [columns[at] for at in places.tolist()]
     return chosen, Placed(
         rank=rank_of,
         first=first_of,
@@ -594,7 +602,7 @@ def joined(
 
 def _along(kinds: tuple[int, ...], picked: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the option of each entry; of like ones those that recompute more come first."""
-    left = {kind: sorted(own, reverse=True) for kind, own in picked.items()}
+    left = {kind: sorted(options, reverse=True) for kind, options in picked.items()}
     return tuple(left[kind].pop(0) for kind in kinds)
 
 
@@ -677,12 +685,14 @@ class Program:
         self._infeasible = highspy.HighsModelStatus.kInfeasible
         self._links()
         for rank in range(layout.pipeline):
-            own = np.flatnonzero(self._rank == rank)
-            self.row(0.0, infinite, [*own, number], [*(-self._update_s[own] / self._unit_s), 1.0])
+            of_rank = np.flatnonzero(self._rank == rank)
+            self.row(
+                0.0, infinite, [*of_rank, number], [*(-self._update_s[of_rank] / self._unit_s), 1.0]
+            )
             self._add(self._alone(rank))
         for number, most in enumerate(placed.numbers) if len(placed.numbers) > 1 else ():
-            own = np.flatnonzero(placed.number == number)
-            self.row(float(most), float(most), *_ones(own))
+            of_rank = np.flatnonzero(placed.number == number)
+            self.row(float(most), float(most), *_ones(of_rank))
 
     def keep_one(self, rows: Rows, sizes: Indices) -> None:
         """Let ranks hold numbers of layers as one of some rows says; `sizes` [place] lie before it.
@@ -693,11 +703,13 @@ class Program:
         self._highs.addVars(len(rows), np.zeros(len(rows)), np.ones(len(rows)))
         self._whole += range(first, first + len(rows))
         self.row(1.0, 1.0, list(range(first, first + len(rows))), [1.0] * len(rows))
-        held = sizes[self._placed.end] - sizes[self._placed.first]
+        layers = sizes[self._placed.end] - sizes[self._placed.first]
         for row, kept in enumerate(rows, first):
-            for rank, (least, most) in enumerate(kept):
-                own = np.flatnonzero((self._rank == rank) & (held >= least) & (held <= most))
-                self.row(0.0, self._infinite, [*own, row], [1.0] * len(own) + [-1.0])
+            for rank, (fewest, most) in enumerate(kept):
+                columns = np.flatnonzero(
+                    (self._rank == rank) & (layers >= fewest) & (layers <= most)
+                )
+                self.row(0.0, self._infinite, [*columns, row], [1.0] * len(columns) + [-1.0])
 
     def _links(self) -> None:
         """Each rank has one column, and begins where the one before it ends."""
@@ -706,10 +718,10 @@ class Program:
         self.row(1.0, 1.0, *_ones(np.flatnonzero(self._rank == 0)))
         for rank in range(1, ranks):
             before = np.flatnonzero(self._rank == rank - 1).tolist()
-            own = np.flatnonzero(self._rank == rank).tolist()
-            for place in {*(ends[at] for at in before), *(firsts[at] for at in own)}:
+            columns = np.flatnonzero(self._rank == rank).tolist()
+            for place in {*(ends[at] for at in before), *(firsts[at] for at in columns)}:
                 ending = [at for at in before if ends[at] == place]
-                starting = [at for at in own if firsts[at] == place]
+                starting = [at for at in columns if firsts[at] == place]
                 signs = [1.0] * len(ending) + [-1.0] * len(starting)
                 self.row(0.0, 0.0, [*ending, *starting], signs)
 

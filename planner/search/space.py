@@ -147,8 +147,8 @@ class LayoutFamily:
     @property
     def size(self) -> int:
         """How many layouts there are."""
-        each = len(self.timetables) * len(self.savings) * len(self.losses)
-        return len(self.sharings) * each
+        choices = len(self.timetables) * len(self.savings) * len(self.losses)
+        return len(self.sharings) * choices
 
     def part(self, **changes: object) -> LayoutFamily:
         """Return a part of the family, as `dataclasses.replace` does and ten times as fast."""
@@ -266,8 +266,8 @@ def every_degrees(request: Request) -> Iterator[Degrees]:
     devices, in_node = request.cluster.devices, request.cluster.groups[0].devices_per_node
 
     def within(axis: Axis, degrees: list[int]) -> list[int]:
-        most, least = space.most(axis, in_node), 2 if axis in pins.divided else 1
-        return [n for n in degrees if least <= n and (most is None or n <= most)]
+        most, fewest = space.most(axis, in_node), 2 if axis in pins.divided else 1
+        return [n for n in degrees if fewest <= n and (most is None or n <= most)]
 
     for tensor in _allowed(within("tensor", divisors(devices)), pins.tensor):
         if tensor > _most_tensor_parallel(model):
@@ -380,7 +380,7 @@ def families(
     request: Request,
     degrees: Degrees,
     saved: tuple[Saving, ...] = (Saving(),),
-    overlaps: tuple[TensorOverlap, ...] = ("none",),
+    overlaps: Sequence[Layout] = (),
 ) -> Iterator[LayoutFamily]:
     """Yield the families with these degrees: one per micro-batch and place of the inner axes."""
     model, job, pins, space = request.model, request.job, request.pins, request.space
@@ -400,6 +400,7 @@ def families(
     shared = {place: Sharings(found) for place, found in by_place.items()}
     ways: dict[str, tuple[Compile, tuple[ChunkedLoss | None, ...]]] = {}
     relay = relay_of(request, degrees)
+    words = tuple(one.tensor_overlap for one in overlaps) or ("none",)
     for size, count in micro_batches(job, degrees, pins):
         every: dict[tuple[Compile, tuple[ChunkedLoss | None, ...]], list[Timetable]] = {}
         waits = waits_for_host(request, degrees, size)
@@ -411,9 +412,9 @@ def families(
             every.setdefault(way, []).append(one)
             if waits and weighs_compilation(request, way[0]):
                 every.setdefault(("none", way[1]), []).append(one)
-        for (blocks, each), alike in every.items():
+        for (blocks, chosen), alike in every.items():
             for place, found, overlap in (
-                (*one, overlap) for one in shared.items() for overlap in overlaps
+                (*one, overlap) for one in shared.items() for overlap in words
             ):
                 if overlap != "none" and blocks == "none" and request.pins.compile is None:
                     continue
@@ -426,7 +427,7 @@ def families(
                     savings=saved,
                     place=place,
                     sequence_parallel=divided,
-                    losses=each,
+                    losses=chosen,
                     compile=blocks,
                     tensor_overlap=overlap,
                     scales=request.scales,
@@ -559,7 +560,7 @@ def waits_for_host(request: Request, degrees: Degrees, micro_batch: int) -> bool
 def losses(request: Request, schedule: str) -> tuple[ChunkedLoss | None, ...]:
     """Return the ways to compute the loss: of all logits, or in chunks of the usual size.
 
-    Gradients are made in forward, or anew in backward, which takes longer and holds less.  Of a
+    Gradients are made in forward, or anew in backward, which takes longer and has less.  Of a
     frozen output projection they are made in backward alone: its chunks then hold nothing in
     between.  On CPUs products rule and nothing is gained by chunks, unless the user asks for them.
     """
@@ -581,17 +582,18 @@ def gpus(request: Request) -> bool:
 
 def tensor_overlaps(
     plain: Layout, request: Request, refusal: Callable[[Layout], str | None]
-) -> tuple[TensorOverlap, ...]:
-    """Return how collectives of tensor parallelism may run: one at a time, if nobody asks.
+) -> tuple[Layout, ...]:
+    """Return a layout with collectives of tensor parallelism one at a time, and beside products.
 
-    `refusal` tells why a layout like the `plain` one does not run.
+    The second only if it is asked for; `refusal` tells why a layout like the `plain` one does not
+    run.
     """
     if plain.tensor == 1 or request.pins.tensor_overlap is not None:
-        return (plain.tensor_overlap,)
+        return (plain,)
     if "async-tensor" not in request.pins.allowed or "async" not in request.space.tensor_overlaps:
-        return ("none",)
+        return (plain,)
     overlapped = replace(plain, compile="block", tensor_overlap="async")
-    return ("none",) if refusal(overlapped) else ("none", "async")
+    return (plain,) if refusal(overlapped) else (plain, overlapped)
 
 
 def weight_wire(request: Request) -> WeightWire:
@@ -605,19 +607,19 @@ def _orders(
     tiers: tuple[int, ...], degrees: Degrees, shard: int, replicate: int, pins: Pins
 ) -> dict[axis_orders.Spans, tuple[Axis, ...]]:
     """Return the orders of axes that differ; experts take neighbouring ranks, so there is one."""
-    each = (degrees.tensor, degrees.context, shard, replicate, degrees.pipeline)
+    sizes = (degrees.tensor, degrees.context, shard, replicate, degrees.pipeline)
     if degrees.expert > 1 and pins.order not in (None, INSIDE_OUT):
         return {}
     if degrees.expert > 1 or pins.order is not None:
         order = pins.order or INSIDE_OUT
-        return {axis_orders.spans(tiers, each, order): order}
-    return axis_orders.distinct_orders(tiers, each)
+        return {axis_orders.spans(tiers, sizes, order): order}
+    return axis_orders.distinct_orders(tiers, sizes)
 
 
 def canonical(cluster: ClusterSpec, layout: Layout) -> Layout:
     """Return the layout of the space whose axes lie on the same links."""
-    tiers, each = tiers_of(cluster), axis_orders.degrees_of(layout)
-    order = axis_orders.distinct_orders(tiers, each)[axis_orders.spans(tiers, each, layout.order)]
+    tiers, sizes = tiers_of(cluster), axis_orders.degrees_of(layout)
+    order = axis_orders.distinct_orders(tiers, sizes)[axis_orders.spans(tiers, sizes, layout.order)]
     return layout if order == layout.order else replace(layout, order=order)
 
 

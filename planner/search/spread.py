@@ -60,8 +60,8 @@ class RankRoom:
     def layer_bytes(self, alpha: Floats) -> Floats:
         """[stage, rank] Bytes of a like layer there beside α of its stored ones, at least."""
         stored = np.where(self.alive < alpha, self.most_stored, self.least_stored)
-        each: Floats = (self.alive - alpha) * stored + self.kept_bytes
-        return each
+        layer_bytes: Floats = (self.alive - alpha) * stored + self.kept_bytes
+        return layer_bytes
 
     def alpha(self) -> Floats:
         """Return a_c of the stage up to which a mean rank has to store less to fit."""
@@ -78,14 +78,14 @@ class RankRoom:
         alpha = np.maximum(alpha, lowest)
         for _ in range(_HALVINGS):
             # Where the leanest layers would hold less than nothing it is less.
-            low = self._leanest(alpha)
-            if not (low < 0).any():
+            lower = self._leanest(alpha)
+            if not (lower < 0).any():
                 return alpha
-            alpha = np.where(low < 0, (alpha + lowest) / 2, alpha)
+            alpha = np.where(lower < 0, (alpha + lowest) / 2, alpha)
         return np.where(self._leanest(alpha) < 0, lowest, alpha)
 
     def _leanest(self, alpha: Floats) -> Floats:
-        """Return what a like layer holds at least."""
+        """Return what a like layer has at least."""
         mean: Floats = self.layer_bytes(alpha).mean(axis=0)
         return mean + alpha * self.least_stored + self.resident
 
@@ -93,9 +93,9 @@ class RankRoom:
 def evenly(ranks: RankRoom) -> Spread:
     """Return what ranks count whose stages are alike up to a layer, the later ones larger."""
     virtual, alpha = len(ranks.alive), ranks.alpha()
-    each = ranks.layer_bytes(alpha)
-    slope = each.sum(axis=0) / virtual
-    behind = np.cumsum(each[::-1], axis=0)[:-1]
+    layer_bytes = ranks.layer_bytes(alpha)
+    slope = layer_bytes.sum(axis=0) / virtual
+    behind = np.cumsum(layer_bytes[::-1], axis=0)[:-1]
     beside = behind - np.arange(1, virtual)[:, None] * slope
     return Spread(alpha, slope, np.minimum(0.0, beside.min(axis=0)))
 

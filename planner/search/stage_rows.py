@@ -1,7 +1,7 @@
 """What is required of stages, as numbers of layers of ranks that have several stages each.
 
 With P ranks of V stages a split is a number of like layers for each rank (planner.search.ranks),
-which says where every stage begins.  A requirement is kept by some of these vectors: a box of them
+which says where every stage begins.  A requirement is met by some of these vectors: a box of them
 (the fewest and the most layers of each rank) keeps it, breaks it, or is halved.  Stage s begins
 within
 
@@ -57,7 +57,7 @@ def not_required(
 
 def within(sizes: Sequence[int], row: Sequence[tuple[int, int]]) -> bool:
     """Whether ranks hold the numbers of a row."""
-    return all(low <= size <= high for size, (low, high) in zip(sizes, row, strict=True))
+    return all(fewest <= size <= most for size, (fewest, most) in zip(sizes, row, strict=True))
 
 
 def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
@@ -70,7 +70,10 @@ def rows_of(shares: Shares, ties: Sequence[Tie]) -> Rows | None:
     if not 0 < len(found) <= MOST_ROWS:
         return None
     return tuple(
-        tuple((low + more, high + more) for (low, high), more in zip(box, stages.ends, strict=True))
+        tuple(
+            (fewest + more, most + more)
+            for (fewest, most), more in zip(box, stages.ends, strict=True)
+        )
         for box in found
     )
 
@@ -79,11 +82,11 @@ def both(one: Rows | None, other: Rows | None) -> Rows | None:
     """Return the rows that two rules allow; None if there is none, empty if any will do."""
     if not (one and other):
         return None if one is None or other is None else one or other
-    each = (
+    rows = (
         tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, theirs, strict=True))
         for mine, theirs in itertools.product(one, other)
     )
-    return tuple(row for row in each if all(low <= high for low, high in row)) or None
+    return tuple(row for row in rows if all(fewest <= most for fewest, most in row)) or None
 
 
 class _LayersOfStages:
@@ -98,30 +101,32 @@ class _LayersOfStages:
         first, last = self._home[0], self._home[-1]
         self.ends = [before * (r == first) + behind * (r == last) for r in range(shares.ranks)]
         """[rank] Entries that are no like layers."""
-        least = [max(0, n - e) for n, e in zip(shares.fewest_entries, self.ends, strict=True)]
-        most = run.alike - sum(least)
-        self.whole: Box = tuple((own, own + most) for own in least)
+        fewest = [max(0, n - e) for n, e in zip(shares.fewest_entries, self.ends, strict=True)]
+        most = run.alike - sum(fewest)
+        self.whole: Box = tuple((lower_end, lower_end + most) for lower_end in fewest)
         beside = {0: run.before, len(self._home) - 1: run.behind}
         self._sizes: list[list[int]] = [[] for _ in self._home]
         """[stage][number of its rank beyond the least] Layers of all kinds."""
-        for rank, (low, high) in enumerate(self.whole):
-            own = [stage for stage, home in enumerate(self._home) if home == rank]
-            for number in range(low, high + 1):
-                for stage, size in zip(own, shares.sizes(rank, number), strict=True):
+        for rank, (lower, upper) in enumerate(self.whole):
+            lower_end = [stage for stage, home in enumerate(self._home) if home == rank]
+            for number in range(lower, upper + 1):
+                for stage, size in zip(lower_end, shares.sizes(rank, number), strict=True):
                     self._sizes[stage].append(size + beside.get(stage, 0))
 
     def kept(self, box: Box, ties: Sequence[Tie]) -> Iterator[Box]:
         """Yield boxes of vectors that keep all ties, every such vector of a box in one of them."""
-        low, high = (sum(own[at] for own in box) for at in (0, 1))
-        if low > self._like or high < self._like:
+        lower, upper = (sum(sizes[at] for sizes in box) for at in (0, 1))
+        if lower > self._like or upper < self._like:
             return
-        box = tuple((max(a, self._like - high + b), min(b, self._like - low + a)) for a, b in box)
+        box = tuple(
+            (max(a, self._like - upper + b), min(b, self._like - lower + a)) for a, b in box
+        )
         spans = [self._span(box, stage) for stage in range(len(self._home))]
         places = self._places(spans)
-        each = [_keeps(tie, spans, places) for tie in ties]
-        if False in each:
+        answers = [_keeps(tie, spans, places) for tie in ties]
+        if False in answers:
             return
-        open_ = [tie for tie, known in zip(ties, each, strict=True) if known is None]
+        open_ = [tie for tie, known in zip(ties, answers, strict=True) if known is None]
         if not open_:
             yield box
             return
@@ -132,19 +137,22 @@ class _LayersOfStages:
 
     def _span(self, box: Box, stage: int) -> tuple[int, int]:
         """Return the fewest and the most layers of a stage."""
-        low = self.whole[self._home[stage]][0]
+        lower = self.whole[self._home[stage]][0]
         a, b = box[self._home[stage]]
-        sizes = self._sizes[stage][a - low : b - low + 1]
+        sizes = self._sizes[stage][a - lower : b - lower + 1]
         return min(sizes), max(sizes)
 
     def _places(self, spans: Sequence[tuple[int, int]]) -> list[range]:
         """[layer] Stages on which it may lie."""
-        fewest = [0, *itertools.accumulate(low for low, _ in spans)]
-        most = [0, *itertools.accumulate(high for _, high in spans)]
+        fewest = [0, *itertools.accumulate(lower for lower, _ in spans)]
+        most = [0, *itertools.accumulate(upper for _, upper in spans)]
         stages = range(len(spans))
         begin = [
-            (max(low, self._layers - most[-1] + high), min(high, self._layers - fewest[-1] + low))
-            for low, high in zip(fewest, most, strict=True)
+            (
+                max(lower, self._layers - most[-1] + upper),
+                min(upper, self._layers - fewest[-1] + lower),
+            )
+            for lower, upper in zip(fewest, most, strict=True)
         ]
         found = []
         for layer in range(self._layers):
@@ -169,10 +177,10 @@ class _LayersOfStages:
 def _keeps(tie: Tie, spans: Sequence[tuple[int, int]], places: Sequence[range]) -> bool | None:
     """Whether all splits keep a tie, or none; None if some may."""
     if tie.at_most is not None:
-        own = [span for s, span in enumerate(spans) if not tie.stages or s in tie.stages]
-        if any(low > tie.at_most for low, _ in own):
+        tied = [span for s, span in enumerate(spans) if not tie.stages or s in tie.stages]
+        if any(lower > tie.at_most for lower, _ in tied):
             return False
-        return True if all(high <= tie.at_most for _, high in own) else None
+        return True if all(upper <= tie.at_most for _, upper in tied) else None
     there = [places[layer] for layer in tie.layers]
     if tie.together:
         common = range(max(one.start for one in there), min(one.stop for one in there))

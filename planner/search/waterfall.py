@@ -176,8 +176,8 @@ def _sharded(layout: Any) -> int | None:
 
 
 def _schedule(layout: Any) -> str:
-    each = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    return f"{layout.schedule}{each}"
+    stages = f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    return f"{layout.schedule}{stages}"
 
 
 def _choices(plan: Plan, field: str) -> dict[str, str]:
@@ -244,8 +244,8 @@ def _between(
         )
     except (ValidationError, DocumentError):
         return None
-    own = Request.of_plan(plan, model, cluster).stack
-    if own.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
+    stack = Request.of_plan(plan, model, cluster).stack
+    if stack.name == "native" and refusal(model, cluster, plan.job, plan.layout) is not None:
         return None
     return plan
 

@@ -138,9 +138,11 @@ def _more_devices(request: Request, fitting: Fitting) -> Iterator[str]:
             }
         )
         if fitting(replace(request, cluster=larger)):
-            each = [f"{group.devices} x {group.name}" for group in larger.groups]
+            groups = [f"{group.devices} x {group.name}" for group in larger.groups]
             yield (
-                f"on {' and '.join(each)}" if cluster.mixed else f"on {larger.devices} such devices"
+                f"on {' and '.join(groups)}"
+                if cluster.mixed
+                else f"on {larger.devices} such devices"
             )
             return
 

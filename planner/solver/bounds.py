@@ -79,7 +79,7 @@ def balanced_s(
 def counted_s(instance: Instance) -> float:
     """Least objective by how many layers of the main kind stages can hold; inf if they cannot.
 
-    The main kind has N layers.  τ_s(n) is the least time of stage s if it holds n of them (see
+    The main kind has N layers.  τ_s(n) is the least time of stage s if it has n of them (see
     `_hosted_s`), the other layers on it come on top.  With n_s of them on stage s,
 
         T >= steady max_s τ_s(n_s) + fill Σ_s τ_s(n_s) + what all other layers add
@@ -88,7 +88,7 @@ def counted_s(instance: Instance) -> float:
     c is at least the N-th smallest.  Σ_s τ_s(n_s) is Σ_s τ_s(0) and N different steps
     τ_s(n) - τ_s(n - 1), all with τ_s(n) <= c, so it is at least the N smallest of those.  A
     slowest stage between two ceilings that are tried costs at least the lower ceiling, with the
-    steps below the upper one; the least over these intervals holds for every split.
+    steps below the upper one; the least over these intervals is valid for every split.
     """
     chain = _LayersByPlace.of(instance)
     counted = _MainKindTimes(
@@ -168,7 +168,7 @@ class _LayersByPlace:
     """Kind that is counted: of those without a place, the one with the most seconds."""
     needed: int
     placed: tuple[tuple[int, ...], ...]
-    """[stage] Kinds of which the stage holds the only layer there is."""
+    """[stage] Kinds of which the stage has the only layer there is."""
     others_s: float
     """Seconds of the other layers, wherever they are."""
     slowest_s: float
@@ -338,8 +338,8 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
     replaced by the trivial price of the fastest option, y = 1 / min t, z = 0.
     """
     time_s = np.array([o.time_s for o in options])
-    held = _layer_bytes(options, in_flight, waiting)
-    fastest_s, leanest = float(time_s.min()), held.min(axis=0)
+    layer_bytes = _layer_bytes(options, in_flight, waiting)
+    fastest_s, leanest = float(time_s.min()), layer_bytes.min(axis=0)
     stages = len(in_flight)
     infinite = np.full(stages, np.inf)
     zero = np.zeros(stages)
@@ -350,10 +350,10 @@ def _prices(options: Sequence[Option], in_flight: Floats, waiting: Floats) -> tu
         z_rows.append(np.where(leanest > 0, 1 / leanest, 0.0))
         if len(options) > 1:
             j, k = np.triu_indices(len(options), 1)
-            determinant = time_s[j, None] * held[k] - time_s[k, None] * held[j]
-            y = (held[k] - held[j]) / determinant
+            determinant = time_s[j, None] * layer_bytes[k] - time_s[k, None] * layer_bytes[j]
+            y = (layer_bytes[k] - layer_bytes[j]) / determinant
             z = (time_s[j] - time_s[k])[:, None] / determinant
-            cost = y[:, None] * time_s[:, None] + z[:, None] * held
+            cost = y[:, None] * time_s[:, None] + z[:, None] * layer_bytes
             good = np.isfinite(cost).all(axis=1) & (y > 0) & (z >= 0)
             good &= cost.min(axis=1) >= 1 - ROUNDING
             y_rows.extend(np.where(good, y, by_time))

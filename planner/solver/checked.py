@@ -53,7 +53,7 @@ def fastest_checked(
     sync_limit_s: float = math.inf,
     limit_s: float = math.inf,
 ) -> Fastest | None:
-    """Return the fastest options with which `stage` holds layers of these kinds, in their order.
+    """Return the fastest options with which `stage` has layers of these kinds, in their order.
 
     None if none fit that take no longer than `limit_s`, unscaled.  Choices that hold too much by
     `used_by_many` are not asked of `used`.  `fewest_bytes` tells how many bytes any options take at
@@ -133,7 +133,7 @@ class _CheckedStage:
 
     @property
     def most_bytes(self) -> float:
-        """What holds more by a count up to rounding does not fit."""
+        """What has more by a count up to rounding does not fit."""
         capacity_bytes = self._instance.stages[self._stage].capacity_bytes
         return capacity_bytes + SLACK * abs(capacity_bytes)
 
@@ -200,15 +200,18 @@ class _CheckedStage:
         )
         table = self._knapsacks.options
         time_s, sync_s = (
-            np.cumsum(each[kinds, options], axis=1)[:, -1] for each in (table.time_s, table.sync_s)
+            np.cumsum(figures[kinds, options], axis=1)[:, -1]
+            for figures in (table.time_s, table.sync_s)
         )
         order = np.argsort(time_s, kind="stable")
         order = order[sync_s[order] <= self._sync_limit_s]
-        left = {kind: [at for at, own in enumerate(kinds) if own == kind] for kind in set(kinds)}
+        left = {
+            kind: [at for at, other in enumerate(kinds) if other == kind] for kind in set(kinds)
+        }
         laid = options[order][:, [left[kind].pop() for kind in self._kinds]]
         found = zip(time_s[order].tolist(), sync_s[order].tolist(), laid, strict=True)
-        for (seconds, sync, own), may_fit in zip(found, self._may_fit(laid), strict=True):
-            fastest = Fastest(seconds, sync, tuple(own.tolist()), seconds) if may_fit else None
+        for (seconds, sync, other), may_fit in zip(found, self._may_fit(laid), strict=True):
+            fastest = Fastest(seconds, sync, tuple(other.tolist()), seconds) if may_fit else None
             yield seconds, fastest
 
     def _choices(self, low_s: float, high_s: float) -> list[list[int]]:
@@ -273,8 +276,8 @@ def _all_taken(
     beyond.reverse()
     steps = [
         [
-            (each, behind, rest)
-            for each, behind in zip(kind.options, [*kind.behind, None], strict=True)
+            (one, behind, rest)
+            for one, behind in zip(kind.options, [*kind.behind, None], strict=True)
         ]
         for kind, rest in zip(kinds, beyond[1:], strict=True)
     ]
@@ -299,18 +302,18 @@ def _all_taken(
         for number in range(left if behind is None else 0, left + 1):
             rest, after_s = left - number, seconds + number * each_s
             after_bytes = used + number * each_bytes
-            low, high, lean = after_s + least_s, after_s + most_s, after_bytes + least_bytes
+            lower_s, upper_s, lean = after_s + least_s, after_s + most_s, after_bytes + least_bytes
             if rest and behind is not None:
-                low += rest * behind[0]
-                high += rest * behind[1]
+                lower_s += rest * behind[0]
+                upper_s += rest * behind[1]
                 lean += rest * behind[2]
-            if low >= high_s or high < low_s or lean > room_bytes:
+            if lower_s >= high_s or upper_s < low_s or lean > room_bytes:
                 continue
-            own = taken + [option] * number
+            chosen = taken + [option] * number
             if rest:
-                walk(at, option + 1, rest, after_s, after_bytes, own)
+                walk(at, option + 1, rest, after_s, after_bytes, chosen)
             else:
-                walk(at + 1, 0, counts[at + 1], after_s, after_bytes, own)
+                walk(at + 1, 0, counts[at + 1], after_s, after_bytes, chosen)
 
     with suppress(_EnoughError):
         walk(0, 0, kinds[0].count, 0.0, 0.0, [])

@@ -1,7 +1,7 @@
 """The cheapest way through stages where the dearest one counts many times.
 
-Ways are those of a chain (`planner.solver.cuts`) or of a lattice of states
-(`planner.solver.paths`); tables say what each stage would cost.  `cheapest` minimises exactly
+Ways are paths through a lattice of states (`planner.solver.paths`); tables say what each stage
+would cost.  `cheapest` minimises exactly
 
     steady · max_s stage_s + Σ_s fill_s + max_s once_s + ...
 
@@ -15,12 +15,12 @@ descends around it the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import ROUNDING
+from planner.solver.paths import Paths
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Way:
     """A way through all stages, and the parts of what it costs."""
 
     way: tuple[int, ...]
-    """Cuts of a chain, or steps of a path."""
+    """Steps of a path."""
     largest_s: float
     """Seconds of its slowest stage."""
     fill_s: float
@@ -53,20 +53,7 @@ class Way:
     """All that it costs."""
 
 
-class Ways(Protocol):
-    """All ways, and the dynamic programs over them."""
-
-    def smallest_maximum(self, cost: Floats) -> float:
-        """Least possible maximum of `cost` along a way; inf if there is none."""
-
-    def smallest_sum(self, cost: Floats) -> tuple[int, ...] | None:
-        """Earliest way with the least sum of `cost`, None if there is none."""
-
-    def along(self, table: Floats, way: tuple[int, ...]) -> list[float]:
-        """[stage] Entries of a table that a way uses."""
-
-
-def priced(ways: Ways, costs: Costs, way: tuple[int, ...]) -> Way:
+def priced(ways: Paths, costs: Costs, way: tuple[int, ...]) -> Way:
     """Evaluate a way on the tables."""
     largest_s = max(ways.along(costs.stage_s, way))
     sum_s = sum(ways.along(costs.fill_s, way))
@@ -79,7 +66,7 @@ def meets(bound_s: float, incumbent_s: float) -> bool:
     return bound_s >= incumbent_s - ROUNDING * abs(incumbent_s)
 
 
-def cheapest(ways: Ways, costs: Costs, *, cutoff_s: float = np.inf) -> Way | None:
+def cheapest(ways: Paths, costs: Costs, *, cutoff_s: float = np.inf) -> Way | None:
     """Cheapest way, or None if there is none below `cutoff_s`."""
     if not costs.once_s:
         return _descend(ways, costs, cutoff_s)
@@ -105,7 +92,7 @@ def cheapest(ways: Ways, costs: Costs, *, cutoff_s: float = np.inf) -> Way | Non
     return best
 
 
-def _descend(ways: Ways, costs: Costs, cutoff_s: float) -> Way | None:
+def _descend(ways: Paths, costs: Costs, cutoff_s: float) -> Way | None:
     """Minimise steady · max + Σ fill by a falling ceiling on the maximum."""
     stage_s, fill_s, steady = costs.stage_s, costs.fill_s, costs.steady
     least_max_s = ways.smallest_maximum(stage_s)

@@ -36,15 +36,15 @@ _HALVINGS = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """[price, cut] How much of a price lies before a cut: from `low` to `high` at its least cost.
+    """[price, cut] How much of a price lies before a cut: `lower` to `upper` at its least cost.
 
-    Every second that the cut costs beyond that raises `low` and lowers `high` by these.
+    Every second that the cut costs beyond that raises `lower` and reduces `upper` by these.
     """
 
-    low: Floats
-    high: Floats
-    low_per_s: Floats
-    high_per_s: Floats
+    lower: Floats
+    upper: Floats
+    lower_per_s: Floats
+    upper_per_s: Floats
 
 
 class Fluid:
@@ -109,8 +109,8 @@ class Fluid:
         most = by_time + self._of_bytes
         pick = most.argmin(axis=2)[:, :, None]
         per_s = np.take_along_axis(self._per_s, pick, axis=2) / self._scale[:, None]
-        least = np.take_along_axis(most, pick, axis=2)
-        return least[:, :, 0], np.where(np.isfinite(least), per_s, 0.0)[:, :, 0]
+        fewest = np.take_along_axis(most, pick, axis=2)
+        return fewest[:, :, 0], np.where(np.isfinite(fewest), per_s, 0.0)[:, :, 0]
 
     def hosted(self, price: int, stage: int, own_s: Floats) -> Floats:
         """Most of one price that a stage can hold in `own_s` seconds with what is exposed."""
@@ -146,10 +146,10 @@ class Fluid:
         before = np.cumsum(most[:, :-1], axis=1)
         after = np.cumsum(most[:, :0:-1], axis=1)[:, ::-1]
         return Ranges(
-            low=self._total[:, None] - after - slack,
-            high=before + slack,
-            low_per_s=per_s[:, 1:],
-            high_per_s=per_s[:, :-1],
+            lower=self._total[:, None] - after - slack,
+            upper=before + slack,
+            lower_per_s=per_s[:, 1:],
+            upper_per_s=per_s[:, :-1],
         )
 
     def beyond_s(self, ceiling_s: float, steady: float) -> float:
@@ -159,17 +159,17 @@ class Fluid:
         return steady * ceiling_s + self.fill_s + self.sync_s
 
     def _largest_s(self) -> float:
-        low = float(self._time_s.min(axis=1)[self._numbers > 0].max() * self._scale.min())
-        low += float(self._exposed_s.min()) + self._least_cut_s
-        high = self.whole_s
-        if not self.allows(high):
+        lower_s = float(self._time_s.min(axis=1)[self._numbers > 0].max() * self._scale.min())
+        lower_s += float(self._exposed_s.min()) + self._least_cut_s
+        upper_s = self.whole_s
+        if not self.allows(upper_s):
             return np.inf
-        if self.allows(low):
-            return low
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.allows(middle) else (middle, high)
-        return low
+        if self.allows(lower_s):
+            return lower_s
+        while upper_s - lower_s > 1e-6 * upper_s:
+            middle = (lower_s + upper_s) / 2
+            lower_s, upper_s = (lower_s, middle) if self.allows(middle) else (middle, upper_s)
+        return lower_s
 
     def _fill_s(self, knapsacks: Knapsacks, slopes: Floats) -> float:
         """Least Σ fill over the stages, for the best of the multipliers `slopes`."""
@@ -233,8 +233,8 @@ class Fluid:
 
 def _largest_ratio(prices: Floats, worth: Floats) -> Floats:
     """[price, ν] max over kinds of price / worth; a price of 0 asks for nothing."""
-    price, own = prices[:, None, :], worth[None, :, :]
-    ratio = np.full(np.broadcast_shapes(price.shape, own.shape), np.inf)
-    np.divide(price, own, where=own > 0, out=ratio)
+    price, gains = prices[:, None, :], worth[None, :, :]
+    ratio = np.full(np.broadcast_shapes(price.shape, gains.shape), np.inf)
+    np.divide(price, gains, where=gains > 0, out=ratio)
     largest: Floats = np.where(price > 0, ratio, 0.0).max(axis=2)
     return largest

@@ -1,7 +1,7 @@
 """The partition problem on a graph of layers, on stages whose devices may be of several types.
 
 A contiguous split of a graph into P stages is a growing sequence of downsets (with a layer, all
-that it reads) {} = I_0 < I_1 < ... < I_P = all layers; stage s holds I_{s+1} - I_s.  Some stages
+that it reads) {} = I_0 < I_1 < ... < I_P = all layers; stage s has I_{s+1} - I_s.  Some stages
 run on devices of one type, some on another (4 A100 and 8 V100, one stage each), in any order:
 memory for micro-batches in flight draws the large devices to the front, a heavy head draws the
 fast ones to the end.  Time, memory and objective are those of `planner.solver.instance`, with one
@@ -114,7 +114,7 @@ class GraphInstance:
         rows = [len(output_s) for row in self.output_s for output_s in row]
         if self.output_s and rows != [count] * types**2:
             raise ValueError(f"output_s needs {types} x {types} rows of {count} layers")
-        if any(not seconds >= 0 for row in self.output_s for each in row for seconds in each):
+        if any(not seconds >= 0 for row in self.output_s for row_s in row for seconds in row_s):
             raise ValueError("output_s must not be negative")
         grouped = [layer for group in self.colocated for layer in group]
         if len(grouped) > len(set(grouped)) or not set(grouped) <= set(range(count)):
@@ -163,8 +163,8 @@ class GraphInstance:
         types = []
         for one in self.types:
             stages = (
-                replace(stage, least_layers=max(low, stage.least_layers), most_layers=high)
-                for stage, (low, high) in zip(one.chain.stages, row, strict=True)
+                replace(stage, least_layers=max(fewest, stage.least_layers), most_layers=most)
+                for stage, (fewest, most) in zip(one.chain.stages, row, strict=True)
             )
             types.append(replace(one, chain=replace(one.chain, stages=tuple(stages))))
         return replace(self, types=tuple(types))
@@ -197,12 +197,12 @@ class GraphInstance:
         `order` has the layers as the stages have them, `types` the type of each stage.  Only that
         split means anything in it: elsewhere layers would move to other types.
         """
-        kinds, held = len(self.chain.kinds), [order[a:b] for a, b in pairwise(cuts)]
+        kinds, stage_layers = len(self.chain.kinds), [order[a:b] for a, b in pairwise(cuts)]
         chains = [one.chain for one in self.types]
         stages = [chains[g].stages[s] for s, g in enumerate(types)]
         cut_s = [0.0] * (len(order) + 1)
         if not self.relayed:
-            sends_s = straight_s(self.readers(), self.sent_s(), held, self.unpaid)
+            sends_s = straight_s(self.readers(), self.sent_s(), stage_layers, self.unpaid)
             stages = [
                 replace(stage, exposed_s=stage.exposed_s + seconds)
                 for stage, seconds in zip(stages, sends_s, strict=True)
@@ -213,17 +213,17 @@ class GraphInstance:
             }
             for pair, cut in zip(pairwise(types), cuts[1:-1], strict=True):
                 cut_s[cut] = meeting[pair][cut]
-        own = [chain.credits_s or (0.0,) * kinds for chain in chains]
+        credits_s = [chain.credits_s or (0.0,) * kinds for chain in chains]
         return replace(
             self.chain,
             layers=tuple(
                 g * kinds + self.chain.layers[layer]
-                for g, layers in zip(types, held, strict=True)
+                for g, layers in zip(types, stage_layers, strict=True)
                 for layer in layers
             ),
             kinds=tuple(table for chain in chains for table in chain.kinds),
             stages=tuple(stages),
-            credits_s=tuple(credit for each in own for credit in each),
+            credits_s=tuple(credit for of_type in credits_s for credit in of_type),
             cut_s=tuple(cut_s),
             hosts=tuple(
                 HostMemory(capacity_bytes=host.capacity_bytes, ranks=ranks)
@@ -248,15 +248,15 @@ class GraphInstance:
         of_type = [one.chain.used_bytes for one in self.types]
 
         def of(
-            stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+            stage: int, before: Sequence[int], layers: Sequence[int], options: Sequence[int]
         ) -> float:
-            own = of_type[types[stage]]
-            assert own is not None, "all types have it or none"
-            return own.of(stage, before, held, options)
+            used = of_type[types[stage]]
+            assert used is not None, "all types have it or none"
+            return used.of(stage, before, layers, options)
 
         if None in of_type:
             return None
-        return UsedBytes(of, any(own.by_place for own in of_type if own)).along(order)
+        return UsedBytes(of, any(used.by_place for used in of_type if used)).along(order)
 
 
 def _in_common(chain: Instance) -> tuple[object, ...]:
@@ -347,7 +347,7 @@ def straight_s(
 
     Those of `unpaid` pay nothing.
     """
-    stage_of = {layer: s for s, held in enumerate(stages) for layer in held}
+    stage_of = {layer: s for s, layers in enumerate(stages) for layer in layers}
     found = [0.0] * len(stages)
     for layer, outside in enumerate(readers):
         ends = {stage_of[layer], *(stage_of[reader] for reader in outside)}

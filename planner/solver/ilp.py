@@ -45,7 +45,7 @@ Over runs a of N_a layers, stages s, types g, options k and levels i of transien
 Of the instance, A is `steady`, ρ `fill`, κ_s the `credits_s` of the layers on stage s; of a stage,
 σ is `time_scale`, c `exposed_s`, M `free_bytes`, q and d the micro-batches in flight and those
 whose weight gradients wait; of option k, f and b are its seconds, γ_k `sync_s`, u
-`transient_bytes`, and w, a and e the bytes that it holds always, per micro-batch in flight and per
+`transient_bytes`, and w, a and e the bytes that it has always, per micro-batch in flight and per
 one that waits; h is what a layer has on its host of H bytes.  Where all runs are single layers, the
 largest transient is a number that no run on the stage exceeds: run{a}_runs_on_stage{s}.
 
@@ -57,7 +57,7 @@ Where outputs are not relayed, Σ_a o[a] end[a,s] stands in t_s instead of the c
 With `forward_apart`, τ is the sum of two: stage{s}_forward_is_within_the_slowest of them and
 stage{s}_backward_is_within_the_slowest.  A bound or a cutoff that is known beforehand is a row over
 the objective: no_faster_than_known, faster_than_the_cutoff.  Side constraints
-(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that holds at most
+(planner.solver.sides) are more rows, side{number}_...: Σ n <= most on a stage that has at most
 that many layers; n = 0 on stages where a layer may not be and for options that it may not have; one
 binary per stage where layers lie together.  A run ends where one of them begins or ends.
 
@@ -151,8 +151,8 @@ def solve_graph(
         order, options = taken.runs, taken.options
         if len(runs) < len(chain.layers):
             order = list(range(len(chain.layers)))
-            for held in starmap(range, pairwise(taken.cuts)):
-                _order_alike(chain, options, held)
+            for layers in starmap(range, pairwise(taken.cuts)):
+                _order_alike(chain, options, layers)
         laid = problem.laid(order, taken.cuts, taken.types)
         split = priced(laid, taken.cuts, options)
         if fits(laid, split) and broken(laid, split) is None:
@@ -204,8 +204,8 @@ class _PipelineProgram:
         self.program = pulp.LpProblem("placement", pulp.LpMinimize)
         self.stages, self.types = range(len(self.chain.stages)), range(len(problem.types))
         self.runs = range(len(runs))
-        self.kinds, self.lengths = [self.chain.layers[own[0]] for own in runs], [*map(len, runs)]
-        self.run_of = {layer: a for a, own in enumerate(runs) for layer in own}
+        self.kinds, self.lengths = [self.chain.layers[run[0]] for run in runs], [*map(len, runs)]
+        self.run_of = {layer: a for a, run in enumerate(runs) for layer in run}
         self.single = len(runs) == len(self.chain.layers)
         # Runs of several layers are those of a chain.
         self.edges = sorted(set(problem.edges if self.single else pairwise(self.runs)))
@@ -244,7 +244,10 @@ class _PipelineProgram:
     def until(self) -> list[list[Any]]:
         """[run][stage] Layers of it on the stage or before."""
         return [
-            [pulp.lpSum(n.variable for own in on[: s + 1] for n in own) for s in self.stages]
+            [
+                pulp.lpSum(n.variable for numbers in on[: s + 1] for n in numbers)
+                for s in self.stages
+            ]
             for on in self.on
         ]
 
@@ -258,8 +261,11 @@ class _PipelineProgram:
         for a, length in enumerate(self.lengths):
             program += self.until[a][-1] == length, f"run{a}_is_placed"
             for s, g in product(self.stages, self.types if len(self.types) > 1 else ()):
-                own = pulp.lpSum(n.variable for n in self.on[a][s] if n.type == g)
-                program += own <= length * self.of_type[s][g], f"run{a}_on_stage{s}_is_of_type{g}"
+                of_type = pulp.lpSum(n.variable for n in self.on[a][s] if n.type == g)
+                program += (
+                    of_type <= length * self.of_type[s][g],
+                    f"run{a}_on_stage{s}_is_of_type{g}",
+                )
             if length == 1:
                 continue
             done[a] = [self._binary(f"done_{a}_{s}") for s in self.stages]
@@ -271,10 +277,10 @@ class _PipelineProgram:
             follows = self.until[b][s] <= self.lengths[b] * done[a][s]
             program += follows, f"run{b}_follows_{a}_on_stage{s}"
         for s in self.stages:
-            held, room = pulp.lpSum(n.variable for n in self.here[s]), self.rooms[0][s]
-            program += held >= room.least_layers, f"stage{s}_has_layers_enough"
+            layers, room = pulp.lpSum(n.variable for n in self.here[s]), self.rooms[0][s]
+            program += layers >= room.least_layers, f"stage{s}_has_layers_enough"
             if room.most_layers is not None:
-                program += held <= room.most_layers, f"stage{s}_has_no_more_layers"
+                program += layers <= room.most_layers, f"stage{s}_has_no_more_layers"
         if len(self.types) > 1:
             for s in self.stages:
                 program += pulp.lpSum(self.of_type[s]) == 1, f"stage{s}_has_a_type"
@@ -288,7 +294,7 @@ class _PipelineProgram:
         tables = [one.chain.kinds[kind] for one in self.problem.types for kind in set(self.kinds)]
         every_level = sorted({o.transient_bytes for table in tables for o in table})
         for s in self.stages:
-            rooms = [own[s] for own in self.rooms]
+            rooms = [of_type[s] for of_type in self.rooms]
             free = [room.free_bytes - margin * room.capacity_bytes - lacks[s] for room in rooms]
             # Each row in units of its own capacity, without what could never fit: small tolerances.
             unit = power_of_ten(max(room.capacity_bytes for room in rooms)) * 1e-1
@@ -302,8 +308,10 @@ class _PipelineProgram:
                 largest = program.add_variable(f"largest_{s}", 0)
                 used.append(largest)
                 for a in self.runs:
-                    each = (n.variable * (n.option.transient_bytes / unit) for n in self.on[a][s])
-                    program += largest >= pulp.lpSum(each), f"run{a}_runs_on_stage{s}"
+                    transient = (
+                        n.variable * (n.option.transient_bytes / unit) for n in self.on[a][s]
+                    )
+                    program += largest >= pulp.lpSum(transient), f"run{a}_runs_on_stage{s}"
             else:
                 levels = {
                     u: self._binary(f"level_{s}_{i}")
@@ -318,8 +326,8 @@ class _PipelineProgram:
                         covering = pulp.lpSum(v for level, v in levels.items() if level >= u)
                         most, name = self.lengths[n.run] * covering, n.variable.name
                         program += n.variable <= most, f"{name}_is_below_the_level"
-            own = [is_ * (room / unit) for is_, room in zip(self.of_type[s], free, strict=True)]
-            program += pulp.lpSum(used) <= pulp.lpSum(own), f"stage{s}_fits_in_memory"
+            of_type = [is_ * (room / unit) for is_, room in zip(self.of_type[s], free, strict=True)]
+            program += pulp.lpSum(used) <= pulp.lpSum(of_type), f"stage{s}_fits_in_memory"
 
     def _hosts(self, margin: float) -> None:
         """Every host within its memory; hosts that hold the same devices are alike."""
@@ -343,8 +351,8 @@ class _PipelineProgram:
             if tie.at_most is not None:
                 for s in tie.stages or self.stages:
                     if s in self.stages:
-                        held = pulp.lpSum(n.variable for n in self.here[s])
-                        program += held <= tie.at_most, f"side{number}_on_stage{s}"
+                        layers = pulp.lpSum(n.variable for n in self.here[s])
+                        program += layers <= tie.at_most, f"side{number}_on_stage{s}"
             home = []
             if tie.together:
                 home = [self._binary(f"home_{number}_{s}") for s in self.stages]
@@ -376,9 +384,9 @@ class _PipelineProgram:
             for g, h in product(self.types, self.types):
                 own_s = self.problem.sent_s(g, h)
                 apart = 2 - self.of_type[s][g] - self.of_type[s + 1][h]
-                least = pulp.lpSum(one * (own_s[a] / self.unit_s) for a, one in sent.items())
-                least -= apart * (sum(own_s) / self.unit_s)
-                self.program += cut >= least, f"cut_behind_stage{s}_of_types{g}_{h}"
+                lowest = pulp.lpSum(one * (own_s[a] / self.unit_s) for a, one in sent.items())
+                lowest -= apart * (sum(own_s) / self.unit_s)
+                self.program += cut >= lowest, f"cut_behind_stage{s}_of_types{g}_{h}"
         return cuts
 
     def _straight_s(self, s: int) -> Any:
@@ -388,13 +396,13 @@ class _PipelineProgram:
         for a, b in self.edges:
             if a not in ends:
                 ends[a] = self.program.add_variable(f"end_{a}_{s}", 0, 1)
-            own, its, name = (
+            stage_s, its, name = (
                 self._number(a, s),
                 self._number(b, s),
                 f"output{a}_for_{b}_on_stage{s}",
             )
-            self.program += ends[a] >= own - self.until[b][s], f"{name}_is_sent"
-            self.program += ends[a] >= its - own, f"{name}_is_received"
+            self.program += ends[a] >= stage_s - self.until[b][s], f"{name}_is_sent"
+            self.program += ends[a] >= its - stage_s, f"{name}_is_received"
         return pulp.lpSum(end * (output_s[a] / self.unit_s) for a, end in ends.items())
 
     def _objective(self) -> Any:
@@ -408,7 +416,7 @@ class _PipelineProgram:
         if chain.forward_apart:
             total.append(chain.steady * slowest_forward)
         for s in self.stages:
-            scale = [own[s].time_scale / self.unit_s for own in self.rooms]
+            scale = [room[s].time_scale / self.unit_s for room in self.rooms]
             beside = pulp.lpSum(cuts[max(0, s - 1) : s + 1] if s else cuts[:1])
             beside += pulp.lpSum(
                 self.of_type[s][g] * (self.rooms[g][s].exposed_s / self.unit_s) for g in self.types
@@ -416,8 +424,8 @@ class _PipelineProgram:
             if not problem.relayed and s not in problem.unpaid:
                 beside += self._straight_s(s)
             seconds = program.add_variable(f"seconds_{s}", 0)
-            own = (n.variable * (scale[n.type] * n.option.time_s) for n in self.here[s])
-            program += seconds == pulp.lpSum(own) + beside, f"time_of_stage{s}"
+            room = (n.variable * (scale[n.type] * n.option.time_s) for n in self.here[s])
+            program += seconds == pulp.lpSum(room) + beside, f"time_of_stage{s}"
             if chain.forward_apart:
                 forward = pulp.lpSum(
                     n.variable * (scale[n.type] * n.option.forward_s) for n in self.here[s]
@@ -495,7 +503,7 @@ def solve(
 
 
 def _why_not(problem: GraphInstance, ties: Sequence[Tie]) -> str:
-    """Name what cannot be kept together: all that is asked beside the memory of each stage."""
+    """Name what cannot be met together: all that is asked beside the memory of each stage."""
     hosts = (host for one in problem.types for host in one.chain.hosts)
     asked = dict.fromkeys(map(str, (*ties, *hosts)))
     if asked:
@@ -509,17 +517,17 @@ def _runs(problem: GraphInstance, ties: Sequence[Tie]) -> list[list[int]]:
     layers = range(len(problem.chain.layers))
     if len(problem.types) > 1 or problem.output_s or not problem.one_order:
         return [[layer] for layer in layers]
-    held = [{at for at, tie in enumerate(ties) if layer in tie.layers} for layer in layers]
+    tied = [{at for at, tie in enumerate(ties) if layer in tie.layers} for layer in layers]
     found: list[list[int]] = []
     for layer, kind in enumerate(problem.chain.layers):
-        if layer and kind == problem.chain.layers[layer - 1] and held[layer] == held[layer - 1]:
+        if layer and kind == problem.chain.layers[layer - 1] and tied[layer] == tied[layer - 1]:
             found[-1].append(layer)
         else:
             found.append([layer])
     return found
 
 
-def _order_alike(instance: Instance, options: list[int], held: range) -> None:
+def _order_alike(instance: Instance, options: list[int], stage_layers: range) -> None:
     """Give later options to the earlier of a stage's layers that nothing tells apart.
 
     What ends a run between two of them may have been a side that does not speak of options.
@@ -529,7 +537,7 @@ def _order_alike(instance: Instance, options: list[int], held: range) -> None:
     def key(layer: int) -> tuple[object, ...]:
         return instance.layers[layer], *(tie for tie in chosen if layer in tie.layers)
 
-    for _, same in groupby(held, key=key):
+    for _, same in groupby(stage_layers, key=key):
         layers = list(same)
         options[layers[0] : layers[-1] + 1] = sorted(
             options[layers[0] : layers[-1] + 1], reverse=True

@@ -5,7 +5,7 @@ each layer takes one of its options (keep activations, recompute some, offload, 
 t_s the seconds stage s spends on one micro-batch,
 
     t_s   = time_scale_s · Σ_{l in s} (forward + backward) + exposed_s + cut_s at both ends
-    mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored + waiting_s · kept)
+    mem_s = fixed_s + Σ_{l in s} (resident + in_flight_s · stored + waiting_s · kept_bytes)
           + max_{l in s} transient, or what `used_bytes` says, which is no less
     T     = steady · max_s t_s + Σ_s (fill · t_s - credit_s) + max_s Σ_{l in s} sync
 
@@ -66,20 +66,22 @@ class UsedBytes:
         """Return the same for layers given by their places in an order."""
 
         def of(
-            stage: int, before: Sequence[int], held: Sequence[int], options: Sequence[int]
+            stage: int, before: Sequence[int], layers: Sequence[int], options: Sequence[int]
         ) -> float:
-            return self.of(stage, [order[at] for at in before], [order[at] for at in held], options)
+            return self.of(
+                stage, [order[at] for at in before], [order[at] for at in layers], options
+            )
 
         def of_many(
-            stage: int, before: Sequence[int], held: Sequence[int], options: Indices
+            stage: int, before: Sequence[int], layers: Sequence[int], options: Indices
         ) -> Floats:
             assert self.of_many is not None, "asked for where it is"
-            placed = [order[at] for at in before], [order[at] for at in held]
+            placed = [order[at] for at in before], [order[at] for at in layers]
             return self.of_many(stage, *placed, options)
 
-        def fewest(stage: int, before: Sequence[int], held: Sequence[int]) -> float:
+        def fewest(stage: int, before: Sequence[int], layers: Sequence[int]) -> float:
             assert self.fewest is not None, "asked for where it is"
-            return self.fewest(stage, [order[at] for at in before], [order[at] for at in held])
+            return self.fewest(stage, [order[at] for at in before], [order[at] for at in layers])
 
         return UsedBytes(
             of, self.by_place, self.of_many and of_many, fewest if self.fewest is not None else None
@@ -205,7 +207,7 @@ class Instance:
     sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Rows of the fewest and the most layers [stage], of which a split keeps one; empty: any."""
     used_bytes: UsedBytes | None = field(default=None, repr=False, compare=False)
-    """What a stage holds, where the sums above are no more than that."""
+    """What a stage has, where the sums above are no more than that."""
 
     def __post_init__(self) -> None:
         _refuse(not self.layers, "an instance needs at least one layer")
@@ -248,7 +250,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A split of an instance: stage s holds layers `cuts[s]` .. `cuts[s + 1] - 1`.
+    """A split of an instance: stage s has layers `cuts[s]` .. `cuts[s + 1] - 1`.
 
     `options[l]` indexes the options of layer l.  No split of the instance takes less than
     `lower_bound_s`; `optimal` says that this one takes no more.
@@ -302,12 +304,14 @@ class Unfinished:
     reason: str = ""
 
 
-def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int]) -> float:
-    """Bytes of stage `s` holding the layers `held`; `options[layer]` for the whole chain."""
-    own = [options[layer] for layer in held]
+def stage_bytes(instance: Instance, s: int, layers: range, options: Sequence[int]) -> float:
+    """Bytes of stage `s` holding `layers`; `options[layer]` for the whole chain."""
+    taken = [options[layer] for layer in layers]
     if instance.used_bytes is not None:
-        return instance.used_bytes.of(s, range(held.start), held, own)
-    chosen = [instance.options_of(layer)[option] for layer, option in zip(held, own, strict=True)]
+        return instance.used_bytes.of(s, range(layers.start), layers, taken)
+    chosen = [
+        instance.options_of(layer)[option] for layer, option in zip(layers, taken, strict=True)
+    ]
     stage = instance.stages[s]
     return (
         stage.fixed_bytes
@@ -316,11 +320,11 @@ def stage_bytes(instance: Instance, s: int, held: range, options: Sequence[int])
     )
 
 
-def stage_fits(instance: Instance, s: int, held: range, options: Sequence[int]) -> bool:
-    """Whether stage `s` has the bytes for the layers `held`."""
+def stage_fits(instance: Instance, s: int, layers: range, options: Sequence[int]) -> bool:
+    """Whether stage `s` has the bytes for `layers`."""
     capacity_bytes = instance.stages[s].capacity_bytes
     allowance = ROUNDING * abs(capacity_bytes)
-    return stage_bytes(instance, s, held, options) <= capacity_bytes + allowance
+    return stage_bytes(instance, s, layers, options) <= capacity_bytes + allowance
 
 
 def priced(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> Solution:
@@ -335,8 +339,8 @@ def priced(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> S
     sync: list[float] = []
     fill_s = 0.0
     for s, stage in enumerate(instance.stages):
-        held = range(cuts[s], cuts[s + 1])
-        chosen = [instance.options_of(layer)[options[layer]] for layer in held]
+        layers = range(cuts[s], cuts[s + 1])
+        chosen = [instance.options_of(layer)[options[layer]] for layer in layers]
         stage_s = stage.time_scale * sum(o.time_s for o in chosen) + stage.exposed_s
         if instance.cut_s:
             stage_s += sum(instance.cut_s[j] for j in (cuts[s], cuts[s + 1]) if 0 < j < count)
@@ -344,9 +348,9 @@ def priced(instance: Instance, cuts: Sequence[int], options: Sequence[int]) -> S
         layers_s = stage.time_scale * sum(o.time_s for o in chosen)
         forward_s = stage.time_scale * sum(o.forward_s for o in chosen)
         forward.append(forward_s + (stage_s - layers_s) / 2)
-        used.append(stage_bytes(instance, s, held, options))
+        used.append(stage_bytes(instance, s, layers, options))
         sync.append(sum(o.sync_s for o in chosen))
-        credit_s = stage.time_scale * sum(instance.credit_s(layer) for layer in held)
+        credit_s = stage.time_scale * sum(instance.credit_s(layer) for layer in layers)
         fill_s += instance.fill * stage_s - credit_s
     slowest_s = max(seconds)
     if instance.forward_apart:
@@ -395,12 +399,12 @@ def broken(instance: Instance, solution: Solution) -> HostMemory | Tie | None:
     return unkept(instance.sides, solution.cuts, names)
 
 
-def leanest_bytes(instance: Instance, stage: StageLimits, held: range) -> float:
-    """Fewest bytes in which `stage` can hold the layers `held`, whatever the seconds.
+def leanest_bytes(instance: Instance, stage: StageLimits, layers: range) -> float:
+    """Fewest bytes in which `stage` can hold `layers`, whatever the seconds.
 
     For every level that the largest transient may have, the minimum-memory option below that level.
     """
-    tables = [instance.options_of(layer) for layer in held]
+    tables = [instance.options_of(layer) for layer in layers]
     levels = sorted({o.transient_bytes for table in tables for o in table})
     floor = max(min(o.transient_bytes for o in table) for table in tables)
     return min(

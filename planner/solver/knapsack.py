@@ -4,9 +4,9 @@ The transient bytes of a stage are the largest of its layers, so every level tha
 have is tried: options above the level are forbidden, the level is charged, and the rest is a
 knapsack over bytes that add up.  The least over the levels is exact.
 
-Bytes that add up are resident + in_flight · stored + waiting · kept.  Where the resident and the
-kept bytes of a layer do not depend on its option, all stages share the Pareto sets of (stored,
-seconds), and only the budget (free - level - Σ (resident + waiting · kept)) / in_flight differs
+Bytes that add up are resident + in_flight · stored + waiting · saved.  Where the resident and the
+saved bytes of a layer do not depend on its option, all stages share the Pareto sets of (stored,
+seconds), and only the budget (free - level - Σ (resident + waiting · saved)) / in_flight differs
 between them; otherwise only stages of equal in_flight and waiting share them.
 
 Where hosts have too little memory (planner.solver.sides), a stage also has a limit on the bytes
@@ -90,7 +90,7 @@ class OptionTable:
 class StageClass:
     """Stages that share Pareto sets: `stages` indexes them, `scale` divides their budgets.
 
-    `load[kind, option]` are the bytes of a knapsack, `base_bytes[kind]` what any option holds.
+    `load[kind, option]` are the bytes of a knapsack, `base_bytes[kind]` what any option has.
     """
 
     stages: Indices
@@ -101,13 +101,13 @@ class StageClass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxed:
-    """Least t + λ x of a kind under each limit on its transient: [kind, levels allowed, λ].
+    """`charged[kind, levels allowed, λ]` is the least t + λ x under each limit on the transient.
 
     `lean[kind, levels allowed]` are the least bytes.  With no level allowed both are inf.
     """
 
     multipliers: Floats
-    least: Floats
+    charged: Floats
     lean: Floats
 
 
@@ -217,8 +217,10 @@ class Knapsacks:
             load = options.resident + in_flight * options.stored
             if waiting:
                 load = load + waiting * options.kept
-            least = options.resident.min(axis=1)
-            families.append(StageClass(stages, np.ones(len(stages)), load - least[:, None], least))
+            fewest_bytes = options.resident.min(axis=1)
+            families.append(
+                StageClass(stages, np.ones(len(stages)), load - fewest_bytes[:, None], fewest_bytes)
+            )
         return families
 
     @cached_property
@@ -241,7 +243,7 @@ class Knapsacks:
             spread = np.linspace(0, len(multipliers) - 1, _MULTIPLIERS).round().astype(int)
             multipliers = multipliers[spread]
 
-        least = np.full((kinds, depth + 1, len(multipliers)), np.inf)
+        charged_least = np.full((kinds, depth + 1, len(multipliers)), np.inf)
         lean = np.full((kinds, depth + 1), np.inf)
         padded = np.array(
             [levels + levels[-1:] * (depth - len(levels)) for levels in options.levels]
@@ -253,9 +255,9 @@ class Knapsacks:
         )
         for allowed in range(1, depth + 1):
             forbidden = options.transient > padded[:, allowed - 1, None]
-            least[:, allowed] = np.where(forbidden[:, :, None], np.inf, charged).min(axis=1)
+            charged_least[:, allowed] = np.where(forbidden[:, :, None], np.inf, charged).min(axis=1)
             lean[:, allowed] = np.where(forbidden, np.inf, load).min(axis=1)
-        return Relaxed(multipliers, least, lean)
+        return Relaxed(multipliers, charged_least, lean)
 
     def allowed(self, kinds: Iterable[int], level: float) -> list[int]:
         """Count the transient levels of each kind that do not exceed `level`."""
@@ -403,8 +405,8 @@ class Knapsacks:
         counts = np.array([count for _, count in content], dtype=float)
         allowed = np.array([self.allowed(kinds, level) for level in levels])
         room = np.array(budgets)
-        least = counts @ relaxed.least[kinds, allowed]
-        bounds_s: Floats = (least - relaxed.multipliers * room[:, None]).max(axis=1)
+        charged_s = counts @ relaxed.charged[kinds, allowed]
+        bounds_s: Floats = (charged_s - relaxed.multipliers * room[:, None]).max(axis=1)
         lean = relaxed.lean[kinds, allowed] @ counts
         bounds_s[lean > room + SLACK * np.abs(room)] = np.inf
         return bounds_s
@@ -431,6 +433,6 @@ class Knapsacks:
 
     def _budgets(self, family: StageClass, content: Content, level: float) -> Floats:
         """Bytes, on the scale of the family, that the loads may use on each of its stages."""
-        held = sum(float(family.base_bytes[kind]) * count for kind, count in content)
-        budgets: Floats = (self.free_bytes[family.stages] - level - held) / family.scale
+        base_bytes = sum(float(family.base_bytes[kind]) * count for kind, count in content)
+        budgets: Floats = (self.free_bytes[family.stages] - level - base_bytes) / family.scale
         return budgets

@@ -19,10 +19,10 @@ from planner.solver.instance import Instance, StageLimits, leanest_bytes
 def why_infeasible(instance: Instance) -> str:
     """Name the limit that no split can keep; empty if some split fits."""
     layers, stages = len(instance.layers), len(instance.stages)
-    least = sum(stage.least_layers for stage in instance.stages)
-    if least > layers:
+    fewest = sum(stage.least_layers for stage in instance.stages)
+    if fewest > layers:
         return (
-            f"{_count(stages, 'stage')} need at least {_count(least, 'layer')}; "
+            f"{_count(stages, 'stage')} need at least {_count(fewest, 'layer')}; "
             f"the chain has {layers}"
         )
     ends = [_longest_runs(instance, stage) for stage in instance.stages]
@@ -59,7 +59,9 @@ def why_no_split(problem: GraphInstance) -> str:
         for chain in chains
     )
     free = [sorted((stage.free_bytes for stage in chain.stages), reverse=True) for chain in chains]
-    most = sum(sum(own[: one.stages]) for one, own in zip(problem.types, free, strict=True))
+    most = sum(
+        sum(free_bytes[: one.stages]) for one, free_bytes in zip(problem.types, free, strict=True)
+    )
     names = " and ".join(f"{one.stages} x {one.name}" for one in problem.types)
     return (
         f"no order of {names} and no cuts fit: in their minimum-memory options all layers need at "
@@ -94,12 +96,12 @@ def _longest_runs(instance: Instance, stage: StageLimits) -> NDArray[np.intp]:
     return longest
 
 
-def _reached(before: NDArray[np.bool_], end: NDArray[np.intp], least: int) -> NDArray[np.bool_]:
-    """Positions where a stage of `least` layers or more can end if it begins at `before`."""
+def _reached(before: NDArray[np.bool_], end: NDArray[np.intp], fewest: int) -> NDArray[np.bool_]:
+    """Positions where a stage of `fewest` layers or more can end if it begins at `before`."""
     change = np.zeros(len(before) + 1, dtype=int)
     for first in np.flatnonzero(before[:-1]):
-        if end[first] >= first + least:
-            change[first + least] += 1
+        if end[first] >= first + fewest:
+            change[first + fewest] += 1
             change[end[first] + 1] -= 1
     after: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
     return after
@@ -128,15 +130,15 @@ def _stuck(instance: Instance, s: int, firsts: NDArray[np.intp]) -> str:
             f"the stages before stage {s} must hold all layers, and none is left for it: "
             "ask for fewer stages"
         )
-    least = stage.least_layers
-    begins = [first for first in begins if first + least <= len(instance.layers)] or begins[:1]
-    ends = [min(first + least, len(instance.layers)) for first in begins]
+    fewest = stage.least_layers
+    begins = [first for first in begins if first + fewest <= len(instance.layers)] or begins[:1]
+    ends = [min(first + fewest, len(instance.layers)) for first in begins]
     needs = min(
         leanest_bytes(instance, stage, range(first, end))
         for first, end in zip(begins, ends, strict=True)
     )
     which = f"layer {begins[0]}" if len(begins) == 1 else f"any of layers {begins[0]}..{begins[-1]}"
-    which += f" and the {least - 1} behind it" if least > 1 else ""
+    which += f" and the {fewest - 1} behind it" if fewest > 1 else ""
     return (
         f"stage {s} cannot hold {which}, where the stages before it may stop: that needs at "
         f"least {bytes_text(needs)} in its minimum-memory option, and "
@@ -144,7 +146,7 @@ def _stuck(instance: Instance, s: int, firsts: NDArray[np.intp]) -> str:
     )
 
 
-def _too_many(instance: Instance, held: int) -> str:
+def _too_many(instance: Instance, reached: int) -> str:
     """Say how far the minimum-memory options reach, and what the whole chain would need."""
     stages = instance.stages
     layers = len(instance.layers)
@@ -155,8 +157,8 @@ def _too_many(instance: Instance, held: int) -> str:
     )
     return (
         f"even with the minimum-memory options the {_count(len(stages), 'stage')} hold only the "
-        f"first {held} of {layers} layers: all of them need at least {bytes_text(needs)}, of which "
-        f"{bytes_text(resident)} resident, and the stages have "
+        f"first {reached} of {layers} layers: all of them need at least {bytes_text(needs)}, of "
+        f"which {bytes_text(resident)} resident, and the stages have "
         f"{bytes_text(sum(stage.free_bytes for stage in stages))} free, "
         f"{bytes_text(min(stage.free_bytes for stage in stages))} on the smallest"
     )

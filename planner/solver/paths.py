@@ -1,12 +1,13 @@
 """Paths through levels of states, and what they cost.
 
-Level s holds the states between steps s - 1 and s; a path takes one step per level.  The costs are
+Level s has the states between steps s - 1 and s; a path takes one step per level.  The costs are
 tables [step]; `planner.solver.descent` finds the cheapest path.  The smallest sum is one dynamic
 program backward over the levels; among equal sums a path takes the earliest steps.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -30,6 +31,7 @@ class Paths:
         self._ends = [ends for _, ends in hops]
         bounds = accumulate((len(ends) for ends in self._ends), initial=0)
         self._levels = [slice(a, b) for a, b in pairwise(bounds)]
+        self._stops = [level.stop for level in self._levels]
         self._starts = []  # of each level: states that have steps, and the first step of each
         for starts, _ in hops:
             first = np.flatnonzero(np.diff(starts, prepend=-1))
@@ -40,7 +42,7 @@ class Paths:
 
     def level(self, step: int) -> int:
         """Level of a step."""
-        return next(s for s, level in enumerate(self._levels) if step < level.stop)
+        return bisect_right(self._stops, step)
 
     def steps(self, level: int) -> slice:
         """Steps of a level."""

@@ -1,6 +1,6 @@
 """The downsets of a chain of layers; `planner.solver.graphs.ideals` has those of graphs.
 
-Downset n holds the first n layers, so sums over downsets are prefix sums.
+Downset n has the first n layers, so sums over downsets are prefix sums.
 """
 
 from __future__ import annotations

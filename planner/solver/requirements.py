@@ -101,8 +101,8 @@ def read_requirements(texts: Sequence[str], names: Sequence[str]) -> tuple[Requi
 def _requirement(text: str, names: Sequence[str]) -> Requirement:
     most = _MOST.fullmatch(text)
     if most:
-        each = most[2] in ("each stage", "every stage")
-        stages = None if each else _stages(most[2], text)
+        of_every_stage = most[2] in ("each stage", "every stage")
+        stages = None if of_every_stage else _stages(most[2], text)
         count = whole_number(most[1])
         if not count:
             raise DocumentError(

@@ -1,6 +1,6 @@
 """The cheapest way over costs that start as bounds and become exact when they are wanted.
 
-A step is a stage with what it holds.  While one of the cheapest way is only bounded it is settled,
+A step is a stage with what it has.  While one of the cheapest way is only bounded it is settled,
 and the search repeated.  All costs being exact or below, a way whose steps are exact costs no more
 than any other.
 """
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.documents.tolerances import ROUNDING, SETTLED
-from planner.solver.descent import Costs, Way, Ways, cheapest, priced
+from planner.solver.descent import Costs, Way, cheapest, priced
+from planner.solver.paths import Paths
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +26,7 @@ class SettledSteps(Protocol):
     """The steps that ways are made of."""
 
     @property
-    def ways(self) -> Ways:
+    def ways(self) -> Paths:
         """All ways along them."""
 
     @property

@@ -30,8 +30,8 @@ def best_row(instance: Instance, cutoff_s: float, solve: Callable[[Instance, flo
     bound_s = math.inf
     for row in instance.sizes:
         stages = tuple(
-            replace(stage, least_layers=least, most_layers=most)
-            for stage, (least, most) in zip(instance.stages, row, strict=True)
+            replace(stage, least_layers=fewest, most_layers=most)
+            for stage, (fewest, most) in zip(instance.stages, row, strict=True)
         )
         found = solve(replace(instance, stages=stages, sizes=()), cutoff_s)
         if isinstance(found, Infeasible):

@@ -5,9 +5,9 @@
                     | Fathomed          none is below the cutoff, or none was found there
                     | Unfinished        none was found, and too many to be sure
 
-A chain on devices of one type is `planner.solver.inner`'s.  On several types the order of types,
-the branches and the cuts are chosen together along paths of (downset, stages used of each type)
-(`planner.solver.unequal.unequal`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
+The order of types, the branches and the cuts are chosen together along paths of (downset, stages
+used of each type) (`planner.solver.unequal.unequal`), those of a chain on one type too
+(`planner.solver.inner`); graphs on one type are `planner.solver.graphs.lattice`'s.  A
 graph with more downsets than that allows is split through those of several orders of the branches
 (`planner.solver.graphs.nearby`), under a bound of all orders
 (`planner.solver.unequal.fastest` on several types).
@@ -53,7 +53,7 @@ def solve(
 
     Only objectives below `cutoff_s` are of interest; with a finite one a problem that does not fit
     may be reported as fathomed.  Exact unless the graph has more downsets than `effort` allows, or
-    the integer program, which decides where ties are not kept by themselves, meets its time limit.
+    the integer program, which decides where ties are not met by themselves, meets its time limit.
     """
     few = too_few(problem)
     if few:
@@ -111,8 +111,8 @@ def solve_chain(
     relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
     if not isinstance(relaxed, Solution):
         return relaxed
-    each = zip(narrow.layers, relaxed.options, strict=True)
-    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in each))
+    chosen = zip(narrow.layers, relaxed.options, strict=True)
+    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in chosen))
     if broken(instance, whole) is None:
         return whole
     return ilp.solve(
@@ -217,12 +217,15 @@ def _on_types(
     return (replace(best, method="orders") if best else None), bound_s
 
 
-def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs] | None:
-    """Return the downsets of a problem with few of them, and those that lie in others."""
+def _downsets(problem: GraphInstance, effort: GraphEffort) -> tuple[Downsets, Runs | None] | None:
+    """Return the downsets of a problem with few of them, and those that lie in others.
+
+    Of a chain those follow from how long stages may take.
+    """
     most = effort.most_steps // (len(problem.chain.stages) * len(problem.types))
-    every: Downsets | None = Prefixes(len(problem.chain.layers))
-    if not problem.one_order:
-        every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
+    if problem.one_order:
+        return Prefixes(len(problem.chain.layers)), None
+    every = ideals(problem.readers(), most=max(most, 2), colocated=problem.colocated)
     pairs = None if every is None else every.nested(most)
     return None if every is None or pairs is None else (every, pairs)
 

@@ -7,7 +7,7 @@ The layers of a step (stage s, ideals I < J) are a knapsack, and
 in which the sum is a difference of two sums over ideals.  The transient bytes are not additive: the
 levels that their largest may have are put in a few ranges; within one, options above the range are
 forbidden, its lowest level is charged (or the largest of the layers' smallest, if that is more),
-and the least of the bounds over the ranges holds.
+and the least of the bounds over the ranges is valid.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _IdealRange:
     """Sums over ideals for one range of transient levels and one family of stages.
 
     `levels` above the `lowest` rise, `reached` [level, member] counts layers that need as much.
-    `totals` [column, member]: bytes that any option holds; layers without an option in the range;
+    `totals` [column, member]: bytes that any option has; layers without an option in the range;
     leanest loads; and for each multiplier the least t + λ x.
     """
 
@@ -88,16 +88,16 @@ class StepBounds:
 
     def stage_s(self, stage: int, smaller: Indices, larger: Indices) -> Floats:
         """[step] Bound on the seconds of a stage; inf where its layers cannot fit."""
-        own = self._layers_s(np.array([stage]), smaller, larger)[0]
-        staged: Floats = own + self.fixed_s(stage, smaller, larger)
+        layers_s = self._layers_s(np.array([stage]), smaller, larger)[0]
+        staged: Floats = layers_s + self.fixed_s(stage, smaller, larger)
         return staged
 
     def stages_s(self, smaller: Indices, larger: Indices) -> Floats:
         """[stage, step] The same of all stages without their cuts, steps of one content alike."""
         sample, number = np.arange(len(smaller)), np.arange(len(smaller))
         if self.codes is not None:
-            held = self.codes[larger] - self.codes[smaller]
-            _, sample, number = np.unique(held, return_index=True, return_inverse=True)
+            contents = self.codes[larger] - self.codes[smaller]
+            _, sample, number = np.unique(contents, return_index=True, return_inverse=True)
         found = self.layers_s(smaller[sample], larger[sample])[:, number]
         staged: Floats = found + self.knapsacks.exposed_s[:, None]
         return staged
@@ -133,7 +133,7 @@ class StepBounds:
     def shared_s(self, stages: slice, *, rest: bool = False) -> Floats:
         """[member] Least unscaled seconds of its layers if these stages alone hold them.
 
-        With `rest`, of the layers that it lacks.  Stage r holds no more than B_r bytes of
+        With `rest`, of the layers that it lacks.  Stage r has no more than B_r bytes of
         resident + q_r · stored, so with q the largest q_r no more than B_r / q_r of
         y = stored + resident / q, and all stages together take
 
@@ -196,7 +196,7 @@ class StepBounds:
             family.base_bytes,
             none.astype(np.float64),
             np.where(none, 0.0, relaxed.lean[kinds, allowed]),
-            np.where(none[:, None], 0.0, relaxed.least[kinds, allowed]),
+            np.where(none[:, None], 0.0, relaxed.charged[kinds, allowed]),
         ]
         return _IdealRange(
             lowest, levels, reached, relaxed.multipliers, self._totals(np.column_stack(columns))
@@ -222,8 +222,8 @@ def _bound(
     base, none, leanest, *softened = one.totals
     base = base / scale
     bound = np.zeros(room.shape)
-    for multiplier, least in zip(one.multipliers, softened, strict=True):
-        until = least + multiplier * base
+    for multiplier, softened_s in zip(one.multipliers, softened, strict=True):
+        until = softened_s + multiplier * base
         charge = until[..., larger]
         charge -= until[..., smaller]
         charge -= multiplier * room

@@ -137,15 +137,15 @@ def _in_shares(
         excess = np.stack([load[kept], sync[kept]])
         kinds.append(_UsefulOptions(at, kept, group.time_s[kept], excess, group.count))
     kinds.sort(key=lambda kind: kind.count * (len(kind.options) - 1))
-    weight, least = _tightest_mixture(kinds)
-    if least > 1 + ROUNDING:
+    weight, lowest_s = _tightest_mixture(kinds)
+    if lowest_s > 1 + ROUNDING:
         return None
     mixed = []
     for kind in kinds:
         mixture = weight @ kind.excess
         excess = np.vstack([kind.excess, mixture - mixture.min()])
         mixed.append(replace(kind, excess=excess))
-    return mixed, np.array([1.0, 1.0, 1.0 - least + ROUNDING])
+    return mixed, np.array([1.0, 1.0, 1.0 - lowest_s + ROUNDING])
 
 
 def _shares(resource: Floats, room: float) -> Floats:
@@ -169,9 +169,9 @@ def _tightest_mixture(kinds: Sequence[_UsefulOptions]) -> tuple[Floats, float]:
             bends.update((fewer[crossing] / (more + fewer)[crossing]).tolist())
     share = np.array(sorted(bends))
     weights = np.stack([share, 1 - share], axis=1)
-    least = sum(kind.count * (weights @ kind.excess).min(axis=1) for kind in kinds)
-    tightest = int(np.argmax(least))
-    return weights[tightest], float(np.asarray(least)[tightest])
+    lowest_s = sum(kind.count * (weights @ kind.excess).min(axis=1) for kind in kinds)
+    tightest = int(np.argmax(lowest_s))
+    return weights[tightest], float(np.asarray(lowest_s)[tightest])
 
 
 def _with_reduced(kinds: list[_UsefulOptions]) -> tuple[list[_UsefulOptions], float]:
@@ -179,17 +179,20 @@ def _with_reduced(kinds: list[_UsefulOptions]) -> tuple[list[_UsefulOptions], fl
 
     The best bound for a given μ is concave in μ: the largest on a grid has the optimum beside it.
     """
-    low, high = 0.0, 1e-3 * max(float(np.ptp(kind.time_s)) for kind in kinds) + TINY
+    lower, upper = 0.0, 1e-3 * max(float(np.ptp(kind.time_s)) for kind in kinds) + TINY
     while True:  # both limits can be kept in fractions, so the bound ends to rise
-        per_sync = np.linspace(low, high, _POINTS)
+        per_sync = np.linspace(lower, upper, _POINTS)
         bounds_s, _ = _bounds_s(kinds, per_sync)
         best = int(bounds_s.argmax())
-        if best < _POINTS - 1 or high > _STEEPEST:
+        if best < _POINTS - 1 or upper > _STEEPEST:
             break
-        low, high = float(per_sync[-2]), high * _POINTS
+        lower, upper = float(per_sync[-2]), upper * _POINTS
     for _ in range(_ZOOMS):
-        low, high = float(per_sync[max(best - 1, 0)]), float(per_sync[min(best + 1, _POINTS - 1)])
-        per_sync = np.linspace(low, high, _POINTS)
+        lower, upper = (
+            float(per_sync[max(best - 1, 0)]),
+            float(per_sync[min(best + 1, _POINTS - 1)]),
+        )
+        per_sync = np.linspace(lower, upper, _POINTS)
         bounds_s, per_load = _bounds_s(kinds, per_sync)
         best = int(bounds_s.argmax())
     multipliers = np.array([per_load[best], per_sync[best]])
@@ -265,11 +268,11 @@ def _ways(
     left = np.full(len(parent), kind.count)
     counts = np.zeros((len(order), len(parent)), dtype=np.intp)
     for k in order[:-open_options]:
-        each = kind.excess[:, k, None]
-        repeats = _most(each, rooms[:, None] - used, left) + 1
+        excess = kind.excess[:, k, None]
+        repeats = _most(excess, rooms[:, None] - used, left) + 1
         way = np.repeat(np.arange(len(parent)), repeats)
         number = np.arange(len(way)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        used = used[:, way] + number * each
+        used = used[:, way] + number * excess
         parent, left, counts = parent[way], left[way] - number, counts[:, way]
         counts[k] = number
     if open_options == 1:

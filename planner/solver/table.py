@@ -1,9 +1,8 @@
 """Seconds of stages with what they may hold: exact, or bounded from below.
 
-An entry of a table is a stage with some layers in a row of an order that runs: what one downset of
-the layers (with a layer, all that it reads) adds to another.  Of a chain the downsets are its
-prefixes, and `planner.solver.stage_table` has every stage with every run; of a graph
-`planner.solver.graphs.step_table` has the steps that a search has left.
+An entry of a table is a step: a stage with some layers in a row of an order that runs, what one
+downset of the layers (with a layer, all that it reads) adds to another.  Of a chain the downsets
+are its prefixes.  A table has the steps that a search has left, stage after stage.
 
 A table starts from bounds (`planner.solver.step_bounds`); `Table.settle` replaces the bound
 of an entry by its exact value when a search wants to use it, and those of all entries of its stage
@@ -15,8 +14,7 @@ over its layers, the value by sums is a bound too, and the options are checked
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -27,8 +25,11 @@ from numpy.typing import NDArray
 
 from planner.solver.assembly import content_of, fastest_options
 from planner.solver.checked import fastest_checked
-from planner.solver.descent import Costs, Ways
-from planner.solver.knapsack import Checked, Content, Fastest, Knapsacks
+from planner.solver.descent import Costs
+from planner.solver.knapsack import Checked, Content, Fastest
+from planner.solver.paths import Paths
+from planner.solver.prefixes import Runs
+from planner.solver.step_bounds import StepBounds
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -47,84 +48,119 @@ Known = dict[tuple[int, tuple[tuple[int, int], ...]], Settled]
 """What is known exactly, by stage and content (kind, number of layers), kinds rising."""
 
 
-class StageSecondsTable(ABC):
-    """[entry] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
+class StepTable:
+    """[step] `stage_s`, and `settled` where it is exact; inf where the layers do not fit.
 
     `known` keeps what is exact for the tables of other ceilings.
     """
 
-    ways: Ways
+    def __init__(
+        self,
+        bounds: StepBounds,
+        hops: Sequence[Runs],
+        known: Known,
+        least_s: Floats,
+        *,
+        quantum_s: float = 0.0,
+        limit_s: float = math.inf,
+    ) -> None:
+        """`hops` [stage] are the steps, from and to members of the bounds, by rising start.
 
-    def __init__(self, knapsacks: Knapsacks, known: Known, *, limit_s: float = math.inf) -> None:
-        """Of stages that take longer than `limit_s` nobody wants to know how long."""
-        self.stage_s = np.empty(0)
-        self.settled: Booleans = np.empty(0, dtype=bool)
+        `least_s` are bounds on their seconds.  Seconds are multiples of the quantum, if there is
+        one.  Of stages that take longer than `limit_s` nobody wants to know how long.
+        """
+        knapsacks = self._knapsacks = bounds.knapsacks
+        self._bounds, self._hops, self._known = bounds, hops, known
+        self._quantum_s, self._limit_s = quantum_s, limit_s
+        self.ways = Paths([len(bounds.members)] * (len(hops) + 1), hops)
+        self.stage_s = self._rounded(least_s)
+        self.settled: Booleans = ~np.isfinite(least_s)
         self.sync_depends = knapsacks.sync_depends
         """Whether options of one kind differ in `sync_s`: then it is no part of `costs`."""
         self.sync_limit_s = np.inf
         self.loose: dict[int, float] = {}
         """Of entries that are not known exactly, seconds that are no more than theirs."""
-        self._besides_s = np.empty(0)
+        self._besides_s = np.concatenate([bounds.fixed_s(s, *hop) for s, hop in enumerate(hops)])
         """Seconds of stages besides their layers: exposed, and the cuts at both ends."""
-        self._knapsacks = knapsacks
-        self._known = known
-        self._limit_s = limit_s
         self._used_bytes = knapsacks.instance.used_bytes
-        self._checked: Booleans = self.settled
+        self._checked: Booleans = np.ones(len(least_s), dtype=bool)
         """Whether an entry is that of options that fit; with exact sums it is if it is settled."""
-        self._used_s = np.empty(0)
-        """Sync of the choice that settled an entry, where options differ in it."""
-
-    def _begin(self, stage_s: Floats, settled: Booleans) -> None:
-        """Start from these seconds."""
-        self.stage_s, self.settled = stage_s, settled
-        self._checked = np.ones(len(stage_s), dtype=bool)
         if self._used_bytes is not None:
-            self._checked = ~np.isfinite(stage_s)
-        self._used_s = np.zeros(len(stage_s) if self.sync_depends else 0)
+            self._checked = self.settled.copy()
+        self._used_s = np.zeros(len(least_s) if self.sync_depends else 0)
+        """Sync of the choice that settled an entry, where options differ in it."""
+        self.content = np.arange(len(self.ways))
+        self._take_over()
 
-    @abstractmethod
-    def entries(self, way: tuple[int, ...]) -> Sequence[int]:
-        """[stage] Entries of a way."""
+    def _take_over(self) -> None:
+        """Number the contents of steps, and take what is known of them from other ceilings.
 
-    @abstractmethod
+        Where kinds are too many for numbers, a step is the only one that is settled with it.
+        """
+        codes, radix = self._bounds.codes, self._knapsacks.radix
+        if codes is None or radix is None:
+            return
+        self.content = np.concatenate([codes[b] - codes[a] for a, b in self._hops])
+        for (stage, content), found in self._known.items():
+            code = sum(radix[kind] * n for kind, n in content)
+            self._write_all(stage, self._with_content(stage, code), found)
+
     def layers(self, entry: int) -> Sequence[int]:
-        """Layers of an entry, rising."""
+        """Layers that a step adds, rising."""
+        return self._bounds.every.difference(*self._place(entry))
 
-    @abstractmethod
     def _before(self, entry: int) -> Sequence[int]:
         """Layers of the stages before, rising."""
+        return self._bounds.every.difference(0, self._place(entry)[0])
 
-    @abstractmethod
-    def _stage_of(self, entry: int) -> int: ...
+    def _place(self, entry: int) -> tuple[int, int]:
+        """Both downsets."""
+        stage = self.ways.level(entry)
+        at = entry - self.ways.steps(stage).start
+        smaller, larger = (int(self._bounds.members[ends[at]]) for ends in self._hops[stage])
+        return smaller, larger
 
-    @abstractmethod
-    def _place(self, entry: int) -> Hashable:
-        """What tells entries of one stage apart by their place, whatever the other tables have."""
-
-    @abstractmethod
     def _like(self, stage: int, entry: int) -> Indices:
-        """Entries of a stage with as many layers of the same kinds as this one, if it may."""
+        """Entries of a stage with as many layers of the same kinds as this one."""
+        return self._with_content(stage, int(self.content[entry]))
 
-    @abstractmethod
+    def _with_content(self, stage: int, code: int) -> Indices:
+        steps = self.ways.steps(stage)
+        found: Indices = steps.start + np.flatnonzero(self.content[steps] == code)
+        return found
+
     def _over(self, per_kind: Floats, scale: Floats) -> Floats:
         """[entry] Sums over the layers of entries, times the scale of their stage."""
+        until = self._bounds.total(per_kind)
+        return np.concatenate(
+            [
+                factor * (until[larger] - until[smaller])
+                for factor, (smaller, larger) in zip(scale, self._hops, strict=True)
+            ]
+        )
 
     def _rounded(self, values: Floats) -> Floats:
         """Return values as entries have them."""
-        return values
+        if not self._quantum_s:
+            return values
+        rounded: Floats = np.round(values / self._quantum_s) * self._quantum_s
+        return rounded
 
-    def _enough_s(self, _: int) -> float:
+    def _enough_s(self, entry: int) -> float:
         """Seconds of an entry's layers, unscaled, that are known to be the fewest; 0 if unknown."""
-        return 0.0
+        if not self._quantum_s:
+            return 0.0
+        staged_s = float(self.stage_s[entry] - self._besides_s[entry])
+        # A hair more than exactly.
+        scale = float(self._knapsacks.time_scale[self.ways.level(entry)])
+        return (staged_s + 4 * self._quantum_s) / scale
 
     def laid(self, way: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
         """Return a way's layers in order, its cuts, and the options of the layers."""
-        entries = self.entries(way)
-        held = [self.layers(entry) for entry in entries]
-        options = [option for entry in entries for option in self.options(entry)]
-        order = tuple(layer for layers in held for layer in layers)
-        return order, tuple(accumulate(map(len, held), initial=0)), options
+        contents = [self.layers(entry) for entry in way]
+        options = [option for entry in way for option in self.options(entry)]
+        order = tuple(layer for layers in contents for layer in layers)
+        return order, tuple(accumulate(map(len, contents), initial=0)), options
 
     def costs(self) -> Costs:
         """[entry] What the objective counts."""
@@ -177,17 +213,13 @@ class StageSecondsTable(ABC):
         return np.zeros(len(self.stage_s)) if self.sync_s is None else self.sync_s
 
     def settle(self, way: Sequence[int]) -> bool:
-        """Make exact what a way costs; False if everything was."""
-        return self.settle_entries(self.entries(tuple(way)))
-
-    def settle_entries(self, entries: Sequence[int]) -> bool:
-        """Make entries exact; False if all were."""
+        """Make steps exact; False if all were."""
         changed = False
-        for entry in entries:
+        for entry in way:
             if not self.settled[entry]:
                 changed = True
                 content = content_of(self._kinds_of(entry))
-                for stage, found in self._exact(self._stage_of(entry), content):
+                for stage, found in self._exact(self.ways.level(entry), content):
                     self._write(stage, entry, found)
             if not self._checked[entry]:
                 changed = True
@@ -196,7 +228,7 @@ class StageSecondsTable(ABC):
 
     def options(self, entry: int) -> Sequence[int]:
         """Return the options of an entry's layers with which its stage is fastest."""
-        stage, kinds = self._stage_of(entry), self._kinds_of(entry)
+        stage, kinds = self.ways.level(entry), self._kinds_of(entry)
         if self._used_bytes is not None:
             checked = self._fastest_of(stage, entry, kinds)
             assert checked is not None, "only stages that fit are assembled"
@@ -268,7 +300,7 @@ class StageSecondsTable(ABC):
 
     def _check(self, entry: int) -> None:
         """Make an entry that of the fastest options that fit, and others that hold the same."""
-        stage, kinds = self._stage_of(entry), self._kinds_of(entry)
+        stage, kinds = self.ways.level(entry), self._kinds_of(entry)
         found = self._fastest_of(stage, entry, kinds)
         same = np.array([entry])
         if self._used_bytes is not None and not self._used_bytes.by_place:
@@ -319,7 +351,7 @@ class _Priced(Protocol):
         """[step] What the objective counts."""
 
 
-def bounding_costs(steps: _Priced, tables: Sequence[StageSecondsTable]) -> Costs | None:
+def bounding_costs(steps: _Priced, tables: Sequence[StepTable]) -> Costs | None:
     """Return the costs of steps with no more than exact seconds in the tables behind them.
 
     None if all seconds there are exact.

@@ -166,9 +166,9 @@ class Told:
     lighter: tuple[int, int] = (0, 0)
     """Blocks that the first and the last stage have less than the others."""
     compile: str = "none"
-    tensor_overlap: str = "none"
     scales: str = "tensorwise"
-    weight_wire: str = "full"
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Of other axes of a layout, by name, the values that are no usual ones."""
     options: list[str] = field(default_factory=list)
     """Of the stack: `deepep`."""
     training: dict[str, Any] = field(default_factory=dict)

@@ -176,7 +176,7 @@ def of_sections(sections: dict[str, Any]) -> Told:
         parts[name].flag("enable_async_tensor_parallel") for name in ("compile", "parallelism")
     ]
     if any(async_) and told.tensor > 1 and told.compile == "block":
-        told.tensor_overlap = "async"
+        told.axes["tensor_overlap"] = "async"
     _model(parts["model"], told)
     _quantize(parts["model"], parts["quantize"], told)
     told.unknown = [
@@ -329,7 +329,7 @@ def _quantize(model: Settings, quantize: Settings, told: Told) -> None:
                 f"is {recipe!r:.40}; {' or '.join(_RECIPES)}",
             )
         if own.flag("enable_fsdp_float8_all_gather") and told.zero == 3:
-            told.weight_wire = "fp8"
+            told.axes["weight_wire"] = "fp8"
         own.take("precompute_float8_dynamic_scale_for_fsdp")
         own.take("force_recompute_fp8_weight_in_bwd")
     own.take("mxfp8_dim1_cast_kernel_choice")

@@ -1,7 +1,7 @@
 """How fast the stages of many pipelines can be, by the layers of one kind that they have room for.
 
 A *pipeline* here is a partition problem of which only one kind of layer is counted: N layers with
-options k of t_k seconds, a_k stored, b_k kept for W, w_k resident and u_k transient bytes.  What
+options k of t_k seconds, a_k stored, b_k saved for W, w_k resident and u_k transient bytes.  What
 surely lies on a stage beside them takes e_s seconds, its bytes are off the free ones M_s, and at
 least v_s more while it runs.  q_s micro-batches are in flight, z_s wait for W.
 
@@ -12,8 +12,8 @@ bytes each, and let θ be the largest transient on it, so that u_k <= θ where x
     n_s min_k (t_k + ν h_sk) <= Σ_k x_k (t_k + ν h_sk) <= (t_s - e_s) + ν (M_s - max(θ, v_s))
 
 so under a ceiling c on stage seconds, n_s is at most the least of these over a few ν, and with
-ν -> inf at most (M_s - max(θ, v_s)) / min_k h_sk; the largest over the levels θ that u_k has holds
-for all of them.  A ceiling under which the stages together hold fewer than N whole layers is below
+ν -> inf at most (M_s - max(θ, v_s)) / min_k h_sk; the largest over the levels θ of u_k is valid for
+all of them.  A ceiling under which the stages together hold fewer than N whole layers is below
 the slowest stage of every split.
 
 And for any λ each layer of option k has t_k >= λ - ρ h_sk with ρ the largest (λ - t_k)⁺ / h_sk of
@@ -71,7 +71,7 @@ class Stages:
     in_flight: Floats
     waiting: Floats
     each_bytes: Floats
-    """Of every layer of the counted kind, beside what its option holds; may be below 0."""
+    """Of every layer of the counted kind, beside what its option has; may be below 0."""
     free_bytes: Floats
     beside_s: Floats
     beside_transient_bytes: Floats
@@ -121,8 +121,10 @@ def _may_fit(options: Options, stages: Stages, layers: int) -> Booleans:
     """[pipeline] Whether all layers fit in their minimum-memory options, the least transient."""
     at = stages.pipeline
     lean = _layer_bytes(options, stages, at).min(axis=0)
-    least = np.maximum(options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes)
-    most = _whole(_quotient(stages.free_bytes - least, lean), layers)
+    fewest_bytes = np.maximum(
+        options.transient_bytes.min(axis=0)[at], stages.beside_transient_bytes
+    )
+    most = _whole(_quotient(stages.free_bytes - fewest_bytes, lean), layers)
     most[stages.free_bytes < stages.beside_transient_bytes] = -np.inf
     fits: Booleans = np.add.reduceat(most, stages.firsts) >= layers
     return fits
@@ -132,8 +134,8 @@ def _layer_bytes(options: Options, stages: Stages, at: Indices) -> Floats:
     """[option, stage] Bytes of a layer, its transient ones aside."""
     stored = stages.in_flight * options.stored_bytes[:, at]
     kept = stages.waiting * options.kept_bytes[:, at]
-    held: Floats = options.resident_bytes[:, at] + stored + kept + stages.each_bytes
-    return held
+    layer_bytes: Floats = options.resident_bytes[:, at] + stored + kept + stages.each_bytes
+    return layer_bytes
 
 
 def _whole(numbers: Floats, layers: int) -> Floats:
@@ -150,13 +152,13 @@ def _quotient(part: Floats, whole: Floats) -> Floats:
 
 
 class _Room:
-    """How many layers each stage holds: arrays [level, price ν, stage] and [level, stage]."""
+    """How many layers each stage has: arrays [level, price ν, stage] and [level, stage]."""
 
     def __init__(self, options: Options, stages: Stages, layers: int) -> None:
         self._stages, self._layers = stages, layers
         at = stages.pipeline
         time_s, transient = options.time_s[:, at], options.transient_bytes[:, at]
-        held = _layer_bytes(options, stages, at)
+        layer_bytes = _layer_bytes(options, stages, at)
         by_level = len(transient) <= _FEW and bool((transient != transient[:1]).any())
         if not by_level:
             transient = np.broadcast_to(transient.min(axis=0), transient.shape)
@@ -164,10 +166,10 @@ class _Room:
         allowed = transient <= levels[:, None]
         forbidden = np.where(allowed, 0.0, np.inf)
         left = stages.free_bytes - np.maximum(levels, stages.beside_transient_bytes)
-        self._most = _quotient(left, (held + forbidden).min(axis=1))
-        self._left, self._held, self._allowed = np.maximum(left, 0.0), held, allowed
-        prices = _prices(time_s, held)
-        charged_s = time_s + prices[:, None] * held
+        self._most = _quotient(left, (layer_bytes + forbidden).min(axis=1))
+        self._left, self._held, self._allowed = np.maximum(left, 0.0), layer_bytes, allowed
+        prices = _prices(time_s, layer_bytes)
+        charged_s = time_s + prices[:, None] * layer_bytes
         least_s = (charged_s + forbidden[:, None]).min(axis=2)
         whole = least_s > 0
         self._per_s = np.divide(1.0, least_s, out=np.zeros(least_s.shape), where=whole)
@@ -232,12 +234,12 @@ class _Room:
         return found_s
 
 
-def _prices(time_s: Floats, held: Floats) -> Floats:
+def _prices(time_s: Floats, layer_bytes: Floats) -> Floats:
     """[price, stage] Seconds per byte at which two options cost the same, and 0."""
     rows = [np.zeros(time_s.shape[1])]
     for j in range(len(time_s)):
         for k in range(j):
-            slower, lighter = time_s[j] - time_s[k], held[k] - held[j]
+            slower, lighter = time_s[j] - time_s[k], layer_bytes[k] - layer_bytes[j]
             price = np.zeros(time_s.shape[1])
             np.divide(slower, lighter, out=price, where=slower * lighter > 0)
             rows.append(price)

@@ -44,7 +44,7 @@ Indices = NDArray[np.intp]
 
 
 class Unit(NamedTuple):
-    """Layouts that are looked at together: a family's, of which none holds less than under one
+    """Layouts that are looked at together: a family's, of which none has less than under one
     sharing."""
 
     family: LayoutFamily
@@ -67,7 +67,7 @@ class Paces(NamedTuple):
     @classmethod
     def together(cls, some: Sequence[Paces]) -> Paces:
         """Return those of several problems in a row."""
-        return cls(*(np.concatenate(each, axis=1) for each in zip(*some, strict=True)))
+        return cls(*(np.concatenate(rows, axis=1) for rows in zip(*some, strict=True)))
 
     def of(self, problems: Indices) -> Paces:
         """Return those of some problems."""
@@ -109,7 +109,7 @@ class _Ranks(NamedTuple):
     """Where the latter does not share evenly."""
     holding: Indices
     """Place in `_HELD`."""
-    least: Floats
+    lowest: Floats
     """[timetable, 2] Least in flight, and least buffers."""
 
 
@@ -163,7 +163,7 @@ class Rooms:
         [unit, choice] of the passes of one of the commonest layers.
         """
         keeps_sent = self._tables.rates.stack.pipeline.keeps_sent
-        each = [
+        units_s = [
             _ranks_of(
                 self._kinds,
                 family.degrees.pipeline,
@@ -173,7 +173,7 @@ class Rooms:
             )
             for family, _ in units
         ]
-        of_unit = np.repeat(np.arange(len(units)), [len(own.depths) for own in each])
+        of_unit = np.repeat(np.arange(len(units)), [len(of_unit_s.depths) for of_unit_s in units_s])
         degree = np.array([unit.family.degrees.pipeline for unit in units])[of_unit]
         members = self._chain.members[settings]
         several = bool((members != members[:, :1]).any())
@@ -181,7 +181,7 @@ class Rooms:
         layouts = [[_layout(unit, place) for unit in units] for place in losses]
         figures, recompute = self._chain.figures, self._recompute
         costs = LayersTogether(self._tables, figures, layouts, members, recompute)
-        holdings = np.concatenate([own.holding for own in each])
+        holdings = np.concatenate([of_unit_s.holding for of_unit_s in units_s])
         options = Options(
             **dict(zip(_FIGURES, costs.of(self._chain.commonest, holdings, of_unit), strict=True))
         )
@@ -189,11 +189,11 @@ class Rooms:
         if seen_s is not None:
             options = replace(options, time_s=options.time_s + seen_s[of_unit].T)
         boundary_bytes = np.array([self._tables.boundary_bytes(one) for one in layouts[0]])[of_unit]
-        least = np.concatenate([own.least for own in each]).T
-        kept = np.flatnonzero(self._may_fit(options, boundary_bytes, least, degree))
+        lowest = np.concatenate([of_unit_s.lowest for of_unit_s in units_s]).T
+        kept = np.flatnonzero(self._may_fit(options, boundary_bytes, lowest, degree))
         bound_s = np.full(len(of_unit), np.inf)
         if len(kept):
-            ranks = _some(each, degree, of_unit, kept)
+            ranks = _some(units_s, degree, of_unit, kept)
             options, degree, of_unit = options.of(kept), degree[kept], of_unit[kept]
             stages = self._stages(ranks, options, degree, boundary_bytes[kept], costs, of_unit)
             rest = settings[of_unit], paces.of(kept), added_s[of_unit]
@@ -221,15 +221,15 @@ class Rooms:
         """
         at = np.flatnonzero(stages.counts == 1)
         room_bytes = self._host_bytes or 0.0
-        own = options.of(at)
-        own = replace(
-            own,
-            stored_bytes=own.stored_bytes + on_host[0][:, at],
-            resident_bytes=own.resident_bytes + on_host[1][:, at],
+        among = options.of(at)
+        among = replace(
+            among,
+            stored_bytes=among.stored_bytes + on_host[0][:, at],
+            resident_bytes=among.resident_bytes + on_host[1][:, at],
         )
         part = stages.of(stages.counts == 1)
         return self._bound_s(
-            own,
+            among,
             replace(part, free_bytes=part.free_bytes + room_bytes),
             setting[at],
             paces.of(at),
@@ -237,10 +237,10 @@ class Rooms:
         )
 
     def _may_fit(
-        self, options: Options, boundary_bytes: Floats, least: Floats, degree: Indices
+        self, options: Options, boundary_bytes: Floats, lowest: Floats, degree: Indices
     ) -> NDArray[np.bool_]:
         """[timetable] Whether all ranks hold the layers if each were like the roomiest of them."""
-        in_flight, buffers = least
+        in_flight, buffers = lowest
         lean = (options.resident_bytes + in_flight * options.stored_bytes).min(axis=0)
         free = self._capacity_bytes - buffers * boundary_bytes
         free -= options.transient_bytes.min(axis=0)
@@ -250,11 +250,11 @@ class Rooms:
 
     def _working(self, options: Options, costs: LayersTogether, of_unit: Indices) -> Floats:
         """[choice, timetable] Least working memory of a stage's last layer but the model's."""
-        least = options.transient_bytes.min(axis=0)
+        fewest_bytes = options.transient_bytes.min(axis=0)
         first = self._kinds.index(self._chain.commonest)
         for kind in set(self._kinds[first:-1]) - {self._chain.commonest}:
-            least = np.minimum(least, costs.working(kind)[of_unit])
-        return np.broadcast_to(least, options.transient_bytes.shape)
+            fewest_bytes = np.minimum(fewest_bytes, costs.working(kind)[of_unit])
+        return np.broadcast_to(fewest_bytes, options.transient_bytes.shape)
 
     def _stages(
         self,
@@ -342,18 +342,18 @@ class Rooms:
         starts = np.cumsum(degree) - degree
         for virtual in np.unique(ranks.depths).tolist():
             at = np.flatnonzero(ranks.depths[problem] == virtual)
-            own = problem[at]
-            stored = options.stored_bytes[:, own]
-            held = spread.RankRoom(
+            numbers = problem[at]
+            stored = options.stored_bytes[:, numbers]
+            room = spread.RankRoom(
                 alive=load.alive[:virtual, at],
-                kept_bytes=options.kept_bytes.min(axis=0)[own] * load.waiting[:virtual, at],
+                kept_bytes=options.kept_bytes.min(axis=0)[numbers] * load.waiting[:virtual, at],
                 free_bytes=free_bytes[at],
-                number=number / degree[own],
+                number=number / degree[numbers],
                 least_stored=stored.min(axis=0),
                 most_stored=stored.max(axis=0),
-                resident=options.resident_bytes.min(axis=0)[own],
+                resident=options.resident_bytes.min(axis=0)[numbers],
             )
-            even = spread.evenly(held) if self._like and virtual > 1 else spread.alike(held)
+            even = spread.evenly(room) if self._like and virtual > 1 else spread.alike(room)
             for column, values in zip(result, even, strict=True):
                 column[at] = values
             uneven: dict[Shares, list[int]] = {}
@@ -363,7 +363,7 @@ class Rooms:
                     uneven.setdefault(shares, []).append(starts[n] + shares.home[-1])
             for shares, some in uneven.items():
                 there = np.array(some)
-                found = spread.relieved(held, shares, np.searchsorted(at, there))
+                found = spread.relieved(room, shares, np.searchsorted(at, there))
                 for column, values in zip(result, found, strict=True):
                     column[there] = values
         return result
@@ -439,11 +439,11 @@ class LayersTogether:
         """[layout] The least working memory of one kind in its backward."""
         if kind not in self._parts:
             self._parts[kind] = list(self._of(kind))
-        each = [
+        of_kinds = [
             np.broadcast_to(part.backward_transient_bytes, (len(self._settings),))
             for part in self._parts[kind]
         ]
-        found: Floats = np.min(each, axis=0)
+        found: Floats = np.min(of_kinds, axis=0)
         return found
 
     def on_host(self, kind: str, layouts: Indices) -> Floats:
@@ -514,7 +514,7 @@ _row = attrgetter(*_STATES)
 
 
 def _layout(unit: Unit, loss: int = 0) -> Layout:
-    """Return a layout of the unit; what it holds is the same under every timetable."""
+    """Return a layout of the unit; what it has is the same under every timetable."""
     place = min(loss, len(unit.family.losses) - 1)
     return unit.family.layout(unit.leanest, Timetable(), place=place)
 
@@ -530,10 +530,10 @@ def _ranks_of(
 ) -> _Ranks:
     """Return how ranks are laden, as in planner.search.bytes_bounds."""
     loads = [loads_of(kinds, name, ranks, micro_batches, virtual) for name, virtual in timetables]
-    early = MemoryMoment.together([each[0] for each in loads])
+    early = MemoryMoment.together([moments[0] for moments in loads])
     late = early
-    if any(len(each) > 1 for each in loads):
-        late = MemoryMoment.together([each[-1] for each in loads])
+    if any(len(moments) > 1 for moments in loads):
+        late = MemoryMoment.together([moments[-1] for moments in loads])
     homes, relieved, holding = [], [], []
     for name, virtual in timetables:
         layout = Layout(pipeline=ranks, schedule=name, virtual_stages=virtual)
@@ -543,8 +543,11 @@ def _ranks_of(
         relieved.append(shares if uneven else None)
         holding.append(holding_of(layout))
     depths = np.array([timetable.virtual_stages for timetable in timetables])
-    sent = np.array([each[0].sent.min() for each in loads]) * keeps_sent
-    least = np.array([each[0].alive.min() for each in loads]), sent + 2.0 * depths * (ranks > 1)
+    sent = np.array([moments[0].sent.min() for moments in loads]) * keeps_sent
+    lowest = (
+        np.array([moments[0].alive.min() for moments in loads]),
+        sent + 2.0 * depths * (ranks > 1),
+    )
     return _Ranks(
         early,
         late,
@@ -552,14 +555,14 @@ def _ranks_of(
         np.array([(home[0], home[-1]) for home in homes]),
         tuple(relieved),
         np.array(holding),
-        np.stack(least, axis=1),
+        np.stack(lowest, axis=1),
     )
 
 
-def _some(each: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
-    """Return the ranks of the timetables that are kept; `of_unit` tells whose each one is."""
+def _some(ranks: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indices) -> _Ranks:
+    """Return the ranks of the timetables that stay; `of_unit` tells whose each one is."""
     chosen = np.unique(of_unit[kept])
-    some = [each[unit] for unit in chosen.tolist()]
+    some = [ranks[unit] for unit in chosen.tolist()]
     here = np.flatnonzero(np.isin(of_unit, chosen))
     stays = np.isin(here, kept)
     at = np.flatnonzero(np.repeat(stays, degree[here]))
@@ -575,5 +578,5 @@ def _some(each: Sequence[_Ranks], degree: Indices, of_unit: Indices, kept: Indic
         np.concatenate([one.ends for one in some])[stays],
         tuple(shares for shares, stay in zip(relieved, stays.tolist(), strict=True) if stay),
         np.concatenate([one.holding for one in some])[stays],
-        np.concatenate([one.least for one in some])[stays],
+        np.concatenate([one.lowest for one in some])[stays],
     )

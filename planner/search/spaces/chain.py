@@ -96,19 +96,19 @@ class Families(Layouts):
 
     def _divided(self, some: Sequence[QueueEntry]) -> Iterable[Next]:
         """Yield the parts of families: savings first, then levels and timetables."""
-        own = self.candidates
+        candidates = self.candidates
         single = []
         for entry in some:
             family = entry.item
             if len(family.savings) == 1:
                 single.append(entry)
                 continue
-            for saved_s, part in zip(own.savings_s(family), family.by_saving(), strict=True):
+            for saved_s, part in zip(candidates.savings_s(family), family.by_saving(), strict=True):
                 yield max(entry.bound_s, saved_s), FAMILY, part
         families = [entry.item for entry in single]
-        each = _together(own.looked_at, families, own.rooms_s)
-        for entry, levels in zip(single, each, strict=True):
-            for part, room_s in own.parts(entry.item, levels):
+        bounded = _together(candidates.looked_at, families, candidates.rooms_s)
+        for entry, levels in zip(single, bounded, strict=True):
+            for part, room_s in candidates.parts(entry.item, levels):
                 yield max(entry.bound_s, room_s), PART, part
 
 

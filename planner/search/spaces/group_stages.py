@@ -179,9 +179,9 @@ def planned(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Plan:
         layout,
         tuple(
             stage_of(
-                ((names[at], cost) for at, cost in held), group_of_rank[rank] if groups else None
+                ((names[at], cost) for at, cost in layers), group_of_rank[rank] if groups else None
             )
-            for held, rank in zip(placed, home, strict=True)
+            for layers, rank in zip(placed, home, strict=True)
         ),
         step_s=found.objective_s,
         groups=groups,
@@ -234,13 +234,13 @@ def _shared(space: GroupSpace, found: SplitSolution[GraphSolution]) -> Placed:
             first = first_of[group, kind] = len(numbered)
             numbered += problem.choices(kind)
             if kind == like:
-                own = range(first, len(numbered))
-                order += sorted(own, key=lambda n: (numbered[n].layer_bytes.stored, -n))
+                entries = range(first, len(numbered))
+                order += sorted(entries, key=lambda n: (numbered[n].layer_bytes.stored, -n))
     choices: list[tuple[int, ...]] = []
     for rank, (first, end) in enumerate(itertools.pairwise(split.cuts)):
         group = found.split.stage_types[rank]
         for entry in range(first, end):
-            each = problems[group].chosen(entry, split.options[entry])
-            choices.append(tuple(first_of[group, kind] + choice for kind, choice in each))
+            chosen = problems[group].chosen(entry, split.options[entry])
+            choices.append(tuple(first_of[group, kind] + choice for kind, choice in chosen))
     placed = shares.placed(split.cuts, choices, order)
     return [[(at, numbered[choice]) for at, choice in stage] for stage in placed]

@@ -76,6 +76,6 @@ class GroupSpace(Layouts):
             return ()
         ranks = range(layout.pipeline)
         return tuple(
-            HostMemory(capacity_bytes=room_bytes, ranks=tuple(int(r == own) for r in ranks))
-            for own in ranks
+            HostMemory(capacity_bytes=room_bytes, ranks=tuple(int(r == of_host) for r in ranks))
+            for of_host in ranks
         )

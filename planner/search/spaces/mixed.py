@@ -185,11 +185,11 @@ class MixedSpace(GroupSpace):
     def ranked(self, found: SplitSolution[GraphSolution]) -> Ranked:
         """Return the plan of a split and its prediction."""
         plan = planned(self, found)
-        held = branches_of(plan, self.model)
+        branches = branches_of(plan, self.model)
         groups = [stage.group or self.cluster.groups[0].name for stage in plan.stages]
         tables = self.costs.tables[groups[0]]
-        if plan.groups is None and held is not None:
-            seats = branching(tables, plan.layout, held)
+        if plan.groups is None and branches is not None:
+            seats = branching(tables, plan.layout, branches)
         else:
-            seats = self.costs.seats(plan.layout, groups, held)
+            seats = self.costs.seats(plan.layout, groups, branches)
         return predicted(plan, found.objective_s, self.model, tables, seats)

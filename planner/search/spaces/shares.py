@@ -43,6 +43,7 @@ from planner.search.space import (
     compiles,
     divisors,
     losses,
+    plainest,
     tensor_overlaps,
     waits_for_host,
     weighs_compilation,
@@ -79,8 +80,8 @@ class ShareSpace(GroupSpace):
     @cached_property
     def _alike(self) -> tuple[ClusterSpec, ...]:
         """[group] As many devices of its kind, in nodes of all: what a backend is asked about."""
-        each = math.gcd(*(group.devices_per_node for group in self.cluster.groups))
-        as_many = {"nodes": self.cluster.devices // each, "devices_per_node": each, "tiers": None}
+        nodes = math.gcd(*(group.devices_per_node for group in self.cluster.groups))
+        as_many = {"nodes": self.cluster.devices // nodes, "devices_per_node": nodes, "tiers": None}
         return tuple(
             self.cluster.model_copy(update={"groups": (group.model_copy(update=as_many),)})
             for group in self.cluster.groups
@@ -93,8 +94,8 @@ class ShareSpace(GroupSpace):
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why no plan is made of a layout, or None if one can be."""
-        each = (refusal(self.model, alike, self.job, layout) for alike in self._alike)
-        return next(filter(None, each), None)
+        refusals = (refusal(self.model, alike, self.job, layout) for alike in self._alike)
+        return next(filter(None, refusals), None)
 
     def bundles(self, _: Counter[str]) -> Iterator[tuple[float, Bundle]]:
         """Yield every layout that keeps what the user fixed, each by itself."""
@@ -119,16 +120,14 @@ class ShareSpace(GroupSpace):
                 for zero in (0, 1):
                     if zero and data < count < 2 * data:
                         continue
-                    plain = Layout(
-                        tensor=tensor,
+                    plain = replace(
+                        plainest(request, degrees),
                         data_replicate=1 if zero else data,
                         data_shard=data if zero else 1,
                         zero=zero,
                         micro_batch=size,
                         micro_batches=-(-count // data),
-                        scales=request.scales,
                         compile=blocks,
-                        tensor_overlap=(self.pins.tensor_overlap if tensor > 1 else None) or "none",
                     )
                     every = itertools.product(
                         savings_of(plain, request, self._unsaved),
@@ -136,11 +135,9 @@ class ShareSpace(GroupSpace):
                         compiled,
                         ways,
                     )
-                    for saving, overlap, blocks_are, loss in every:
-                        if overlap == "none" or blocks_are == "block":
-                            one = replace(
-                                plain, tensor_overlap=overlap, compile=blocks_are, loss=loss
-                            )
+                    for saving, overlapped, blocks_are, loss in every:
+                        if not overlapped.overlaps_tensors or blocks_are == "block":
+                            one = replace(overlapped, compile=blocks_are, loss=loss)
                             yield saving.on(one)
 
     def _unsaved(self, layout: Layout) -> str | None:
@@ -222,13 +219,13 @@ class ShareSpace(GroupSpace):
         With ZeRO-1 it is two, unless all take one (planner.documents.plan says why).
         """
         count = self.job.global_batch // layout.micro_batch
-        least = 2 if layout.zero and count > len(rank_s) else 1
-        further = [Replica(fill_s=(least + 1) * one, steady_s=one) for one in rank_s]
-        more = fastest_shares(further, count - least * len(rank_s))
-        return tuple(least + one for one in more)
+        fewest = 2 if layout.zero and count > len(rank_s) else 1
+        further = [Replica(fill_s=(fewest + 1) * one, steady_s=one) for one in rank_s]
+        more = fastest_shares(further, count - fewest * len(rank_s))
+        return tuple(fewest + one for one in more)
 
     def _chains(self, layout: Layout) -> dict[str, Instance]:
-        """Return each group's problem of one stage, with room for what the smallest device holds.
+        """Return each group's problem of one stage, with room for what the smallest device has.
 
         All have the same options in one order.
         """
@@ -245,14 +242,14 @@ class ShareSpace(GroupSpace):
         offloads = layout.offload != "none" or "offload" in self.candidates.activations
         return {
             name: replace(
-                RankProblem(self.ordered, layout, own, self.pins.recompute, every=True).instance(
-                    room, steady=steady, fill=fill, exposed_s=[0.0]
-                ),
+                RankProblem(
+                    self.ordered, layout, of_group, self.pins.recompute, every=True
+                ).instance(room, steady=steady, fill=fill, exposed_s=[0.0]),
                 hosts=(HostMemory(capacity_bytes=min(limits), ranks=(1,)),)
                 if limits and offloads
                 else (),
             )
-            for name, own in costs.items()
+            for name, of_group in costs.items()
         }
 
     def ranked(self, found: SplitSolution[Shared]) -> Ranked:

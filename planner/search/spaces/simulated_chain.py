@@ -2,7 +2,7 @@
 
 Every configuration has a lower bound of its simulated step (`planner.search.simulated_bounds`):
 families by their computation, parts of one ZeRO level and schedule within memory, layouts with what
-sharding takes and what each rank holds, then all cuts by paths that stay with a rank
+sharding takes and what each rank has, then all cuts by paths that stay with a rank
 (`planner.search.simulated_cuts`), the exact optimum of the bound, and the program of the layout
 (`planner.search.simulated_program`).  Where the plan of such an optimum, or that of the closed
 form, simulates faster than the answer, it takes the answer's place.
@@ -75,12 +75,12 @@ class SimulatedChain(Families):
     """The families of a chain with bounds of the simulated step."""
 
     def __init__(
-        self, own: ChainSpace, goal: Simulated, spent: Spent, closed_form_s: float
+        self, space: ChainSpace, goal: Simulated, spent: Spent, closed_form_s: float
     ) -> None:
-        """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
+        """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
         self.candidates: SimulatedCandidates
-        super().__init__(SimulatedCandidates.of(own.candidates))
-        self.closed_form, self.goal, self.spent = own, goal, spent
+        super().__init__(SimulatedCandidates.of(space.candidates))
+        self.closed_form, self.goal, self.spent = space, goal, spent
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
         """What programs have found before their turn."""
@@ -92,14 +92,14 @@ class SimulatedChain(Families):
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
         """Lower bounds on a layout's simulated step, and what falls to each."""
-        each: list[tuple[int, Bound]] = [
+        named: list[tuple[int, Bound]] = [
             (SHARED_ROOM, lambda _: 0.0),
             (MEMORY, self._memory_s),
             (CUTS, self._cut_s),
             (SOLVED, self._optimum_s),
             (PROGRAM, self._program_s),
         ]
-        return [(BOUNDS[at], bound) for at, bound in each]
+        return [(BOUNDS[at], bound) for at, bound in named]
 
     def may(self, level: int) -> bool:
         """Whether an entry of a level may get another bound.
@@ -140,7 +140,7 @@ class SimulatedChain(Families):
     # Bounds of a layout.
 
     def _memory_s(self, layout: Layout) -> float | Lost:
-        """Return the least of a layout with what each rank holds."""
+        """Return the least of a layout with what each rank has."""
         costs_of = self.closed_form.costs_of
         if self._excluded.cover(layout, costs_of) or self._bounded.cover(layout, costs_of):
             self._unspend(LAYOUT, layout)
@@ -158,7 +158,7 @@ class SimulatedChain(Families):
             return Lost(DOMINATED)
         limit_s, candidates = self.goal.limit_s, self.closed_form.candidates
         ways = self.goal.effort.ways
-        loose = of_chain(candidates, layout, limit_s, ways=ways, least=True)
+        loose = of_chain(candidates, layout, limit_s, ways=ways, fastest_only=True)
         if loose is not None and loose.cut_s(limit_s) >= limit_s:
             return self._bounded_s(layout, limit_s)
         choices = self._choices(layout)
@@ -228,8 +228,8 @@ class SimulatedChain(Families):
     def _try(self, layout: Layout, solution: Solution) -> float:
         """Simulate the plan of a solution, return its step; it may be the best that is known."""
         candidates = self.closed_form.candidates
-        own = priced(candidates.instance(layout), solution.cuts, solution.options)
-        return self.goal.offer(self, ranked(candidates, layout, own))
+        closed = priced(candidates.instance(layout), solution.cuts, solution.options)
+        return self.goal.offer(self, ranked(candidates, layout, closed))
 
     def try_likeliest(self, layout: Layout) -> float:
         """Simulate the plan of a layout that is likely to be the fastest, if it may be."""
@@ -253,7 +253,7 @@ class SimulatedChain(Families):
 
     def opened_layouts(self) -> Bounded:
         """Return the layouts of parts that the closed form has bounded."""
-        return [one for each in self.closed_form.candidates.opened.values() for one in each]
+        return [one for layouts in self.closed_form.candidates.opened.values() for one in layouts]
 
     def rescheduled(self, best: Layout) -> Bounded:
         """Return a layout under its other schedules."""
@@ -301,18 +301,18 @@ def look_near(spaces: Sequence[SimulatedChain], home: SimulatedChain, best: Rank
         owner.polish(layout)
 
 
-def _try_in_turn(goal: Simulated, each: list[tuple[float, SimulatedChain, Layout]]) -> None:
+def _try_in_turn(goal: Simulated, estimates: list[tuple[float, SimulatedChain, Layout]]) -> None:
     """Simulate layouts by their estimates, each as far off as the last one of its schedule."""
     off: dict[str, float] = {}
 
     def expected_s(one: tuple[float, SimulatedChain, Layout]) -> float:
         return one[0] * off.get(one[2].schedule, 1 - NEAR / 2)
 
-    for _ in range(min(goal.effort.tried, len(each))):
-        first = min(each, key=expected_s)
+    for _ in range(min(goal.effort.tried, len(estimates))):
+        first = min(estimates, key=expected_s)
         if expected_s(first) >= goal.limit_s:
             return
-        each.remove(first)
+        estimates.remove(first)
         estimate_s, space, layout = first
         step_s = space.try_likeliest(layout)
         if step_s < math.inf:

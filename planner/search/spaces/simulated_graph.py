@@ -1,6 +1,6 @@
 """Layouts of graphs of layers by what they simulate.
 
-A bound of `planner.search.simulated_bounds` that holds for stages of any seconds holds for whatever
+A bound of `planner.search.simulated_bounds` that is valid for stages of any seconds is so whatever
 layers stages have:
 
     T >= m max_r t_r + σ_r        T >= K Σ_r t_r + 2 n Σ_b c_b
@@ -16,7 +16,7 @@ charged to both of its stages, x being the seconds of all outputs that cross it 
 them that senders wait for.  The solver's optimum over all downsets, or its bound where there are
 too many, is a bound of the simulated step.
 
-Every rank holds what one downset has and another lacks.  Where there are few downsets, these are
+Every rank has what one downset has and another lacks.  Where there are few downsets, these are
 the columns of a program (`planner.search.simulated_program`), whose optimum is that of the layout.
 Where a rank's layers have too many choices to list, one column stands for all: each layer at its
 fastest, whether or not that fits, which no choice is below.
@@ -132,7 +132,7 @@ class SimulatedGraph(SimulatedMixed, GraphSpace):
             hidden = transfers(layout) / (2 * (layout.pipeline - 1) * fill_of(layout))
             times += (1 - times) * hidden
         output_s = tuple(
-            tuple(tuple(times * each_s for each_s in own) for own in row)
+            tuple(tuple(times * each_s for each_s in seconds) for seconds in row)
             for row in problem.output_s
         )
         return replace(problem, output_s=output_s)

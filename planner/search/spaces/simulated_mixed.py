@@ -71,11 +71,11 @@ Floats = NDArray[np.float64]
 class SimulatedMixed(BySimulation, MixedSpace):
     """The layouts of some groups, with bounds of the simulated step and splits by it."""
 
-    def __init__(self, own: MixedSpace, tried: Tried, closed_form_s: float) -> None:
-        """`own` has the same layouts by the closed form, where none takes `closed_form_s`."""
-        super().__init__(_simulated(own.candidates), effort=own.effort)
+    def __init__(self, space: MixedSpace, tried: Tried, closed_form_s: float) -> None:
+        """`space` has the same layouts by the closed form, where none takes `closed_form_s`."""
+        super().__init__(_simulated(space.candidates), effort=space.effort)
         self._bounded = Covering()
-        self.closed_form, self.tried, self._unpiped_s = own, tried, closed_form_s * (1 - ROUNDING)
+        self.closed_form, self.tried, self._unpiped_s = space, tried, closed_form_s * (1 - ROUNDING)
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -100,13 +100,23 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
         What another layout can do as well need not be known.
         """
-        if not self.tried.left(BOUNDED, self.tried.effort.layouts):
-            return 0.0
+        ordered_s = self._ordered_s(layout)
+        if self.tried.goal.over(ordered_s) or not self.tried.left(
+            BOUNDED, self.tried.effort.layouts
+        ):
+            return ordered_s
         if self._bounded.cover(layout, self.costs_of):
             return Lost(DOMINATED)
         self._bounded.keep(layout, self.costs_of(layout))
         self.tried.looked_at[BOUNDED] += 1
-        return max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
+        least_s = max(map(self.split_bound_s, self.problems(layout))) + self.step_s(layout)
+        return max(ordered_s, least_s)
+
+    def _ordered_s(self, layout: Layout) -> float:
+        """Least seconds of a step with whole layers in the best order of groups that differ."""
+        if isinstance(self.candidates, SimulatedGroupCandidates):
+            return self.candidates.ordered_s(layout, self.tried.goal.step_s)
+        return 0.0
 
     def problems(self, layout: Layout) -> tuple[GraphInstance, ...]:
         """Return problems none of whose optima is above the least simulated step."""
@@ -123,14 +133,15 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 for chain in chains.values()
             ]
         )
-        share = share_of(layout, np.array(list(self.costs.stages_of(layout).values())), whole_s)
+        stages, fill = np.array(list(self.costs.stages_of(layout).values())), self._fill_of(layout)
+        share = share_of(layout, stages, whole_s, fill)
         for alpha in (0.0, share) if share else (0.0,):
             once = 0.0 if alpha else 1.0 / m
             priced_chains = {
                 name: replace(
                     chain,
                     steady=(1 - alpha) * m,
-                    fill=alpha * fill_of(layout),
+                    fill=alpha * fill,
                     sides=(),
                     # Sums of bytes are no more than what ranks hold, and quicker.
                     used_bytes=None,
@@ -145,6 +156,12 @@ class SimulatedMixed(BySimulation, MixedSpace):
                 for name, chain in chains.items()
             }
             yield self.computing(layout, priced_chains, flat=alpha == 1.0)
+
+    def _fill_of(self, layout: Layout) -> float:
+        """K of T >= K Σ t; of graphs on one type the one that stages of any layers have."""
+        if isinstance(self.candidates, SimulatedGroupCandidates):
+            return self.candidates.fill_of(layout)
+        return fill_of(layout)
 
     def computing(
         self, layout: Layout, chains: dict[str, Instance], *, flat: bool
@@ -178,19 +195,19 @@ class SimulatedMixed(BySimulation, MixedSpace):
 
     def estimate_s(self, layout: Layout, limit_s: float) -> float:
         """Return seconds that no split simulates below, of cuts with the least each rank takes."""
-        each = self.columns(layout, limit_s)
-        if each is None:
+        columns = self.columns(layout, limit_s)
+        if columns is None:
             return self.bound_s(layout)
-        loose = self.choices(layout, each, limit_s, least=True)
+        loose = self.choices(layout, columns, limit_s, fastest_only=True)
         return 0.0 if loose is None else loose.cut_s(limit_s)
 
     def quick(self, layout: Layout, cutoff_s: float) -> Ranked | None:
         """Return the fastest plan of some splits of a layout, if any is below the cutoff."""
         search = _LayoutSearch(self, layout, cutoff_s)
         search.near_s()
-        each = self.columns(layout, cutoff_s)
-        if each is not None:
-            search.improve(each, MOST_MOVES)
+        columns = self.columns(layout, cutoff_s)
+        if columns is not None:
+            search.improve(columns, MOST_MOVES)
         return search.best
 
     def simulated(self, layout: Layout, split: GraphSolution) -> Ranked:
@@ -250,13 +267,13 @@ class SimulatedMixed(BySimulation, MixedSpace):
         ]
 
     def choices(
-        self, layout: Layout, each: Sequence[Columns], limit_s: float, *, least: bool
+        self, layout: Layout, columns: Sequence[Columns], limit_s: float, *, fastest_only: bool
     ) -> Choices | None:
         """Return what ranks may hold on every type; None where that is too much."""
         numbers = list(self.costs.stages_of(layout).values())
         read = partial(self.read, layout)
         links = self.links(layout)
-        return choices_of(layout, each, numbers, links, limit_s, read, least=least)
+        return choices_of(layout, columns, numbers, links, limit_s, read, fastest_only=fastest_only)
 
     def read(
         self, layout: Layout, order: Sequence[int], ends: Sequence[int], options: Sequence[int]
@@ -322,23 +339,23 @@ class _LayoutSearch:
     def bounded_s(self) -> float:
         """Return seconds that no split simulates below, or the limit; splits are tried."""
         space, layout = self._space, self._layout
-        each = space.columns(layout, self._limit_s)
-        if each is None:
+        columns = space.columns(layout, self._limit_s)
+        if columns is None:
             return self.near_s()
-        loose = space.choices(layout, each, self._limit_s, least=True)
+        loose = space.choices(layout, columns, self._limit_s, fastest_only=True)
         low_s = 0.0 if loose is None else loose.cut_s(self._limit_s)
         if low_s >= self._limit_s:
             return low_s
-        choices = space.choices(layout, each, self._limit_s, least=False)
+        choices = space.choices(layout, columns, self._limit_s, fastest_only=False)
         if choices is None:
             low_s = max(low_s, self.near_s())
-            self.improve(each, MOST_MOVES)
+            self.improve(columns, MOST_MOVES)
             return low_s
         low_s = max(low_s, choices.cut_s(self._limit_s))
         if low_s >= self._limit_s:
             return low_s
         low_s = max(low_s, self.near_s())
-        self.improve(each, MOST_MOVES)
+        self.improve(columns, MOST_MOVES)
         if low_s >= self._limit_s or not space.may_program(choices.size):
             return low_s
         effort = space.tried.effort
@@ -355,16 +372,16 @@ class _LayoutSearch:
             ),
         )
 
-    def improve(self, each: Sequence[Columns], most: int) -> None:
+    def improve(self, columns: Sequence[Columns], most: int) -> None:
         """Let single entries move while the best split simulates faster, for `most` trials.
 
         The orders of a graph's branches are left as they are, so there nothing moves.
         """
-        while self._split is not None and each[0].places.alike:
+        while self._split is not None and columns[0].places.alike:
             split = self._split
             sizes = [b - a for a, b in itertools.pairwise(split.split.cuts)]
             for order, numbers in moves(split.types, sizes):
-                moved = self._fastest(each, order, numbers)
+                moved = self._fastest(columns, order, numbers)
                 if moved is None:
                     continue
                 if most <= 0:
@@ -377,15 +394,15 @@ class _LayoutSearch:
                 return
 
     def _fastest(
-        self, each: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
+        self, of_types: Sequence[Columns], order: Sequence[int], sizes: Sequence[int]
     ) -> GraphSolution | None:
         """Return the split into ranks of these types and sizes, each at its fastest that fits."""
         cuts = [0, *itertools.accumulate(sizes)]
         options: list[int] = []
         for rank, (number, span) in enumerate(zip(order, itertools.pairwise(cuts), strict=True)):
-            if sizes[rank] < each[number].instance.stages[rank].least_layers:
+            if sizes[rank] < of_types[number].instance.stages[rank].least_layers:
                 return None
-            columns = each[number].of(rank, *span)
+            columns = of_types[number].of(rank, *span)
             if not columns:
                 return None
             options += min(columns, key=lambda one: float(one.seconds[:2].sum())).options
@@ -429,7 +446,7 @@ def moves(order: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def closed(
-    own: MixedSpace,
+    space: MixedSpace,
     layout: Layout,
     order: Sequence[int],
     cuts: Sequence[int],
@@ -437,7 +454,7 @@ def closed(
     layers: Sequence[int] = (),
 ) -> GraphSolution:
     """Return a split with what it takes in the closed form, of `layers` in their order."""
-    problem: GraphInstance = own.instance(layout)
+    problem: GraphInstance = space.instance(layout)
     layers = tuple(layers) or tuple(range(len(problem.chain.layers)))
     split = priced(problem.laid(layers, cuts, order), tuple(cuts), tuple(options))
     return GraphSolution(

@@ -36,9 +36,9 @@ class SimulatedShares(BySimulation, ShareSpace):
     the group which does most.
     """
 
-    def __init__(self, own: ShareSpace, tried: Tried) -> None:
-        super().__init__(own.candidates)
-        self._closed_form, self.tried = own, tried
+    def __init__(self, space: ShareSpace, tried: Tried) -> None:
+        super().__init__(space.candidates)
+        self._closed_form, self.tried = space, tried
 
     @property
     def bounds(self) -> Sequence[tuple[str, Bound]]:
@@ -58,13 +58,13 @@ class SimulatedShares(BySimulation, ShareSpace):
         return super().bound_s(layout) - self._spread_s(layout)
 
     def _spread_s(self, layout: Layout) -> float:
-        each = [
+        replicas = [
             costs.step_s + sum(min(o.sync_s for o in chain.kinds[kind]) for kind in chain.layers)
             for costs, chain in zip(
                 self.costs_of(layout), self._chains(layout).values(), strict=True
             )
         ]
-        return max(each) - min(each)
+        return max(replicas) - min(replicas)
 
     def solved_s(self, layout: Layout) -> float | Lost:
         """Return what no shares of a layout simulate below; those of the closed form are tried."""

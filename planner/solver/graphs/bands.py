@@ -60,9 +60,9 @@ class Bands:
             before = sum(len(band) for band in bands)
             for cut, band in enumerate(bands):
                 further_s = (self._cut_s[band] - least_s[cut])[:, None]
-                low = ranges.low[:, cut] + further_s * ranges.low_per_s[:, cut]
-                high = ranges.high[:, cut] - further_s * ranges.high_per_s[:, cut]
-                inside = np.all((done[cut] >= low) & (done[cut] <= high), axis=1)
+                lower = ranges.lower[:, cut] + further_s * ranges.lower_per_s[:, cut]
+                upper = ranges.upper[:, cut] - further_s * ranges.upper_per_s[:, cut]
+                inside = np.all((done[cut] >= lower) & (done[cut] <= upper), axis=1)
                 bands[cut], done[cut] = band[inside], done[cut][inside]
             if sum(len(band) for band in bands) > _WORTHWHILE * before:
                 break

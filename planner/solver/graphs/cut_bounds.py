@@ -40,25 +40,25 @@ _CLOSE = 1e-4  # ceilings this close, as a share, are not distinguished
 
 @dataclass(frozen=True, slots=True)
 class _PriceRange:
-    """Cuts with a price from `low` to `high` before them cost at least `cut_s`, as at `price`."""
+    """Cuts with a price from `lower` to `upper` before them cost `cut_s` or more, as at `price`."""
 
-    low: float
-    high: float
+    lower: float
+    upper: float
     cut_s: float
     price: float
 
     @property
     def width(self) -> float:
         """How far apart its ends are."""
-        return self.high - self.low
+        return self.upper - self.lower
 
 
 class _CutPlaces:
     """[range] Where cuts can be: the start, all ranges, the end; ends cost nothing."""
 
     def __init__(self, ranges: Sequence[_PriceRange], total: float) -> None:
-        self.low = np.array([0.0, *(one.low for one in ranges), total])
-        self.high = np.array([0.0, *(one.high for one in ranges), total])
+        self.lower = np.array([0.0, *(one.lower for one in ranges), total])
+        self.upper = np.array([0.0, *(one.upper for one in ranges), total])
         self.cut_s = np.array([0.0, *(one.cut_s for one in ranges), 0.0])
 
 
@@ -110,7 +110,7 @@ class CutBounds:
             if not wide:
                 return max(least_s, plain_s)
             halves = {at: self._halved(ranges[at]) for at in wide if self._more()}
-            ranges = [one for at, own in enumerate(ranges) for one in halves.get(at, [own])]
+            ranges = [one for at, whole in enumerate(ranges) for one in halves.get(at, [whole])]
 
     def _more(self) -> bool:
         """Whether there may be another program."""
@@ -120,14 +120,14 @@ class CutBounds:
 
     def _halved(self, whole: _PriceRange) -> list[_PriceRange]:
         """Return both halves; the one with the cheapest cut of the whole keeps its bound."""
-        middle = (whole.low + whole.high) / 2
+        middle = (whole.lower + whole.upper) / 2
         found = []
-        for low, high in ((whole.low, middle), (middle, whole.high)):
-            if low <= whole.price < high or (whole.price == high == whole.high):
-                found.append(_PriceRange(low, high, whole.cut_s, whole.price))
+        for lower, upper in ((whole.lower, middle), (middle, whole.upper)):
+            if lower <= whole.price < upper or (whole.price == upper == whole.upper):
+                found.append(_PriceRange(lower, upper, whole.cut_s, whole.price))
             else:
-                one = self._range(low, high)
-                found.append(_PriceRange(low, high, max(one.cut_s, whole.cut_s), one.price))
+                one = self._range(lower, upper)
+                found.append(_PriceRange(lower, upper, max(one.cut_s, whole.cut_s), one.price))
         return found
 
     def _bound(self, ranges: Sequence[_PriceRange], below_s: float) -> tuple[float, list[int]]:
@@ -162,14 +162,14 @@ class CutBounds:
     def _steps(self, places: _CutPlaces, ceiling_s: float) -> list[Floats]:
         """[stage][range, range] How far a stage gets from one range in another; -inf where not."""
         stages, slack = len(self._exposed_s), SLACK * self._total
-        reached = np.full(len(places.low), -np.inf)
+        reached = np.full(len(places.lower), -np.inf)
         reached[0] = 0.0
         found = []
         for stage in range(stages):
             own_s = ceiling_s - places.cut_s[:, None] - places.cut_s[None]
             hosts = self._fluid.hosted(self._row, stage, own_s)
             far = np.where(own_s > 0, reached[:, None] + hosts, -np.inf)
-            far = np.where(far >= places.low - slack, np.minimum(far, places.high), -np.inf)
+            far = np.where(far >= places.lower - slack, np.minimum(far, places.upper), -np.inf)
             far[:, 0] = -np.inf
             if stage == stages - 1:
                 far[:, :-1] = -np.inf
@@ -184,7 +184,7 @@ class CutBounds:
         steps = self._steps(places, ceiling_s)
         if not np.isfinite(steps[-1].max()):
             return None
-        way, at = [], len(places.low) - 1
+        way, at = [], len(places.lower) - 1
         for far in reversed(steps[1:]):
             at = int(far[:, at].argmax())
             way.append(at - 1)
@@ -192,17 +192,17 @@ class CutBounds:
 
     def _cheapest_cuts_s(self, places: _CutPlaces, ceiling_s: float) -> float:
         """Least sum of the cuts of ways under a ceiling; inf if there is none."""
-        sums_s = np.full(len(places.low), np.inf)
+        sums_s = np.full(len(places.lower), np.inf)
         sums_s[0] = 0.0
         for far in self._steps(places, ceiling_s):
             open_s = np.where(np.isfinite(far), sums_s[:, None], np.inf)
             sums_s = open_s.min(axis=0) + places.cut_s
         return float(sums_s[-1])
 
-    def _range(self, low: float, high: float) -> _PriceRange:
+    def _range(self, lower: float, upper: float) -> _PriceRange:
         """Return the cheapest cut of a range by an integer program, or a bound on it."""
         if not self._more():
-            return _PriceRange(low, high, 0.0, low)
+            return _PriceRange(lower, upper, 0.0, lower)
         output_s, count = self._output_s, len(self._readers)
         unit_s = max(output_s) or 1.0
         program = silent_highs()
@@ -234,14 +234,16 @@ class CutBounds:
         every = np.arange(count)
         program.addRow(1.0, count - 1.0, count, every, np.ones(count))
         shares = self._prices / self._total
-        program.addRow(low / self._total - SLACK, high / self._total + SLACK, count, every, shares)
+        program.addRow(
+            lower / self._total - SLACK, upper / self._total + SLACK, count, every, shares
+        )
         program.run()
         status, info = program.getModelStatus(), program.getInfo()
         self.programs_run += 1
         self.iterations_run += max(int(info.simplex_iteration_count), 0)
         if status == highspy.HighsModelStatus.kInfeasible:
-            return _PriceRange(low, high, np.inf, low)
+            return _PriceRange(lower, upper, np.inf, lower)
         bound = max(0.0, float(info.mip_dual_bound) - ROUNDING) if info.valid else 0.0
-        held = np.array(program.getSolution().col_value[:count])
-        price = float(held @ self._prices) if len(held) == count else low
-        return _PriceRange(low, high, bound * unit_s * (1 - SLACK), price)
+        inside = np.array(program.getSolution().col_value[:count])
+        price = float(inside @ self._prices) if len(inside) == count else lower
+        return _PriceRange(lower, upper, bound * unit_s * (1 - SLACK), price)

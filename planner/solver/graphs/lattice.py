@@ -38,12 +38,11 @@ from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
 from planner.solver.graphs.sent import Sent
-from planner.solver.graphs.step_table import StepTable
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import WaysLeft, best_split, loose_s
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known
+from planner.solver.table import Known, StepTable
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
@@ -316,8 +315,8 @@ def _improved(
         if effort.moves <= 0:
             break
         effort.moves -= 1
-        own = cuts_of(best)
-        some = of_bits({*orders, *around.cuts(own[1:-1], _NEAR)}, len(problem.chain.layers))
+        cuts = cuts_of(best)
+        some = of_bits({*orders, *around.cuts(cuts[1:-1], _NEAR)}, len(problem.chain.layers))
         found = _through(problem, some, best, math.inf, store, effort)
         if found is None or found.objective_s >= best.objective_s * (1 - _WORTHWHILE):
             break

@@ -21,20 +21,20 @@ _WORD = 64
 
 def of_bits(sets: Iterable[int], layers: int) -> Ideals:
     """Return sets of layers, each the bits of a number, as ideals: each behind its subsets."""
-    rising = sorted(set(sets), key=lambda held: (held.bit_count(), held))
+    rising = sorted(set(sets), key=lambda downset: (downset.bit_count(), downset))
     count = (layers + _WORD - 1) // _WORD
     full = (1 << _WORD) - 1
-    words = [[held >> (_WORD * at) & full for at in range(count)] for held in rising]
+    words = [[downset >> (_WORD * at) & full for at in range(count)] for downset in rising]
     return Ideals(np.array(words, dtype=np.uint64), layers)
 
 
 def along_orders(problem: GraphInstance) -> set[int]:
     """Return what the orders worth trying have first, as bits of numbers."""
     blocks = problem.blocks()
-    own = [_bits(block) for block in blocks]
+    block_bits = [_bits(block) for block in blocks]
     found = {0}
     for order in orders(problem, blocks).values():
-        found.update(accumulate((own[at] for at in order), int.__or__))
+        found.update(accumulate((block_bits[at] for at in order), int.__or__))
     return found
 
 
@@ -60,35 +60,35 @@ class Around:
                     self._needs[place[after]] |= self._bits_of[place[before]]
                     self._needed[place[before]] |= self._bits_of[place[after]]
 
-    def cuts(self, cuts: Sequence[int], each: int) -> set[int]:
-        """Return up to `each` ideals around every cut, those with the cheapest cuts first."""
-        return {held for cut in cuts for held in self._near(cut, each)}
+    def cuts(self, cuts: Sequence[int], number: int) -> set[int]:
+        """Return up to `number` ideals around every cut, those with the cheapest cuts first."""
+        return {downset for cut in cuts for downset in self._near(cut, number)}
 
-    def _near(self, cut: int, each: int) -> Iterator[int]:
+    def _near(self, cut: int, number: int) -> Iterator[int]:
         waiting, seen = [(0.0, 0, cut)], {cut}
-        for _ in range(each):
+        for _ in range(number):
             if not waiting:
                 return
-            more_s, moves, held = heapq.heappop(waiting)
-            yield held
-            for at, own in enumerate(self._bits_of):
-                if held & own:
-                    if held & self._needed[at]:
+            more_s, moves, downset = heapq.heappop(waiting)
+            yield downset
+            for at, block in enumerate(self._bits_of):
+                if downset & block:
+                    if downset & self._needed[at]:
                         continue
-                    other = held & ~own
+                    other = downset & ~block
                     step_s = -self._added_s(at, other)
                 else:
-                    if self._needs[at] & ~held:
+                    if self._needs[at] & ~downset:
                         continue
-                    other = held | own
-                    step_s = self._added_s(at, held)
+                    other = downset | block
+                    step_s = self._added_s(at, downset)
                 if other not in seen:
                     seen.add(other)
                     heapq.heappush(waiting, (more_s + step_s, moves + 1, other))
 
-    def _added_s(self, at: int, held: int) -> float:
+    def _added_s(self, at: int, downset: int) -> float:
         """Seconds by which a cut is dearer with a block more, all of whose inputs it has."""
-        after = held | self._bits_of[at]
+        after = downset | self._bits_of[at]
         added_s = 0.0
         read: set[int] = set()
         for layer in self._blocks[at]:

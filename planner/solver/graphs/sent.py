@@ -33,9 +33,9 @@ class Sent:
         output_s = np.array([self.output_s[at] for at in layers])
         most = np.array([len(self.readers[at]) for at in layers], dtype=np.int16)
         counted = np.zeros((len(members), len(layers)), dtype=np.int16)
-        held = np.zeros((len(members), len(layers)), dtype=bool)
+        inside = np.zeros((len(members), len(layers)), dtype=bool)
         for column, layer in enumerate(layers):
-            held[:, column] = every.holds(layer)[members]
+            inside[:, column] = every.holds(layer)[members]
             for reader in self.readers[layer]:
                 counted[:, column] += every.holds(reader)[members]
 
@@ -43,8 +43,8 @@ class Sent:
             found = np.empty(len(smaller))
             for start in range(0, len(smaller), _ROWS):
                 a, b = smaller[start : start + _ROWS], larger[start : start + _ROWS]
-                received = held[a] & (counted[b] > counted[a])
-                sends = held[b] & ~held[a] & (counted[b] < most)
+                received = inside[a] & (counted[b] > counted[a])
+                sends = inside[b] & ~inside[a] & (counted[b] < most)
                 found[start : start + _ROWS] = (received | sends) @ output_s
             return found
 

@@ -42,8 +42,8 @@ class FastestOnTypes:
 
     def weighed_s(self, weights: Floats | float) -> float:
         """Least sum of layers less credits, each on the type where it weighs least."""
-        each: Floats = np.reshape(weights, (-1, 1)) * self.time_s - self.credits_s
-        return float(self.counts @ each.min(axis=0))
+        weighed: Floats = np.reshape(weights, (-1, 1)) * self.time_s - self.credits_s
+        return float(self.counts @ weighed.min(axis=0))
 
     def weights(self) -> Floats:
         """[type] How often a stage's seconds count, the slowest as a mean of all."""

@@ -13,6 +13,7 @@ J can lie between the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,8 +49,8 @@ class Spans:
 class Reach:
     """Downsets between stages under any ceiling; `knapsacks[type]` have all stages of one type.
 
-    `pairs` are all downsets that lie in others.  Each of two stages that meet spends `cut_s` there
-    at least.
+    `pairs` are downsets that lie in others, those that matter.  Each of two stages that meet behind
+    a downset spends `cut_s` there at least; where all stages are of one type it spends just that.
     """
 
     def __init__(
@@ -58,29 +59,33 @@ class Reach:
         numbers: Sequence[int],
         every: Downsets,
         pairs: Runs,
-        cut_s: float,
+        cut_s: Floats,
     ) -> None:
         self._full = tuple(numbers)
         self._counts = sorted(product(*(range(n + 1) for n in numbers)), key=sum)
         self._downsets, self._pairs = len(every), pairs
         smaller, larger = pairs
         sizes = every.totals(np.ones((every.layers, 1)))[:, 0]
-        least = np.array([stage.least_layers for stage in knapsacks[0].instance.stages])
-        before, behind = np.cumsum(least) - least, np.cumsum(least[::-1])[::-1] - least
-        at = np.arange(len(least))
+        stages = knapsacks[0].instance.stages
+        fewest = np.array([stage.least_layers for stage in stages])
+        most = np.array([math.inf if s.most_layers is None else s.most_layers for s in stages])
+        before, behind = np.cumsum(fewest) - fewest, np.cumsum(fewest[::-1])[::-1] - fewest
+        at = np.arange(len(fewest))
         # Every stage has layers enough; the first and last have the ends.
-        possible = (sizes[larger] - sizes[smaller] >= least[:, None]) & (
-            (sizes[smaller] >= before[:, None]) & (every.layers - sizes[larger] >= behind[:, None])
-        )
+        layers = sizes[larger] - sizes[smaller]
+        possible = (layers >= fewest[:, None]) & (layers <= most[:, None])
+        possible &= sizes[smaller] >= before[:, None]
+        possible &= every.layers - sizes[larger] >= behind[:, None]
         possible &= (sizes[smaller] == 0) == (at == 0)[:, None]
         possible &= (sizes[larger] == every.layers) == (at == at[-1])[:, None]
-        meets_s = np.full(len(every), cut_s)
+        meets_s = cut_s.copy()
         meets_s[[0, -1]] = 0.0
-        members, free = np.arange(len(every)), np.zeros(len(every))
-        self.bounds = [StepBounds(one, every, members, free) for one in knapsacks]
-        each = [np.where(possible, one.stages_s(*pairs), np.inf) for one in self.bounds]
-        self._alone_s: list[Floats] = each
-        self._seconds: list[Floats] = [own + meets_s[smaller] + meets_s[larger] for own in each]
+        paid_s = meets_s if len(knapsacks) == 1 else np.zeros(len(every))
+        self._meets_s: Floats = meets_s[smaller] + meets_s[larger]
+        self.bounds = [StepBounds(one, every, np.arange(len(every)), paid_s) for one in knapsacks]
+        self._alone_s: list[Floats] = [
+            np.where(possible, one.stages_s(*pairs), np.inf) for one in self.bounds
+        ]
 
     @property
     def lowest_ceiling_s(self) -> float:
@@ -105,10 +110,11 @@ class Reach:
         found[none][0 if forward else -1] = 0.0
         for counts in others:
             best = np.full(self._downsets, np.inf)
-            for g, seconds in enumerate(self._seconds):
+            for g, alone_s in enumerate(self._alone_s):
                 known = found.get(changed(counts, g, -1 if forward else +1))
                 if known is not None:
-                    way_s = np.maximum(known[origin], seconds[sum(counts) - forward])[order]
+                    own_s = alone_s[sum(counts) - forward] + self._meets_s
+                    way_s = np.maximum(known[origin], own_s)[order]
                     best[ends] = np.minimum(best[ends], np.minimum.reduceat(way_s, first))
             found[counts] = best
         return found
@@ -117,23 +123,22 @@ class Reach:
         """Return what stages may hold; None if they do not get to the end."""
         highest_s = ceiling_s * (1 + SLACK)
         between: dict[Counts, Booleans] = {}
+        ends = np.zeros((sum(self._full) + 1, self._downsets), dtype=bool)
         for counts in self._counts:
-            own = np.maximum(self._from_start[counts], self._from_end[counts]) <= highest_s
-            if own.any():
-                between[counts] = own
+            reached = np.maximum(self._from_start[counts], self._from_end[counts]) <= highest_s
+            if reached.any():
+                between[counts] = reached
+                ends[sum(counts)] |= reached
         if not between:
             return None
         smaller, larger = self._pairs
-        runs, least_s = [], [[] for _ in self._seconds]  # type: tuple[list[Runs], list[list[Floats]]]
+        runs, least_s = [], [[] for _ in self._alone_s]  # type: tuple[list[Runs], list[list[Floats]]]
         for position in range(sum(self._full)):
-            begins, stops = (
-                np.logical_or.reduce([own for n, own in between.items() if sum(n) == at])
-                for at in (position, position + 1)
-            )
-            each = [seconds[position] <= highest_s for seconds in self._seconds]
-            some = np.logical_or.reduce(each) & begins[smaller] & stops[larger]
+            may_end = ends[position][smaller] & ends[position + 1][larger]
+            fitting = [reached[position] + self._meets_s <= highest_s for reached in self._alone_s]
+            some = np.logical_or.reduce(fitting) & may_end
             runs.append((smaller[some], larger[some]))
-            for kept, alone_s, holds in zip(least_s, self._alone_s, each, strict=True):
+            for kept, alone_s, holds in zip(least_s, self._alone_s, fitting, strict=True):
                 kept.append(np.where(holds, alone_s[position], np.inf)[some])
         return Spans(runs=runs, least_s=least_s, between=between)
 

@@ -69,11 +69,11 @@ def fastest_shares(replicas: Sequence[Replica], microbatches: int) -> tuple[int,
     ends_s = []
     for replica in replicas:
         # The least i whose end is enough; the last is, since this replica alone has done all.
-        low, high = 1, microbatches
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if enough(replica.end_s(middle)) else (middle + 1, high)
-        ends_s.append(replica.end_s(low))
+        lower, upper = 1, microbatches
+        while lower < upper:
+            middle = (lower + upper) // 2
+            lower, upper = (lower, middle) if enough(replica.end_s(middle)) else (middle + 1, upper)
+        ends_s.append(replica.end_s(lower))
     step_s = min(ends_s)
 
     shares = [replica.done(step_s) for replica in replicas]

@@ -4,7 +4,7 @@ States between stages are (downset so far, stages used of each type, type before
 step is one stage of one type.  Of a chain the downsets are the numbers of its first layers.  The
 last two matter only if cuts between some types cost anything.  Steps of one type with the same
 layers at the same position share an entry of that type's table of bounds and exact seconds
-(`planner.solver.graphs.step_table`); what the cuts cost comes on top.
+(`planner.solver.table`); what the cuts cost comes on top.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.descent import Costs
-from planner.solver.graphs.step_table import StepTable
 from planner.solver.paths import Paths
 from planner.solver.prefixes import Runs
 from planner.solver.step_bounds import StepBounds
-from planner.solver.table import Known, bounding_costs
+from planner.solver.table import Known, StepTable, bounding_costs
 from planner.solver.unequal.reach import Counts, Spans, changed
 
 Floats = NDArray[np.float64]
@@ -46,7 +45,11 @@ class UnequalSteps:
         known: Sequence[Known],
         spans: Spans,
         cut_s: CutSeconds,
+        quantum_s: float,
+        limit_s: float,
     ) -> None:
+        """Seconds are multiples of `quantum_s`, and `limit_s` is as of tables."""
+        self._quantum_s = quantum_s
         self._instance = bounds[0].knapsacks.instance
         self._spans = spans
         self._width = len(bounds[0].members)
@@ -55,7 +58,14 @@ class UnequalSteps:
         for counts in spans.between:
             self._places[sum(counts)].append(counts)
         self.tables = [
-            StepTable(one, spans.runs, of_type, np.concatenate(least_s))
+            StepTable(
+                one,
+                spans.runs,
+                of_type,
+                np.concatenate(least_s),
+                quantum_s=quantum_s,
+                limit_s=limit_s,
+            )
             for one, of_type, least_s in zip(bounds, known, spans.least_s, strict=True)
         ]
         self._link(spans.runs)
@@ -75,12 +85,12 @@ class UnequalSteps:
         once_s = []
         if instance.forward_apart:
             forward_s = self._of_steps([table.forward_s for table in self.tables])
-            forward_s = forward_s + self._cut_s / 2
+            forward_s = forward_s + self._rounded(self._cut_s / 2)
             stage_s = stage_s - forward_s
             once_s.append(instance.steady * forward_s)
         if self._sync_s.any() and not self.sync_depends:
             once_s.append(self._sync_s)
-        fill_s = fill_s + instance.fill * self._cut_s
+        fill_s = fill_s + self._rounded(instance.fill * self._cut_s)
         return Costs(stage_s, fill_s, tuple(once_s), instance.steady)
 
     def shortest_sync_s(self) -> Floats:
@@ -90,9 +100,7 @@ class UnequalSteps:
     def settle(self, steps: Sequence[int]) -> bool:
         """Make exact what the steps take; False if everything was."""
         changes = [
-            table.settle_entries(
-                [int(self.entry[step]) for step in steps if self.type_of[step] == number]
-            )
+            table.settle([int(self.entry[step]) for step in steps if self.type_of[step] == number])
             for number, table in enumerate(self.tables)
         ]
         return any(changes)
@@ -107,6 +115,21 @@ class UnequalSteps:
         """[step] The entry of each step in the array of its type."""
         found: Floats = np.concatenate(of_tables)[self._flat]
         return found
+
+    def _rounded(self, values: Floats) -> Floats:
+        """Return values as tables have them."""
+        rounded: Floats = np.round(values / self._quantum_s) * self._quantum_s
+        return rounded
+
+    def laid(self, way: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        """Return a way's layers in order, its cuts, and the options of the layers."""
+        layers, cuts, options = list[int](), [0], list[int]()
+        for step in way:
+            table, entry = self.tables[self.type_of[step]], int(self.entry[step])
+            layers += table.layers(entry)
+            options += table.options(entry)
+            cuts.append(len(layers))
+        return tuple(layers), tuple(cuts), options
 
     def _meetings(self, position: int) -> list[Meeting]:
         """States before a position, the layers so far aside."""
@@ -146,7 +169,7 @@ class UnequalSteps:
         self.ways = Paths([len(found) * width for found in meetings], hops)
         self.type_of, self.entry = np.concatenate(types), np.concatenate(entries)
         self._flat = self.type_of * offset + self.entry
-        self._cut_s = np.concatenate(cuts)
+        self._cut_s = self._rounded(np.concatenate(cuts))
 
     def _moves(
         self, position: int, before: list[Meeting], after: list[Meeting], runs: Runs
@@ -157,18 +180,18 @@ class UnequalSteps:
         stops: dict[tuple[Counts, int], list[int]] = {}
         for stop, (counts, number, _) in enumerate(after):
             stops.setdefault((counts, number), []).append(stop)
-        held: dict[tuple[Counts, int], Indices] = {}
+        runs_of: dict[tuple[Counts, int], Indices] = {}
         for start, (counts, _, expected) in enumerate(before):
             for number in range(len(self.tables)) if expected < 0 else (expected,):
                 more = changed(counts, number, +1)
                 if more not in between:
                     continue
-                if (counts, number) not in held:
+                if (counts, number) not in runs_of:
                     inside = between[counts][first] & between[more][end]
                     inside &= np.isfinite(self._spans.least_s[number][position])
-                    held[counts, number] = np.flatnonzero(inside)
+                    runs_of[counts, number] = np.flatnonzero(inside)
                 for stop in stops.get((more, expected), ()):
-                    yield _Move(start, stop, number, held[counts, number])
+                    yield _Move(start, stop, number, runs_of[counts, number])
 
     def _cut_of(self, meeting: Meeting, position: Indices) -> Floats:
         """Seconds that each of the two stages spends on a cut at these positions."""

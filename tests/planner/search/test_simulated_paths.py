@@ -14,7 +14,14 @@ from planner.documents.plan import Layout
 from planner.schedules import schedule_of
 from planner.schedules.schedule import orders, rank_of_stage
 from planner.schedules.simulate import timeline
-from planner.search.simulated_bounds import looped_fill, paces, transfers
+from planner.search.ranks import shares_of
+from planner.search.simulated_bounds import (
+    first_share,
+    forward_fill,
+    looped_fill,
+    paces,
+    transfers,
+)
 from planner.search.simulated_cuts import Placed, cuts_bound_s, drained
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipe-v")
@@ -121,6 +128,37 @@ def test_no_step_is_below_its_pace(schedule: str, tries: int) -> None:
             assert bound_s <= simulated_s * (1 + 1e-9)
             tight = max(tight, bound_s / simulated_s)
     assert tight > 0.8
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_step_is_below_what_forwards_before_a_rank_make_of_its_seconds(
+    schedule: str, tries: int
+) -> None:
+    rng, tight = random.Random(schedule), 0.0
+    for _ in range(tries):
+        step = Step(schedule, rng)
+        ranks, count = step.layout.pipeline, step.layout.micro_batches
+        share = min(step.seconds[0, 1:ranks] / step.passes_s[1:])
+        bound_s = forward_fill(ranks, count, share) * step.passes_s.sum()
+        assert bound_s <= step.simulated_s() * (1 + 1e-9)
+        tight = max(tight, bound_s / step.simulated_s())
+    assert tight > 0.8
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved-zb", 3), ("zbv", 2)])
+def test_no_first_stage_has_a_smaller_share_of_like_layers(schedule: str, virtual: int) -> None:
+    ranks = 4
+    for alike in range(ranks * virtual - 2, 40):
+        kinds = ("embedding", *["block"] * alike, "head")
+        shares = shares_of(kinds, schedule, ranks, virtual)
+        assert shares is not None
+        rest = sum(shares.fewest_entries) - (len(shares.entries) - alike)
+        least_share = first_share(shares.run, ranks, virtual)
+        for rank in range(1, ranks - (not shares.folded)):
+            fewest = shares.fewest_entries[rank]
+            for number in range(fewest, alike - (rest - fewest) + 1):
+                assert shares.sizes(rank, number)[0] >= least_share * number - 1e-12
 
 
 @pytest.mark.parametrize("tries", TRIES)

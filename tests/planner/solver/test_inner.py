@@ -87,6 +87,20 @@ def test_a_faster_stage_is_never_slower(faster: int) -> None:
     assert objective_of(replace(instance, stages=tuple(stages))) < objective_of(instance)
 
 
+@pytest.mark.parametrize("first", [1.0, 5.0])
+def test_a_run_may_be_longer_than_an_even_one_if_only_the_sum_counts(first: float) -> None:
+    layer = (Option(name="none", forward_s=1, backward_s=2),)
+    stages = (
+        StageLimits(capacity_bytes=0, time_scale=first),
+        StageLimits(capacity_bytes=0, time_scale=6.0 - first),
+    )
+
+    answer = solve(Instance(layers=(0,) * 40, kinds=(layer,), stages=stages, steady=0))
+
+    assert isinstance(answer, Solution)
+    assert answer.sizes() == ((39, 1) if first == 1.0 else (1, 39))
+
+
 def test_a_shared_store_changes_no_answer() -> None:
     store = FrontierStore()
     instances = [decoder(depth=depth, microbatches=m) for depth in (2, 4, 8) for m in (4, 16)]

@@ -11,10 +11,10 @@ import pytest
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import GraphInstance, alike, in_a_row
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.step_table import StepTable
 from planner.solver.instance import Instance, Option, StageLimits
 from planner.solver.knapsack import Knapsacks
 from planner.solver.step_bounds import StepBounds
+from planner.solver.table import StepTable
 from tests.planner.solver.small_graphs import changed, random_graph
 
 

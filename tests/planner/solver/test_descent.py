@@ -1,19 +1,57 @@
-"""The cheapest cuts against every split, on random tables that obey no law a pipeline would."""
+"""The cheapest ways against every split, on random tables that obey no law a pipeline would."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from planner.solver.cuts import ChainWays
 from planner.solver.descent import Costs, Way, cheapest
+from planner.solver.paths import Paths
 
 
 def best_cuts(costs: Costs, *, cutoff_s: float = math.inf) -> Way | None:
-    return cheapest(ChainWays(*costs.stage_s.shape), costs, cutoff_s=cutoff_s)
+    """Cheapest split by tables [stage, first, layers - 1], its way given by its cuts."""
+    shape = costs.stage_s.shape
+    steps = Costs(
+        in_steps(costs.stage_s),
+        in_steps(costs.fill_s),
+        tuple(map(in_steps, costs.once_s)),
+        costs.steady,
+    )
+    found = cheapest(every_way(*shape), steps, cutoff_s=cutoff_s)
+    return found and replace(found, way=cuts_of(found.way, *shape))
+
+
+def every_way(stages: int, layers: int, width: int) -> Paths:
+    first, end = runs(layers, width)
+    return Paths([layers + 1] * (stages + 1), [(first, end)] * stages)
+
+
+def runs(layers: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """First layers of all runs, and the layers behind them, rising."""
+    first, n_less_1 = np.divmod(np.arange(layers * width), width)
+    inside = first + n_less_1 < layers
+    return first[inside], (first + n_less_1 + 1)[inside]
+
+
+def in_steps(table: np.ndarray) -> np.ndarray:
+    """[step] The entries of a table that lie within the chain, and begin and end as they must."""
+    _, layers, width = table.shape
+    first, end = runs(layers, width)
+    held = np.array([one[first, end - first - 1] for one in table])
+    held[0, first > 0] = np.inf
+    held[-1, end < layers] = np.inf
+    every: np.ndarray = held.reshape(-1)
+    return every
+
+
+def cuts_of(way: tuple[int, ...], _: int, layers: int, width: int) -> tuple[int, ...]:
+    _, end = runs(layers, width)
+    return (0, *(int(end[step % len(end)]) for step in way))
 
 
 def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -78,9 +116,11 @@ def test_no_split_is_cheaper(seed: int, tables: int) -> None:
 
 def test_equal_sums_are_cut_as_early_as_possible() -> None:
     cost = np.ones((3, 7, 5))
-    cost[:, np.arange(7)[:, None] + np.arange(1, 6) > 7] = np.inf
 
-    assert ChainWays(3, 7, 5).smallest_sum(cost) == (0, 1, 2, 7)
+    found = every_way(3, 7, 5).smallest_sum(in_steps(cost))
+
+    assert found is not None
+    assert cuts_of(found, 3, 7, 5) == (0, 1, 2, 7)
 
 
 def test_a_falling_ceiling_passes_sums_that_look_better() -> None:
