@@ -149,6 +149,26 @@ def test_positions_and_experts_over_ranks_train_as_one_process(build: Any, ranks
             torch.testing.assert_close(outputs, own, rtol=1e-4, atol=1e-5)
 
 
+def adafactor_step(fields: dict[str, Any]) -> dict[str, Tensor]:
+    settings: dict[str, Any] = {"optimizer": torch.optim.Adafactor, "batch": batch_of(0)}
+    engine = Engine(mixture, fields, loss=loss, **settings)
+    engine.step(engine.slice(batch_of(0)))
+    return engine.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_experts_divided_twice_are_gathered_for_an_optimizer_of_whole_matrices() -> None:
+    weights = adafactor_step({})
+    # Not the keys' bias, whose gradient is nothing but rounding, which Adafactor makes large.
+    matrices = {name: value for name, value in weights.items() if "experts" in name}
+    assert len(matrices) == 4
+
+    for found in on_ranks(4, adafactor_step, {"expert": 2, "zero": 3}):
+        for name, value in matrices.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
 COMPILED: list[tuple[Any, dict[str, Any]]] = [
     (Net, {"context": 2}),
     (mixture, {"expert": 2, "context": 2, "zero": 3, "recompute": "full"}),
