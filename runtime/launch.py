@@ -58,7 +58,14 @@ from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, expected_text, summarise
 from runtime.run import Device, LaunchRun, RankOrders, RankRecord
 from runtime.slots import Slots
-from runtime.supervise import BadEnd, is_timeout, last_lines, log_text, supervised
+from runtime.supervise import (
+    BadEnd,
+    blames_a_peer,
+    is_timeout,
+    last_lines,
+    log_text,
+    supervised,
+)
 from runtime.supported import documents_refused
 from runtime.telemetry import Telemetry
 from runtime.verdict import RankEnd
@@ -754,6 +761,12 @@ def _bad_end(
         kind, cause = RanksHang, "hang"
     elif failure is None and ended.code < 0:
         kind = RankFailed
+    elif failure is not None and blames_a_peer(failure):
+        # No rank ended before it: a connection did, of which each side blames the other.
+        kind, end = (
+            RankFailed,
+            RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True),
+        )
     message = f"{how}{_way_on(ready)}. The end of {log}:{last_lines(log)}"
     if kind is None:
         return LaunchError(message)
