@@ -714,16 +714,16 @@ def test_nothing_of_the_rendezvous_imports_torch() -> None:
 
 def test_who_waits_for_a_reason_looks_whether_it_can_come() -> None:
     """The node that has it may stand still, which agents find by its silence."""
-    stands_still = threading.Event()
+    waits: list[int] = []
 
     def meanwhile() -> None:
-        if stands_still.is_set():
-            stands_still.clear()
+        if threading.get_ident() in waits:
+            waits.clear()
             raise rendezvous.NodeLeft("node 1 does not answer")
 
     def work(joined: Rendezvous) -> None:
         if joined.node_rank.node == 0:
-            stands_still.set()
+            waits.append(threading.get_ident())
             with pytest.raises(rendezvous.NodeLeft, match="node 1 does not answer"):
                 joined.await_reason(PATIENCE_S)
 
