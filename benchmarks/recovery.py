@@ -43,6 +43,8 @@ from tests.runtime.rooms import MODEL, Room, plan_of, slow
 NODES, RANKS = 3, 2
 PATIENCE_S = 400.0
 EVERY = 50
+START_S = 60.0
+"""How long ranks may take until two steps are done; one that stands still is found after that."""
 CLONE_NEWNET = 0x40000000
 BATCH = 12
 STEPS = 1_000_000
@@ -217,6 +219,7 @@ def planned(room: Room, ranks: int) -> Path:
     plan["mesh"]["data_replicate"] = NODES * ranks
     own = BATCH // (NODES * ranks)
     plan |= {"global_batch": BATCH, "micro_batches": 1, "micro_batch": own}
+    plan |= {"timeout_s": START_S}
     plan |= {"model": model.model_dump(exclude_none=True), "cluster": str(path)}
     return room.plan(Plan.of(plan))
 

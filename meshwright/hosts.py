@@ -234,7 +234,7 @@ class _SshHosts:
                 await asyncio.gather(*host.tasks)
         except TimeoutError:
             return [f"did not answer within {ANSWER_S:g} s"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return ["does not answer as a meshwright of this version does"]
         return [host.why]
 

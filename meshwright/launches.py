@@ -256,7 +256,7 @@ class LaunchablePlan:
     ) -> LaunchablePlan:
         """Return the same training planned for what is left: out of the book, or solved now.
 
-        That is so many nodes, each with so many devices if that is said, or devices of one node.
+        That is `left` nodes, with `each` devices where that is given, or devices of one node.
         """
         entry, source = self.booked(left, run, each=each)
         return self._told(Path(entry.path), source=source, quiet=quiet)

@@ -32,7 +32,7 @@ MARK = "meshwright-host "
 SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
 CHUNK_BYTES = 65536
 COMMAND = (sys.executable, "-P", "-m", "meshwright")
-"""What is run, before the arguments that are told."""
+"""What is run, before the arguments of the order."""
 
 
 def version() -> str:

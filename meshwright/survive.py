@@ -35,6 +35,9 @@ from runtime.slots import Slots
 from runtime.verdict import RankEnd, Verdict, verdict
 from runtime.zygote import Zygote
 
+MOST_SAID = 500
+"""Characters of what a launcher says of an end, which go to all agents twice a second."""
+
 
 def on_nodes(
     fit: LaunchablePlan, run: LaunchRun, node_rank: NodeRank, *, quiet: bool
@@ -188,6 +191,8 @@ class Epochs:
     def _regroup(self, failed: RankFailed | NodeLeft) -> None:
         """Take part in the next epoch, or raise how this one ended."""
         end = failed.end if isinstance(failed, RankFailed) else None
+        if end is not None:
+            end = end.model_copy(update={"said": lines(str(failed))[:MOST_SAID]})
         begin_s = time.time()
         self._agent.regroup(
             end,
@@ -313,7 +318,7 @@ class Epochs:
             rank=None if end.cause == "node" else end.rank,
             node=lost,
             after_step=end.after_step,
-            evidence=str(failed)[:MOST_EVIDENCE],
+            evidence=(end.said or str(failed))[:MOST_EVIDENCE],
         )
         assert self._run.output is not None
         append_record(incident, events_file(self._run.output))

@@ -20,7 +20,7 @@ from runtime import checkpoint, faults, run
 from runtime.hang import HungRank, stack_file
 from runtime.preflight import Preflight
 from runtime.rendezvous import NodeLeft
-from runtime.supervise import BadEnd, is_timeout, last_lines, log_text
+from runtime.supervise import BadEnd, blames_a_peer, is_timeout, last_lines, log_text
 from runtime.verdict import RankEnd
 
 MOST_EVIDENCE = 1000
@@ -229,6 +229,10 @@ def bad_end(
         kind, cause = RanksHang, "hang"
     elif failure is None and ended.code < 0:
         kind = RankFailed
+    elif failure is not None and blames_a_peer(failure):
+        # No rank ended before it: a connection did, of which each side blames the other.
+        kind = RankFailed
+        end = RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True)
     message = f"{how}{way_on(ready)}. The end of {log}:{last_lines(log)}"
     if kind is None:
         return LaunchError(message)

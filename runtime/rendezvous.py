@@ -174,6 +174,7 @@ class Rendezvous:
         deadline = time.monotonic() + seconds
         while self.node_rank.nodes > 1 and time.monotonic() < deadline:
             self.check()
+            self._meanwhile()  # who would give it may stand still
             time.sleep(0.05)
 
     def environment(self, *, ranks: int, listening: int | None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import get_args
 
 from planner.documents.document import Part
 from planner.documents.events import Cause, Reaction
-from planner.documents.units import Count, Factor
+from planner.documents.units import Count, Factor, Text
 
 ATTEMPTS = 3
 """Ends after one step by one cause, until that is the end."""
@@ -123,6 +123,8 @@ class RankEnd(Part):
     """Of the host, beside devices with memory of their own."""
     named: bool = True
     """Whether it is known that this rank did it."""
+    said: Text | None = None
+    """By its own node's launcher."""
 
 
 def verdict(

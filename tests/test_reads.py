@@ -67,6 +67,8 @@ READS: dict[tuple[str, str], str] = {
     ("runtime/beacon.py", "read_bytes"): SYSTEM,
     ("runtime/slots.py", "open"): OURS,
     ("runtime/slots.py", "json.loads"): OURS,
+    ("meshwright/hosts.py", "json.loads"): PEER,
+    ("meshwright/on_host.py", "json.loads"): OURS,
     ("runtime/zygote.py", "json.loads"): OURS,
     ("runtime/zygote.py", "json.load"): OURS,
     ("runtime/zygote.py", "os.open"): SYSTEM,

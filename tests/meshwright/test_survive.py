@@ -230,6 +230,67 @@ def test_a_plan_that_runs_out_of_memory_is_replaced_once(
         assert len(losses(room)) == 20
 
 
+HUNGRY = """
+import os
+from pathlib import Path
+from runtime import train
+
+Path("GROUP/cgroup.procs").write_text(str(os.getpid()))
+stepped = train.Loop._stepped
+def step(self, batch):
+    asked = Path("FOLDER/eat")
+    if self.rank == 1 and asked.exists():
+        asked.unlink()
+        bytearray(BYTES)
+    return stepped(self, batch)
+train.Loop._stepped = step
+"""
+MEMORY = Path("/sys/fs/cgroup/memory")
+LIMIT_BYTES = 2**29
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of processes that have little memory together."""
+    group = MEMORY / f"meshwright-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("needs root and control groups of version 1")
+    (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    yield group
+    end_s = time.monotonic() + PATIENCE_S
+    while (group / "cgroup.procs").read_text() and time.monotonic() < end_s:
+        time.sleep(0.05)
+    group.rmdir()
+
+
+@pytest.mark.ranks
+@pytest.mark.matrix
+def test_a_rank_that_the_system_kills_for_memory_is_planned_again(
+    room: ForkingRoom, memory_group: Path
+) -> None:
+    room.begins_with = (
+        HUNGRY.replace("GROUP", str(memory_group))
+        .replace("FOLDER", str(room.folder))
+        .replace("BYTES", str(2 * LIMIT_BYTES))
+    )
+    options = f"--survive --steps {STEPS} --checkpoint-every {EVERY} -o {room.folder}/out"
+    plan = room.plan(two_ranks(room))
+    launcher = room.launched(plan, f"{options} --checkpoint {room.folder}/saved")
+    room.wait_for_step(EVERY + 10, while_running=launcher)
+    (room.folder / "eat").touch()
+    _, said = launcher.communicate(timeout=PATIENCE_S)
+
+    assert launcher.returncode == 0, said
+    assert "rank 1 was killed by SIGKILL" in said
+    with events_file(room.folder / "out").open("rb") as lines:
+        events = list(events_of(lines))
+    assert [one.cause for one in events if isinstance(one, Incident)] == ["out_of_memory"]
+    assert [one.reaction for one in events if isinstance(one, Decision)] == ["replan"]
+    assert len(losses(room)) == STEPS
+
+
 FLIPPED = """
 import os
 from pathlib import Path

@@ -37,7 +37,13 @@ _rank_main = rank.main
 def nursery(folder: Path) -> Zygote:
     """Return the process that forks launchers; `folder` gets its log."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    return Zygote(imports=IMPORTS)
+    forks = Zygote(imports=IMPORTS)
+    forks.warm(_with_ours(common_environment()), log=folder / "logs" / "launcher.log")
+    return forks
+
+
+def _with_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
 def common_environment() -> dict[str, str]:
@@ -59,9 +65,8 @@ class ForkedLauncher:
         begins_with: str = "",
     ) -> None:
         """Start it; it runs `begins_with` before all else, and so do its ranks."""
-        named = {**environment, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
         self._log = log
-        self._fork = forks.start([begins_with, *arguments], named, log=log)
+        self._fork = forks.start([begins_with, *arguments], _with_ours(environment), log=log)
         while not self._fork.pid and self._fork.poll() is None:
             forks.await_news()
 

@@ -21,7 +21,7 @@ from runtime.hang import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
 from runtime.supervise import BadEnd, Exit
-from runtime.verdict import RankEnd
+from runtime.verdict import RankEnd, verdict
 from tests.runtime.rooms import plan_of
 
 WATCHDOG = (
@@ -227,6 +227,21 @@ def test_wrong_numbers_are_a_cause_with_the_rank_that_differs(
 
     assert isinstance(error, bad_ends.RankFailed)
     assert (str(error), error.end) == ("w: rank 4 has", end)
+
+
+def test_where_all_ranks_only_lost_a_peer_they_are_started_again(tmp_path: Path) -> None:
+    """A connection broke, or the node that knows more stands still: nobody is to blame."""
+    text = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7073"
+    said = Failure(rank=3, kind="RuntimeError", message=text, at_unix_s=1.0)
+
+    error = ended(tmp_path, code=1, log="", said=said)
+
+    assert isinstance(error, launch.RankFailed)
+    assert error.end is not None
+    assert (error.end.cause, error.end.waits) == ("hang", True)
+    found = verdict([error.end], devices=3)
+    assert found is not None
+    assert found.reaction == "restart"
 
 
 def test_stacks_and_ends_of_logs_are_kept_with_the_attempt_that_ended(tmp_path: Path) -> None:

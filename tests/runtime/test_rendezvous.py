@@ -710,3 +710,21 @@ def no_listener_stays() -> Iterator[None]:
 def test_nothing_of_the_rendezvous_imports_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import runtime.rendezvous"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_who_waits_for_a_reason_looks_whether_it_can_come() -> None:
+    """The node that has it may stand still, which agents find by its silence."""
+    waits: list[int] = []
+
+    def meanwhile() -> None:
+        if threading.get_ident() in waits:
+            waits.clear()
+            raise rendezvous.NodeLeft("node 1 does not answer")
+
+    def work(joined: Rendezvous) -> None:
+        if joined.node_rank.node == 0:
+            waits.append(threading.get_ident())
+            with pytest.raises(rendezvous.NodeLeft, match="node 1 does not answer"):
+                joined.await_reason(PATIENCE_S)
+
+    of_nodes(2, work, meanwhile=meanwhile)
