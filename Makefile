@@ -18,8 +18,11 @@ help:  ## print these commands
 demo: .venv/installed  ## profile this machine, plan, train a small model on real text, compare with the prediction
 	$(BIN)/python -m meshwright.demo
 
+# Assertions are not rewritten, which takes a quarter of collection in a clean clone; what fails runs
+# again with them, and shows its values.
 test: .venv/installed  ## run the tests (no GPU needed)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --assert=plain \
+		|| { $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
 oldest: $(OLDEST)/installed  ## run the tests of the runtime that torch's version could break, with the oldest that is allowed
 	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/runtime/test_,torch_internals.py \

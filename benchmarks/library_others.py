@@ -16,7 +16,6 @@ import argparse
 import datetime
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -227,9 +226,7 @@ def row_of(kind: str, task: str) -> dict[str, Any]:
 
 def _limited(work: Callable[..., Any], *args: Any) -> Any:
     library_equal.limit()
-    with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder
-        return work(*args)
+    return work(*args)
 
 
 def _reason(error: Exception) -> str:

@@ -512,6 +512,8 @@ class Tuning:
             except KeyboardInterrupt:
                 stopped = INTERRUPTED
         if not tuner.ran:
+            if not trials:
+                raise LaunchError(f"no trial ran: {stopped}")
             raise LaunchError(
                 f"none of {len(trials)} trials ran ({stopped}): "
                 + "; ".join(f"{one.layout}: {one.why or one.ended}" for one in trials[-2:])

@@ -27,6 +27,8 @@ ADDED_LATER = {
     "no plan fits": "a search below a bound, whose caller goes on",
 }
 """By text, where the rest of it comes from."""
+REASONS = "planner/accuracy/tables/"
+"""Whose errors say why a row of a table is skipped: they are counted, and nobody acts on one."""
 
 
 def refusals() -> Iterator[tuple[str, str]]:
@@ -35,7 +37,7 @@ def refusals() -> Iterator[tuple[str, str]]:
         for file in sorted((ROOT / package).rglob("*.py")):
             place = str(file.relative_to(ROOT))
             source = file.read_text()
-            if "Error(" in source or "Fits(" in source:
+            if not place.startswith(REASONS) and ("Error(" in source or "Fits(" in source):
                 for line, text in raised(source, documents=place.startswith(DOCUMENTS)):
                     yield f"{place}:{line}", text
 

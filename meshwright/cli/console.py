@@ -26,7 +26,7 @@ VERBS = (
     *("uninstall", "use", "wait", "write", "it would fit"),
 )
 """What a remedy begins with."""
-BACK = r"(?:it|them|either|both|each|one|so)\b"
+BACK = r"(?:it|them|either|both|each|so|one out|one of them)\b"
 """What speaks of the words before it, so that they stay before it."""
 REMEDY = re.compile(
     rf"(?P<why>.+?)(?:;|[.]) (?P<do>(?:{'|'.join(VERBS)})\b(?! {BACK}).+)", re.IGNORECASE

@@ -162,6 +162,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.long(*(" ".join(words) for words in RIGHT if words[0] == "tune"))
 @pytest.mark.spread(10)
 @pytest.mark.parametrize("arguments", RIGHT, ids=" ".join)
 def test_what_the_cases_break_is_right(

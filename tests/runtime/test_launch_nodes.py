@@ -26,7 +26,7 @@ from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
 from tests.limits import PATIENCE_S
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
+from tests.runtime.rooms import MODEL, ROOT, ForkedZygote, Room, plan_of
 
 pytestmark = pytest.mark.ranks
 
@@ -46,9 +46,12 @@ def on_nodes(
             settings[name] = value(number) if callable(value) else value
         asked = room.asked(settings)
         try:
-            ends[number] = launch(
-                Launch(path, asked, node_rank=node_rank, nodes=devices, **settings)
-            )
+            with ForkedZygote() as ranks:
+                ends[number] = launch(
+                    Launch(
+                        path, asked, node_rank=node_rank, nodes=devices, zygote=ranks, **settings
+                    )
+                )
         except MeshwrightError as error:
             ends[number] = error
 

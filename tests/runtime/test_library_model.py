@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,7 @@ def test_what_a_recorded_model_cannot_be_is_refused(
 ) -> None:
     model = graph("gpt_neox", folder)
 
-    with pytest.raises(AssertionError, match=said):
-        assert not supported(cases.plan(model, **layout), model)
+    assert re.search(said, str(supported(cases.plan(model, **layout), model)))
 
 
 @pytest.mark.parametrize("causal", [False, True])

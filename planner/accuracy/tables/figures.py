@@ -46,7 +46,7 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
             assumed.append("feed-forward of 4 x hidden_size")
     attention = word(row.get("attention", ""))
     if any(attention.startswith(other) for other in OTHER_ATTENTION):
-        raise DocumentError("", f"attention '{attention:.40}' is not planned; leave the row out")
+        raise DocumentError("", f"attention '{attention:.40}' is not planned")
     vocabulary = optional(row, "vocab_size") or None
     if vocabulary is None:
         assumed.append(f"vocabulary of {DEFAULT_VOCABULARY}")
@@ -78,7 +78,7 @@ def architecture_of_row(row: Row, assumed: list[str]) -> Architecture:
 def _needed(row: Row, column: str) -> int:
     value = optional(row, column)
     if value is None:
-        raise DocumentError("", f"{column} is not known; give the row a value of it")
+        raise DocumentError("", f"{column} is not known")
     if value == 0:
         raise ValueError(f"{column} is 0")
     return value

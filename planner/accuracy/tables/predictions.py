@@ -68,11 +68,7 @@ def _decided(setup: Setup, tables: Tables) -> _Decided:
         assumed[-1] = "all blocks recomputed, since nothing else fits"
         stages, found = of(replace(setup, recompute="full"))
     if not 0 < found.step_time_s < math.inf:
-        raise DocumentError(
-            "",
-            "figures are out of all proportion: no step time follows from them; "
-            "see that units are those of the columns",
-        )
+        raise DocumentError("", "figures are out of all proportion: no step time follows from them")
     return _Decided(request=setup.request, layout=layout, placements=stages, prediction=found)
 
 

@@ -365,7 +365,7 @@ def _told(
     if found is not None:
         return found
     if assumed is None:
-        raise DocumentError("", f"{column} '{cell[:40]}' is not known; give the row a value of it")
+        raise DocumentError("", f"{column} '{cell[:40]}' is not known")
     assumed.append(f"{column} '{cell[:40]}' taken as not known")
     return default
 
@@ -398,7 +398,7 @@ def _devices(row: Row, others: int) -> int:
     if devices is None and optional(row, "dp"):
         devices = others * (optional(row, "dp") or 1)
     if devices is None:
-        raise DocumentError("", "n_devices is not known; give the row a value of it")
+        raise DocumentError("", "n_devices is not known")
     if devices == 0:
         raise ValueError("n_devices is 0")
     return devices
@@ -410,9 +410,7 @@ def _data_degree(row: Row, devices: int, others: int) -> int:
     if data is not None and data * others == devices:
         return data
     if devices % others:
-        raise DocumentError(
-            "", "tp x pp x cp does not divide n_devices; change either, or leave the row out"
-        )
+        raise DocumentError("", "tp x pp x cp does not divide n_devices")
     return devices // others
 
 

@@ -56,7 +56,7 @@ def test_stages_that_a_layout_lacks_leave_a_layer_without_a_place() -> None:
     [
         ("put it anywhere", "write 'layers 0-3 together'"),
         ("layers 0-9 together", "numbered 0 to 4"),
-        ("layers 3-1 together", "the first first"),
+        ("layers 3-1 together", "write the lower one first"),
         ("layer blok.1 on stage 0", "did you mean 'block.1'"),
         ("layers 0-1 recompute some", "some"),
         ("layers 0-1 on floor 3", "write stages as"),
