@@ -167,9 +167,9 @@ REQUESTS = {
         Target(
             name="qwen-4090",
             model="qwen2.5-7b",
-            cluster="6xrtx-4090",
+            cluster="8xrtx-4090",
             seq_len=2048,
-            global_batch=48,
+            global_batch=64,
         ),
         Target(
             name="8b-3090",

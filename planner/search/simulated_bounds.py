@@ -65,6 +65,8 @@ from planner.search.space import LayoutFamily
 from planner.solver import bounds
 from planner.solver.instance import Instance
 
+WORTHWHILE = 1.02
+"""How far the constant of split backwards must be above m / P, relatively, to be asked."""
 Pace = tuple[float, float]
 """`steady` and `fill` of a bound of the simulated step."""
 
@@ -123,6 +125,7 @@ def forward_fill(ranks: int, micro_batches: int, share: float) -> float:
     return 1.0 / behind
 
 
+@lru_cache(maxsize=1024)
 def first_share(run: LongestRun | None, ranks: int, virtual_stages: int) -> float:
     """Return the share of a rank's like layers that its first stage has, at least.
 
@@ -153,7 +156,7 @@ def split_fill(layout: Layout, share: float, run: LongestRun | None) -> float:
     fill = forward_fill(ranks, count, min(share, 1 / 3) * first_share(run, ranks, virtual))
     # W is about a third of what the other constant leaves out.
     apart = 1.0 / (1.0 - (1.0 - 1.0 / count) ** (ranks * virtual))
-    return fill if fill * ranks > count and fill >= apart / 1.5 else 0.0
+    return fill if fill * ranks > WORTHWHILE * count and fill >= apart / 1.5 else 0.0
 
 
 def forward_share(
@@ -286,8 +289,10 @@ class SimulatedCandidates(Candidates):
         alone_s: float = 0.0,
     ) -> tuple[bounds.Floats, bounds.Floats]:
         if fill:
-            counted = self._counted_whole(part.first, self._forward_share)
-            return alone_s + counted * (passes_s - alone_s), 0.0 * once_s
+            if schedule_of(part.timetables[0].schedule).splits_backward:
+                counted = self._counted_whole(part.first, self._forward_share)
+                passes_s = alone_s + counted * (passes_s - alone_s)
+            return passes_s, 0.0 * once_s
         return passes_s + once_s / part.micro_batches, 0.0 * once_s
 
     def _communication_s(self, layout: Layout) -> float:
