@@ -133,9 +133,7 @@ class Room:
     def run(self, plan: Plan, **options: object) -> RunReport:
         settings = {"model": MODEL, "quiet": True, **options}
         with ForkedZygote() as ranks:
-            record = Launch(
-                self.plan(plan), self.asked(settings), **{"zygote": ranks, **settings}
-            )
+            record = Launch(self.plan(plan), self.asked(settings), **{"zygote": ranks, **settings})
             report = launch(record)
         assert report is not None
         return report

@@ -236,7 +236,7 @@ def test_where_all_ranks_only_lost_a_peer_they_are_started_again(tmp_path: Path)
 
     error = ended(tmp_path, code=1, log="", said=said)
 
-    assert isinstance(error, launch.RankFailed)
+    assert isinstance(error, bad_ends.RankFailed)
     assert error.end is not None
     assert (error.end.cause, error.end.waits) == ("hang", True)
     found = verdict([error.end], devices=3)
