@@ -92,6 +92,7 @@ def attention(
     a value.  Where samples hold several documents, `starts` [sample, position] says at which
     position of the sample the document of each query begins, and it sees no key before that.
 
+    >>> import torch
     >>> heads = torch.ones(2, 4, 3, 8)  # two samples of three positions
     >>> attention(heads, heads[:, :2], heads[:, :2]).shape
     torch.Size([2, 4, 3, 8])
