@@ -141,7 +141,9 @@ pictures or sounds: planned for eight accelerators, then three steps on two rank
 in two stages.  Columns are the largest relative difference of a loss to a plain loop of the
 library's class.  Of {kinds} such types {tried} were tried: the library runs the small sizes of
 {run}, of which {planned} are planned, {zero} train under ZeRO and {stages} in stages, {equal} of
-these within 1e-5 wherever they train.  The script goes on where it stopped.
+these within 1e-5 wherever they train.  BatchNorm (ResNet) takes the statistics of each micro-batch,
+as under DDP, and so has other losses than a loop over whole batches; `batch_norm="synchronised"`
+takes those of all.  The script goes on where it stopped.
 
 | model_type | learns | plans | ZeRO-2 | two stages | why not |
 |---|---|---|---|---|---|
