@@ -79,12 +79,12 @@ class SimulatedGroupCandidates(GroupCandidates):
             return 0.0
         last = kinds.index(self.model.layers[-1].kind)
         back_s = forward_s if layout.executed.splits_backward else time_s
-        ranks = _Ranks(
+        ranks = WholeLayers(
             numbers=tuple(self.stages(layout).tolist()),
             room=self.most_layers(layout, of_groups).max(axis=1).tolist(),
             passes=(
-                _Passes.of(count * time_s, back_s, like, last),
-                _Passes.of(count * time_s + sync_s, forward_s, like, last),
+                LayerPasses.of(count * time_s, back_s, like, last),
+                LayerPasses.of(count * time_s + sync_s, forward_s, like, last),
             ),
             virtual_stages=layout.virtual_stages,
             folded=layout.executed.placement == "v",
@@ -123,7 +123,7 @@ class SimulatedGroupCandidates(GroupCandidates):
         return min(one.layout_step_s(layout) for one in self.group_costs.tables.values())
 
 
-class _Passes(NamedTuple):
+class LayerPasses(NamedTuple):
     """[group] Seconds of all micro-batches through a layer and through the last one of the model.
 
     And what a layer on a first stage takes of the time of the ranks behind it.
@@ -134,18 +134,18 @@ class _Passes(NamedTuple):
     first_s: list[float]
 
     @classmethod
-    def of(cls, seconds: Floats, first_s: Floats, like: int, last: int) -> _Passes:
+    def of(cls, seconds: Floats, first_s: Floats, like: int, last: int) -> LayerPasses:
         """Read those [group, kind] of the like layers and of the last one."""
         last_s = 0.0 * seconds[:, last] if last == like else seconds[:, last]
         return cls(seconds[:, like].tolist(), last_s.tolist(), first_s[:, like].tolist())
 
 
-class _Ranks(NamedTuple):
+class WholeLayers(NamedTuple):
     """Ranks of several groups, and how many like layers they are to have; by group."""
 
     numbers: tuple[int, ...]
     room: list[float]
-    passes: tuple[_Passes, ...]
+    passes: tuple[LayerPasses, ...]
     """Ways to count seconds, each of which a step takes at least."""
     virtual_stages: int
     folded: bool

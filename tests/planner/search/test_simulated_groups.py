@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.search.simulated_groups import _Passes, _Ranks
+from planner.search.simulated_groups import LayerPasses, WholeLayers
 
 
-def drawn(seed: int) -> _Ranks:
+def drawn(seed: int) -> WholeLayers:
     rng = random.Random(seed)
 
     def seconds(least: float) -> list[float]:
@@ -19,12 +19,12 @@ def drawn(seed: int) -> _Ranks:
 
     numbers = (rng.randint(1, 2), rng.randint(1, 2))
     virtual = rng.randint(1, 3)
-    return _Ranks(
+    return WholeLayers(
         numbers=numbers,
         room=[float(rng.randint(2, 9)), 12.0],
         passes=(
-            _Passes(seconds(0.5), seconds(0.0), seconds(0.0)),
-            _Passes(seconds(0.5), seconds(0.0), seconds(0.0)),
+            LayerPasses(seconds(0.5), seconds(0.0), seconds(0.0)),
+            LayerPasses(seconds(0.5), seconds(0.0), seconds(0.0)),
         ),
         virtual_stages=virtual,
         folded=virtual == 2 and rng.random() < 0.5,
@@ -32,7 +32,7 @@ def drawn(seed: int) -> _Ranks:
     )
 
 
-def steps_s(ranks: _Ranks) -> Iterator[float]:
+def steps_s(ranks: WholeLayers) -> Iterator[float]:
     """What every order of groups and every division of the layers takes, from the definition."""
     groups = [g for g, number in enumerate(ranks.numbers) for _ in range(number)]
     last = 0 if ranks.folded else len(groups) - 1
