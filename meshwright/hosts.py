@@ -66,7 +66,7 @@ def _hosts_of_word(word: str) -> list[str]:
     for one in numbers:
         count *= len(one)
     if count > MOST_HOSTS:
-        raise DocumentError("hosts", f"{word!a} are more than {MOST_HOSTS} hosts")
+        raise DocumentError("hosts", f"{word!a} are more than {MOST_HOSTS} hosts; write fewer")
     between = _PART.sub("\0", word).split("\0")
     return [
         "".join(part for pair in zip(between, (*chosen, ""), strict=True) for part in pair)
@@ -148,7 +148,7 @@ def on_hosts(hosts: Sequence[str], command: HostCommand, *, dry_run: bool = Fals
             print(lines(f"{shlex.join(['ssh', *SSH, host])} {words}"))
         return
     if ssh is None:
-        raise LaunchError("hosts: ssh is not on this machine")
+        raise LaunchError("hosts: ssh is not on this machine; install an OpenSSH client")
     asyncio.run(_SshHosts(ssh, hosts, command).run())
 
 
@@ -241,7 +241,7 @@ class _SshHosts:
     def _ready(self, wrong: Iterable[Sequence[str]]) -> list[_SshHost]:
         """Return the hosts that are as they have to be; LaunchError where they are too few."""
         if self._signalled:
-            raise LaunchError("interrupted before the command was started")
+            raise LaunchError("interrupted before the command was started; give it again")
         pairs = list(zip(self._hosts, wrong, strict=True))
         said = [f"{host.name}: {'; '.join(found)}" for host, found in pairs if found]
         ready = [host for host, found in pairs if not found]

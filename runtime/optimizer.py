@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.documents.plan import Offload
 from planner.documents.training import Training
+from planner.errors import LaunchError
 from runtime.adapter import Adapter
 from runtime.gradients import Slot, copies_of
 from runtime.mesh import Place
@@ -42,7 +43,7 @@ def slots_of(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         tied = ends if name in adapter.tied_names else None
         copies = copies_of(parameter, world)
-        yield Slot(
+        slot = Slot(
             name=adapter.published_name(name),
             parameter=parameter,
             local=local.detach(),
@@ -52,6 +53,8 @@ def slots_of(
             tied=tied,
             factor=factors.get(name, 1.0),
         )
+        _refuse_gaps(slot)
+        yield slot
 
 
 def adamw(
@@ -96,3 +99,19 @@ def _first_state(parameter: Tensor, device: torch.device, offload: Offload) -> d
         "exp_avg": zeros(),
         "exp_avg_sq": zeros(),
     }
+
+
+def _refuse_gaps(slot: Slot) -> None:
+    """Refuse a parameter that is not alone in its memory: fused updates run through that."""
+    alone = torch.empty_like(slot.local, device="meta")
+    if _strides(slot.local) != _strides(alone):
+        raise LaunchError(
+            f"{slot.name}: has strides {slot.local.stride()} in memory, between which others lie, "
+            "and AdamW's fused update runs through memory. Let the module keep the parameter "
+            "contiguous"
+        )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides that elements have; of a dim of one there may be any."""
+    return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

@@ -121,8 +121,8 @@ class Document(Part):
         if isinstance(given, int) and given > newest:
             raise DocumentError(
                 "format",
-                f"is {given:.6g}, and this version of Meshwright reads {newest} at most; install "
-                "the version that wrote the file, or a later one",
+                f"is {_shown(given)}, and this version of Meshwright reads {newest} at most; "
+                "install the version that wrote the file, or a later one",
             )
         try:
             return cls.model_validate(data)

@@ -154,7 +154,10 @@ def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: Schedu
     layout = Layout(pipeline=4, schedule=schedule, micro_batch=2, micro_batches=32)
     tables = CostTables(Request(attack.model, attack.cluster, attack.job))
     costs = tables.of(layout)
-    instance = instance_of(attack.model, attack.cluster, layout, costs)
+    # Nothing recomputed: forwards and backwards apart ask all choices for one forward.
+    kinds = {kind: options[:1] for kind, options in costs.kinds.items()}
+    alone = replace(costs, kinds=kinds)
+    instance = instance_of(attack.model, attack.cluster, layout, alone)
     rng = random.Random(schedule)
     every = [[0, *sorted(rng.sample(range(1, 50), 3)), 50] for _ in range(20)]
 
