@@ -490,6 +490,8 @@ def test_a_later_format_is_refused() -> None:
 
     with pytest.raises(DocumentError, match=r"format: is 2, and this version .* reads 1 at most"):
         ModelGraph.of(data | {"format": 2, "of_a_later_version": 1})
+    with pytest.raises(DocumentError, match=r"format: is 10{56}\.\.\., and this version"):
+        ModelGraph.of(data | {"format": 10**400})  # beyond what a float can be
 
 
 def test_equal_documents_have_equal_digests_and_others_not() -> None:
