@@ -236,16 +236,41 @@ def _out_of_time(*_: Any) -> None:
     raise TimeoutError(f"takes more than {CPU_SECONDS} CPU s")
 
 
-def main() -> None:
-    """Make the rows of the types that were named, or of all, that have none of these versions."""
-    parser = argparse.ArgumentParser(description=__doc__)
+class Rows:
+    """The rows of a file by type, made with the versions of now; others are made anew."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        torch_version = torch.__version__.split("+")[0]
+        self._versions = {"transformers": transformers.__version__, "torch": torch_version}
+        stored = json.loads(file.read_text()) if file.exists() else {}
+        same = {key: stored.get(key) for key in self._versions} == self._versions
+        self._rows = {row["model_type"]: row for row in stored["rows"]} if same else {}
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._rows
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Print a row and write all of them down."""
+        self._rows[row["model_type"]] = row
+        print(*row.values(), sep="  ", flush=True)
+        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        rows = [self._rows[name] for name in sorted(self._rows)]
+        made = {"date": today, **self._versions, "rows": rows}
+        self._file.write_text(json.dumps(made, indent=1) + "\n")
+
+
+def arguments(about: str | None) -> argparse.Namespace:
+    """Return which types were named, and whether rows are made again."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")
-    asked = parser.parse_args()
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    same = {key: stored.get(key) for key in versions} == versions
-    rows = {row["model_type"]: row for row in stored["rows"]} if same else {}
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make the rows of the types that were named, or of all, that have none of these versions."""
+    asked, rows = arguments(__doc__), Rows(RESULTS)
     kinds = asked.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for kind in [one for one in kinds if asked.again or one not in rows]:
         with multiprocessing.get_context("fork").Pool(1, initializer=_quiet_and_limited) as one:
@@ -253,11 +278,7 @@ def main() -> None:
                 row = one.apply_async(row_of, (kind,)).get(timeout=WALL_SECONDS)
             except multiprocessing.TimeoutError:
                 row = {"model_type": kind, "stopped": "by time", "why": f"{WALL_SECONDS} s"}
-        rows[kind] = row
-        print(*row.values(), sep="  ", flush=True)
-        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        made = {"date": today, **versions, "rows": [rows[name] for name in sorted(rows)]}
-        RESULTS.write_text(json.dumps(made, indent=1) + "\n")
+        rows.take(row)
 
 
 if __name__ == "__main__":

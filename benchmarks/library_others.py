@@ -12,12 +12,8 @@ whether it is planned, the largest relative difference of a loss by layout, or w
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -237,34 +233,13 @@ def _reason(error: Exception) -> str:
     return re.sub(r"\S*/(site-packages|runtime)/", "", said)[:400]
 
 
-def rows_of(stored: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return rows of these versions by type."""
-    same = all(stored.get(key) == value for key, value in versions.items())
-    return {row["model_type"]: row for row in stored["rows"]} if same else {}
-
-
-def missing(asked: argparse.Namespace, rows: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what is still to be tried."""
-    for kind, task in kinds().items():
-        if (not asked.kinds or kind in asked.kinds) and (asked.again or kind not in rows):
-            yield kind, task
-
-
 def main() -> None:
     """Make the rows of the types that were named, or of all, that have none of these versions."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--again", action="store_true", help="make rows anew that are there")
-    asked = parser.parse_args()
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    rows = rows_of(json.loads(RESULTS.read_text()), versions) if RESULTS.exists() else {}
+    asked, rows = library_equal.arguments(__doc__), library_equal.Rows(RESULTS)
     library_equal.quiet()
-    for kind, task in missing(asked, rows):
-        rows[kind] = row_of(kind, task)
-        print(*rows[kind].values(), sep="  ", flush=True)
-        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        made = {"date": today, **versions, "rows": [rows[name] for name in sorted(rows)]}
-        Path(RESULTS).write_text(json.dumps(made, indent=1) + "\n")
+    for kind, task in kinds().items():
+        if (not asked.kinds or kind in asked.kinds) and (asked.again or kind not in rows):
+            rows.take(row_of(kind, task))
 
 
 if __name__ == "__main__":

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from meshwright import launches, survive
 from meshwright.__main__ import main as run_command
-from runtime import rank, zygote
-from runtime.zygote import LAUNCHER, Zygote
+from runtime import rank
+from runtime.zygote import Zygote
+from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.rooms import ROOT
 
 IMPORTS = (
@@ -103,58 +101,6 @@ class ForkedLauncher:
         """Wait until it has ended, and return what it has said."""
         self.wait(timeout)
         return None, self._log.read_text()
-
-
-class _Forked:
-    """A process that waits to be a zygote, forked while its launcher has one thread."""
-
-    def __init__(self, imports: Sequence[str]) -> None:
-        self.connection, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launcher = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self.connection.close()
-            self._become(its, imports, launcher)
-        its.close()
-
-    def _become(self, its: socket.socket, imports: Sequence[str], launcher: int) -> NoReturn:
-        code = 1
-        try:
-            os.setsid()
-            os.environ[LAUNCHER] = str(launcher)
-            sys.argv = ["zygote", str(its.detach()), *imports]
-            code = zygote.main()
-        except BaseException:
-            traceback.print_exc()
-        rank.leave(code)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-class ForkedZygote(Zygote):
-    """A launcher's zygote; a second one, for another environment, is started as usual."""
-
-    def __init__(self, imports: Sequence[str] = zygote.IMPORTS) -> None:
-        super().__init__(imports)
-        self._ready: _Forked | None = _Forked(imports)
-
-    def _begin(self, environment: dict[str, str], log: Path) -> None:
-        if self._ready is None:
-            super()._begin(environment, log)
-            return
-        self._process = self._ready  # type: ignore[assignment]
-        self._socket, self._environment = self._ready.connection, dict(environment)
-        self._ready = None
-
-    def __exit__(self, *why: Any) -> None:
-        super().__exit__(*why)
-        if self._ready is not None:  # nobody wanted it
-            self._ready.kill()
-            self._ready.wait()
 
 
 def main(arguments: Sequence[str]) -> int:

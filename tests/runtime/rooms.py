@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from planner.documents.document import write
 from planner.documents.model import Architecture, Layer, ModelGraph
 from planner.documents.plan import Plan, Training
 from runtime import run as files_of
-from runtime import zygote
 from runtime.launch import launch
 from runtime.launch_record import Launch
 from runtime.report import RunReport
 from runtime.run import LaunchRun
 from runtime.supervise import last_lines
 from tests.limits import PATIENCE_S
+from tests.runtime.forked_zygote import ForkedZygote
 
 ROOT = Path(files_of.__file__).resolve().parent.parent
 
@@ -214,51 +210,6 @@ class Room:
         while self.ranks() and time.monotonic() < end:
             time.sleep(0.05)
         assert self.ranks() == {}
-
-
-class ForkedZygote(zygote.Zygote):
-    """A zygote that is forked from this process, which has imported torch: no rank imports it.
-
-    Launches from a process of their own (`Room.start`) start ranks as users' launches do.
-    """
-
-    def _begin(self, environment: dict[str, str], log: Path) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = os.fork()
-        if process == 0:
-            ours.close()
-            _be_zygote({**environment, zygote.LAUNCHER: str(os.getppid())}, log, its.detach())
-        its.close()
-        self._process = _Forked(process)  # type: ignore[assignment]
-        self._socket, self._environment = ours, dict(environment)
-
-
-class _Forked:
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        os.waitpid(self.pid, 0)
-
-
-def _be_zygote(environment: dict[str, str], log: Path, connection: int) -> NoReturn:
-    try:
-        warnings.resetwarnings()  # to a test they are errors
-        out = os.open(log.with_name("zygote.log"), os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout, sys.stderr = (os.fdopen(at, "w", buffering=1, closefd=False) for at in (1, 2))
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["zygote", str(connection)]
-        zygote.main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 ENOUGH = 1_000_000  # steps that no test waits for

@@ -25,8 +25,9 @@ from runtime.nodes import NodeRank
 from runtime.preflight import ranks_of_node
 from runtime.report import RunReport
 from tests.limits import PATIENCE_S
+from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.ports import free_port
-from tests.runtime.rooms import MODEL, ROOT, ForkedZygote, Room, plan_of
+from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 pytestmark = pytest.mark.ranks
 
