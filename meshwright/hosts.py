@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.on_host import CHUNK_BYTES, MARK, version
+from planner.documents.cluster import ClusterSpec
 from planner.errors import DocumentError, HandedOver, LaunchError
 from planner.errors.shown import lines
 from runtime import checksums
@@ -101,6 +102,28 @@ class HostCommand:
     """Whether more of them are of use, and the command goes on where we are gone."""
     rendezvous: str | None = None
     """HOST:PORT, where the first host's own name does not do."""
+
+    @classmethod
+    def of(
+        cls,
+        machine: ClusterSpec,
+        arguments: Iterable[str],
+        files: Iterable[str],
+        *,
+        spares: bool,
+        rendezvous: str | None,
+    ) -> HostCommand:
+        """Return a command for a launcher on each node of a machine."""
+        groups = machine.groups
+        on_cpu = groups[0].accelerator.kind == "cpu"
+        return cls(
+            arguments=tuple(arguments),
+            files=tuple(files),
+            devices=0 if on_cpu else min(group.devices_per_node for group in groups),
+            nodes=sum(group.nodes for group in groups),
+            spares=spares,
+            rendezvous=rendezvous,
+        )
 
 
 @dataclass(slots=True, eq=False)

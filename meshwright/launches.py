@@ -419,14 +419,10 @@ def _on_hosts(
     wanted = document.read(Plan, plan_path)
     wanted.training.changed(run.training)
     _refuse_foreign(wanted, plan_path)
-    machine = machine_of(wanted.cluster, None)
-    on_cpu = machine.groups[0].accelerator.kind == "cpu"
-    options = written({**run.model_dump(), **more})
-    command = HostCommand(
-        arguments=("launch", plan_path, *options),
-        files=(plan_path,),
-        devices=0 if on_cpu else min(group.devices_per_node for group in machine.groups),
-        nodes=sum(group.nodes for group in machine.groups),
+    command = HostCommand.of(
+        machine_of(wanted.cluster, None),
+        ("launch", plan_path, *written({**run.model_dump(), **more})),
+        (plan_path,),
         spares=bool(more["survive"]),
         rendezvous=where.rendezvous,
     )

@@ -67,10 +67,9 @@ def run_script(
         return submit(plan_path, wanted, machine, command, where, folder=folder, dry_run=dry_run)
     where.refuse_job()
     if where.hosts is not None:
-        command = _command(
-            wanted, plan_path, machine_of(wanted.cluster, None), script, arguments, output, restarts
-        )
-        _on_hosts(wanted, plan_path, command, where, profile=profile, dry_run=dry_run)
+        machine = machine_of(wanted.cluster, None)
+        command = _command(wanted, plan_path, machine, script, arguments, output, restarts)
+        _on_hosts(plan_path, machine, command, where, profile=profile, dry_run=dry_run)
         return None
     if dry_run:
         raise DocumentError(
@@ -105,8 +104,8 @@ def run_script(
 
 
 def _on_hosts(
-    wanted: Plan,
     plan_path: str,
+    machine: ClusterSpec,
     command: Command,
     where: Where,
     *,
@@ -116,13 +115,10 @@ def _on_hosts(
     """Run a script on hosts over ssh."""
     from meshwright.hosts import HostCommand, hosts_of, on_hosts  # noqa: PLC0415 - one way needs it
 
-    devices = _devices(wanted)
-    on_cpu = machine_of(wanted.cluster, None).groups[0].accelerator.kind == "cpu"
-    started = HostCommand(
-        arguments=tuple(command.words(plan_path, *written({"profile": profile}))),
-        files=(plan_path, *command.files),
-        devices=0 if on_cpu else min(devices),
-        nodes=len(devices),
+    started = HostCommand.of(
+        machine,
+        command.words(plan_path, *written({"profile": profile})),
+        (plan_path, *command.files),
         spares=False,
         rendezvous=where.rendezvous,
     )

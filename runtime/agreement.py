@@ -35,13 +35,17 @@ _HALF_BITS = 32
 _ODD = 0x1E3779B97F4A7C15
 
 
-class ReplicaDrifted(LaunchError):  # noqa: N818 - reads as the sentence that it is
-    """A replica of a parameter has another value than the others."""
+class RankSuspected(LaunchError):  # noqa: N818 - reads as the sentence that it is
+    """Memory or arithmetic of a rank is damaged."""
 
     def __init__(self, message: str, suspect: int | None) -> None:
         super().__init__(message)
         self.suspect = suspect
-        """The rank that differs from most others; None where most others there are none."""
+        """The only rank that differs from the others; None where that is none or several."""
+
+
+class ReplicaDrifted(RankSuspected):
+    """A replica of a parameter has another value than the others."""
 
 
 @dataclass(frozen=True, slots=True)

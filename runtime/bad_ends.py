@@ -213,7 +213,7 @@ def bad_end(
         return LaunchError(failure.message)
     log = run.log_file(ready.output, ended.rank)
     said = log_text(log)
-    how, hung = _how(ready, bad, said, after_step=after_step)
+    how, waits = _how(ready, bad, said, after_step=after_step)
     kind: type[RankFailed] | None = None
     end: RankEnd | None = None
     cause: Cause = "crash"
@@ -225,7 +225,7 @@ def bad_end(
         # SIGKILL alone is no evidence of the device: its rank may start on it again.
         killed = failure is None and not faults.names_hardware(said)
         kind, cause = RankLost, "crash" if killed else "device"
-    elif hung:
+    elif waits:
         kind, cause = RanksHang, "hang"
     elif failure is None and ended.code < 0:
         kind = RankFailed

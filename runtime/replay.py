@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from planner.documents.plan import Plan
-from planner.errors import LaunchError
 from planner.schedules import schedule_of
+from runtime.agreement import RankSuspected
 from runtime.exchange import all_gather_json
 from runtime.run import Device
 
@@ -39,13 +39,11 @@ QUIET_STEPS = 100
 NEARLY = 1e-3
 
 
-class StepDiffered(LaunchError):  # noqa: N818 - reads as the sentence that it is
-    """A step gave other values when it was done again from the same state."""
+class StepDiffered(RankSuspected):
+    """A step gave other values when it was done again from the same state.
 
-    def __init__(self, message: str, suspect: int | None) -> None:
-        super().__init__(message)
-        self.suspect = suspect
-        """The only rank whose own loss differs; None where no or several ranks' do."""
+    Suspected is the only rank whose own loss differs.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,8 +297,9 @@ class LayerParts:
             waits_s=figures.waits_s,
             forward_waits_s=figures.forward_waits_s,
         )
-        hooks_s = self._rates.hooks_s if sharing.wrapped else 0.0
+        hooks_s = 0.0
         if sharing.wrapped:
+            hooks_s = self._rates.hooks_s
             gather_s += self._rates.unit_s(figures.forward_ahead_s)
             backward_s += self._rates.unit_s(figures.backward_ahead_s)
         return StrategyParts(

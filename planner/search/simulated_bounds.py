@@ -89,12 +89,21 @@ def paces(
         return (steady,)
     if flat(schedule, ranks) and (known.forwards_first or m > ranks):
         return steady, (0.0, (m + ranks - 1) / ranks)
-    fill = 1.0 / (1.0 - (1.0 - 1.0 / m) ** (ranks * virtual_stages))
+    fill = counted_fill(ranks * virtual_stages, m)
     if not known.splits_backward and virtual_stages > 1 and m % ranks == 0:
         fill = max(fill, looped_fill(ranks, m, virtual_stages))
     # Without W, about a third of both passes, the second is rarely the higher one below that.
     enough = 1.5 * m if known.splits_backward else m
     return (steady, (0.0, fill)) if fill * ranks >= enough else (steady,)
+
+
+def counted_fill(stages: int, micro_batches: int) -> float:
+    """Return the K of as many stages whose weights even out what each counts; see the head.
+
+    >>> counted_fill(2, 2)
+    1.3333333333333333
+    """
+    return 1.0 / (1.0 - (1.0 - 1.0 / micro_batches) ** stages)
 
 
 def flat(schedule: str, ranks: int) -> bool:
@@ -155,7 +164,7 @@ def split_fill(layout: Layout, share: float, run: LongestRun | None) -> float:
     # Of what an action takes besides its layers, a third is of forwards.
     fill = forward_fill(ranks, count, min(share, 1 / 3) * first_share(run, ranks, virtual))
     # W is about a third of what the other constant leaves out.
-    apart = 1.0 / (1.0 - (1.0 - 1.0 / count) ** (ranks * virtual))
+    apart = counted_fill(ranks * virtual, count)
     return fill if fill * ranks > WORTHWHILE * count and fill >= apart / 1.5 else 0.0
 
 
