@@ -7,8 +7,8 @@
 Every rank runs the same script and calls the same methods in the same order.  Whatever the plan,
 losses and weights are those of one process with the same micro-batches, to rounding.
 
-`meshwright launch` is such a loop too (runtime.train_tokens): its module is described by its
-adapter (`Engine.of`) rather than built and recorded.
+`meshwright launch` is such a loop too (runtime.train): of its model the adapter's layers are
+recorded as shapes (`Engine.of`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Engine:
         compare_every: int = COMPARED_EVERY,
         device: torch.device,
     ) -> Engine:
-        """Return the engine of a language model that is described, as `launch` has it.
+        """Return the engine of a language model, as `launch` has it.
 
         It is made by all ranks of an initialised process group together, or by one process without
         a group.  Batches are what LanguageModel.batch takes.

@@ -36,8 +36,8 @@ from runtime.named_attention import divided, positions_in
 from runtime.parallelize import gathers_anew, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
-from runtime.recorded_stage import MicroBatch, Recordings, step_seed
-from runtime.recorder import MOST_RECORDINGS, key_of
+from runtime.recorded_stage import MicroBatch, step_seed
+from runtime.recorder import MOST_RECORDINGS, Recorder, key_of
 from runtime.replicas import Replicas
 from runtime.stale_pipeline import StalePipeline
 from runtime.torch_internals import forget_forward_order
@@ -53,7 +53,7 @@ class StepPasses:
         plan: Plan,
         place: Place,
         parts: Sequence[Staged],
-        recorder: Recordings,
+        recorder: Recorder,
         *,
         example: Any,
         loss: Callable[[Any, Any], Any],

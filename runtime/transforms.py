@@ -29,12 +29,12 @@ from runtime.activations import HostTraffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
 from runtime.chunked_loss import in_chunks
 from runtime.compiled import Compiler
-from runtime.described_model import DescribedModel, tree_of
 from runtime.eight_bits import products_of
 from runtime.experts import ExpertLoad
 from runtime.initialize import first_buffer, materialize
 from runtime.mesh import Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
+from runtime.outline import tree_of
 from runtime.parallelize import (
     let_go_before,
     no_view,
@@ -165,7 +165,7 @@ def language_stage(
     plan: Plan,
     adapter: Adapter,
     place: Place,
-    described: DescribedModel,
+    recorder: Recorder,
     *,
     stage: int,
     device: torch.device,
@@ -176,7 +176,7 @@ def language_stage(
     layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
     adapter.tie(layers)
     _check_parameters(layers, adapter)
-    module = RecordedStage(tree_of(layers), described, *plan.span_of_stage(stage))
+    module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
     apart = reduces_apart(plan, place)
     reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
     wraps = reduces or wants_mesh(plan) or _wraps_experts(plan, place)
