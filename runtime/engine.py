@@ -607,13 +607,11 @@ class Engine:
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""
         for part in self._parts:
-            part.narrow.rescale()
+            if part.narrow is not None:
+                part.narrow.rescale()
 
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self._model.divides_logits else contextlib.nullcontext()
-
-    def _expert_load(self) -> float | None:
-        return self._model.expert_load(self._parts)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
@@ -664,7 +662,7 @@ class Engine:
             metrics,
             skipped=skipped,
             unused=self._optimizers.unused,
-            expert_load=self._expert_load(),
+            expert_load=self._model.expert_load(self._parts),
             noticed=ending >= 1,
             out_of_time=ending % 1 > 0,
         )

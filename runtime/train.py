@@ -32,7 +32,8 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
-from runtime import checkpoint, companions, growth, near_cores, run
+from planner.schedules import schedule_of
+from runtime import checkpoint, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon, own_seconds
 from runtime.checkpoint import Progress
@@ -44,19 +45,20 @@ from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.mesh import Place
 from runtime.metrics import Metrics
-from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
-from runtime.replay import Replays, can_replay
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.sample_digest import SampleDigest
-from runtime.save_schedule import SaveSchedule
-from runtime.saving import Saver
+from runtime.slots import SLOTS
 from runtime.snapshot import boxes
 from runtime.supported import supported
-from runtime.used_samples import UsedSamples
 
 if TYPE_CHECKING:
+    from runtime.mirror import Mirror, MirroredState
+    from runtime.replay import Replays
+    from runtime.save_schedule import SaveSchedule
+    from runtime.saving import Saver
     from runtime.token_model import TokenModel
+    from runtime.used_samples import UsedSamples
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
@@ -126,7 +128,11 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
     engine = token_engine(plan, model, device=device, weights=orders.weights, documents=documents)
-    mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
+    mirror = None
+    if SLOTS in os.environ:
+        from runtime.mirror import Mirror  # noqa: PLC0415 - of runs that survive
+
+        mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
     )
@@ -235,8 +241,15 @@ class Loop:
         self.steps_done = 0
         self.resumed: Path | None = None
         self._frozen = checkpoint.frozen_weights(plan, orders.weights)
-        self._saver = (
-            Saver(
+        self._saver: Saver | None = None
+        self._used: UsedSamples | None = None
+        if orders.checkpoint:
+            from runtime import companions  # noqa: PLC0415 - of runs that are saved
+            from runtime.saving import Saver  # noqa: PLC0415
+            from runtime.used_samples import UsedSamples  # noqa: PLC0415
+
+            self._used = UsedSamples(engine.slice_rank)
+            self._saver = Saver(
                 orders.checkpoint,
                 plan=plan,
                 model=model,
@@ -245,9 +258,6 @@ class Loop:
                 keep=orders.keep_checkpoints,
                 companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
             )
-            if orders.checkpoint
-            else None
-        )
         held_out = Corpus.open(orders.evaluate) if orders.evaluate else None
         self._held_out = (
             samples_of(held_out, seq_len=plan.seq_len, seed=plan.training.seed)
@@ -261,9 +271,11 @@ class Loop:
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
-        self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
-        replays = mirror is not None and can_replay(plan)
-        self._replays = Replays(plan, orders.device) if replays else None
+        self._replays: Replays | None = None
+        if mirror is not None and not schedule_of(plan.schedule).stale:  # which a step depends on
+            from runtime.replay import Replays  # noqa: PLC0415
+
+            self._replays = Replays(plan, orders.device)
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -404,7 +416,7 @@ class Loop:
                 self.engine.snapshot(),
                 used=self._used.digest(),
                 began_s=begin_s,
-                step_s=min(step_s[-MEASURED:]),
+                step_s=min(step_s[-self._mirror.measured :]),
             )
             if self._replays is not None:
                 self._replays.copied(step)
@@ -413,6 +425,8 @@ class Loop:
         """Return when this run is saved from here on; None where it is not."""
         if self._saver is None:
             return None
+        from runtime.save_schedule import SaveSchedule  # noqa: PLC0415
+
         return SaveSchedule(self.orders, self._saver, after_step=self.steps_done)
 
     def _metrics(self, first: int) -> Metrics | None:
