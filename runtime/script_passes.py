@@ -436,13 +436,18 @@ class StepPasses:
         settings: dict[str, Any] = {
             "recording": self._recorder.recording(example, training=training),
             "micro_batches": plan.micro_batches,
-            "groups": self._place.pipeline_groups(),
             "device": self._device,
             "loss": self._micro_loss,
         }
         modules = {stage: part.module for stage, part in parts.items()}
         if training and schedule_of(plan.schedule).stale:
-            return StalePipeline(modules, name=plan.schedule, stages=len(plan.stages), **settings)
+            return StalePipeline(
+                modules,
+                name=plan.schedule,
+                stages=len(plan.stages),
+                groups=self._place.groups_in_flight(),
+                **settings,
+            )
         orders = schedule.orders(
             plan.schedule,
             stages=len(plan.stages),
@@ -450,7 +455,8 @@ class StepPasses:
             virtual_stages=plan.virtual_stages,
         )
         stores = {stage: part.store for stage, part in parts.items() if part.store} or None
-        return RecordedPipeline(modules, orders, stores=stores, **settings)
+        groups = self._place.pipeline_groups()
+        return RecordedPipeline(modules, orders, stores=stores, groups=groups, **settings)
 
     # --- sums over all ranks ----------------------------------------------------------------
 
