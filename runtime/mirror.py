@@ -24,6 +24,9 @@ from runtime.sample_digest import SampleDigest
 from runtime.slots import NodeSlots, slots_of_node
 from runtime.snapshot import Box, Snapshot
 
+MEASURED = 3
+"""Copies, one after each step, until their interval is computed from the fastest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirroredState:
@@ -37,9 +40,6 @@ class MirroredState:
 
 class Mirror:
     """One rank's copies of its state; all ranks make it, and use it, together."""
-
-    measured = 3
-    """Copies, one after each step, until their interval is computed from the fastest."""
 
     def __init__(
         self, node: NodeSlots, *, local_rank: int, ranks: int, run: str, plan: str
@@ -60,10 +60,11 @@ class Mirror:
         self._asked_step: int | None = None
 
     @classmethod
-    def of_environment(cls, *, local_rank: int, run: str, plan: str) -> Mirror:
-        """Return a rank's mirror, for which its launcher has slots."""
+    def of_environment(cls, *, local_rank: int, run: str, plan: str) -> Mirror | None:
+        """Return a rank's mirror where its launcher has slots for it."""
         node = slots_of_node(os.environ)
-        assert node is not None
+        if node is None:
+            return None
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         return cls(node, local_rank=local_rank, ranks=ranks, run=run, plan=plan)
 
@@ -134,7 +135,7 @@ class Mirror:
         self._last_step = snapshot.step
         self._behind = snapshot.step, self._run
         self._copies_s.append(time.perf_counter() - began_s)
-        if len(self._copies_s) == self.measured:
+        if len(self._copies_s) == MEASURED:
             sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
             self._every = self._agreed((min(self._copies_s) + sent_s) / (COPIES_SHARE * step_s))
 

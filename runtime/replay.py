@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from planner.documents.plan import Plan
+from planner.schedules import schedule_of
 from runtime.agreement import RankSuspected
 from runtime.exchange import all_gather_json
 from runtime.run import Device
@@ -53,6 +54,11 @@ class StepValues:
     norm: float
     own: Tensor
     """Sum and count of the loss on this rank alone."""
+
+
+def can_replay(plan: Plan) -> bool:
+    """Whether a step depends on nothing but the state before it."""
+    return not schedule_of(plan.schedule).stale
 
 
 class Replays:

@@ -32,7 +32,6 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
-from planner.schedules import schedule_of
 from runtime import checkpoint, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon, own_seconds
@@ -229,6 +228,12 @@ class Loop:
         mirror: Mirror | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
+        if orders.checkpoint:
+            from runtime import companions  # noqa: PLC0415 - of runs that are saved
+            from runtime.saving import Saver  # noqa: PLC0415
+            from runtime.used_samples import UsedSamples  # noqa: PLC0415
+        if mirror is not None:
+            from runtime.replay import Replays, can_replay  # noqa: PLC0415 - that survive
         self.engine = engine
         self._mirror = mirror
         self._before: list[StepRecord] = []
@@ -241,15 +246,8 @@ class Loop:
         self.steps_done = 0
         self.resumed: Path | None = None
         self._frozen = checkpoint.frozen_weights(plan, orders.weights)
-        self._saver: Saver | None = None
-        self._used: UsedSamples | None = None
-        if orders.checkpoint:
-            from runtime import companions  # noqa: PLC0415 - of runs that are saved
-            from runtime.saving import Saver  # noqa: PLC0415
-            from runtime.used_samples import UsedSamples  # noqa: PLC0415
-
-            self._used = UsedSamples(engine.slice_rank)
-            self._saver = Saver(
+        self._saver = (
+            Saver(
                 orders.checkpoint,
                 plan=plan,
                 model=model,
@@ -258,6 +256,9 @@ class Loop:
                 keep=orders.keep_checkpoints,
                 companions=companions.found(orders.tokenizer, orders.weights, plan.model.source),
             )
+            if orders.checkpoint
+            else None
+        )
         held_out = Corpus.open(orders.evaluate) if orders.evaluate else None
         self._held_out = (
             samples_of(held_out, seq_len=plan.seq_len, seed=plan.training.seed)
@@ -271,11 +272,9 @@ class Loop:
             1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
         )
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
-        self._replays: Replays | None = None
-        if mirror is not None and not schedule_of(plan.schedule).stale:  # which a step depends on
-            from runtime.replay import Replays  # noqa: PLC0415
-
-            self._replays = Replays(plan, orders.device)
+        self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
+        replays = mirror is not None and can_replay(plan)
+        self._replays = Replays(plan, orders.device) if replays else None
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -410,13 +409,17 @@ class Loop:
 
     def _copy(self, step: int, step_s: Sequence[float]) -> None:
         """Copy the state where it outlives this process."""
+        if self._mirror is None:
+            return
+        from runtime.mirror import MEASURED  # noqa: PLC0415
+
         if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(),
                 used=self._used.digest(),
                 began_s=begin_s,
-                step_s=min(step_s[-self._mirror.measured :]),
+                step_s=min(step_s[-MEASURED:]),
             )
             if self._replays is not None:
                 self._replays.copied(step)

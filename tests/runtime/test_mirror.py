@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.mirror import Mirror
+from runtime.mirror import MEASURED, Mirror
 from runtime.partner import to_write
 from runtime.sample_digest import SampleDigest
 from runtime.slots import Slots, StateSlot, slots_of_node
@@ -184,8 +184,8 @@ def test_a_copy_that_is_damaged_is_passed_over() -> None:
 def interval(memory: dict[str, str], step_s: float) -> int:
     mirror = mirror_of(memory, run="f1")
     # One rank copies for longer than the other.
-    copied(mirror, list(range(1, Mirror.measured + 1)), step_s=step_s * (1 + dist.get_rank()))
-    last = Mirror.measured
+    copied(mirror, list(range(1, MEASURED + 1)), step_s=step_s * (1 + dist.get_rank()))
+    last = MEASURED
     return next(every for every in range(1, 10**9) if mirror.is_due(last + every))
 
 
