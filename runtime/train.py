@@ -55,9 +55,7 @@ if TYPE_CHECKING:
     from runtime.mirror import Mirror, MirroredState
     from runtime.replay import Replays
     from runtime.save_schedule import SaveSchedule
-    from runtime.saving import Saver
     from runtime.token_model import TokenModel
-    from runtime.used_samples import UsedSamples
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
