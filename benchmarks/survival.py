@@ -34,11 +34,10 @@ STARTED_S = 600.0
 SLEEPING = """
 import os, sys, time
 from pathlib import Path
-from runtime import hang
-from runtime.beacon import Beacon
+from runtime.beacon import Beacon, answer_with_stack
 
 rank = int(os.environ["LOCAL_RANK"])
-hang.answer_with_stack(Path(sys.argv[1]), rank)
+answer_with_stack(Path(sys.argv[1]), rank)
 beacon = Beacon(rank)
 for step in range(1, 10**9):
     for part in ("batch", "step"):

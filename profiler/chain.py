@@ -33,13 +33,13 @@ from runtime import recompute as recomputing
 from runtime.adapter import Adapter, next_token_loss
 from runtime.batches import part_of, samples_in
 from runtime.compiled import Compiler
-from runtime.described_model import DescribedModel
 from runtime.gradients import Slot
 from runtime.language_model import adapter_of
 from runtime.loss import counted
 from runtime.mesh import Place
 from runtime.named_attention import divided
 from runtime.optimizer import adamw, slots_of
+from runtime.outline import recorder_of
 from runtime.own_model import OwnModel
 from runtime.own_script import OwnScript
 from runtime.parallelize import activation_type
@@ -363,8 +363,8 @@ def whole_stage(plan: Plan, adapter: Adapter, place: Place, device: torch.device
     """Return all layers of a plan as one stage; its samples are as long as the plan's."""
     shape = (plan.micro_batch, plan.seq_len // plan.mesh.context)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    described = DescribedModel(plan, adapter, tokens)
-    return language_stage(plan, adapter, place, described, stage=0, device=device)
+    recorder = recorder_of(plan, adapter, tokens)
+    return language_stage(plan, adapter, place, recorder, stage=0, device=device)
 
 
 class _OwnForward(nn.Module):

@@ -17,7 +17,8 @@ from planner.documents.units import bytes_text
 from planner.errors import DocumentError, LaunchError
 from planner.process.guarded_files import folder_within, opened
 from runtime import checkpoint, faults, run
-from runtime.hang import HungRank, stack_file
+from runtime.beacon import stack_file
+from runtime.hang import HungRank
 from runtime.preflight import Preflight
 from runtime.rendezvous import NodeLeft
 from runtime.supervise import BadEnd, blames_a_peer, is_timeout, last_lines, log_text

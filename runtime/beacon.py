@@ -8,8 +8,10 @@ collective gives up.  Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
 import os
+import signal
 import struct
 import time
 from collections.abc import Iterator
@@ -17,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from planner.process.guarded_files import opened
+
 BEACONS = "MESHWRIGHT_BEACONS"
 """Names, to each rank, the file that they are in."""
 BEACON_BYTES = 64
+ASK = signal.SIGUSR2
+"""Asks a rank for its stack."""
 _BEACON = struct.Struct("=QQQQ")
 """Process, step, phase, nanoseconds of the monotonic clock."""
 _PACE = struct.Struct("=QQQQ")
@@ -137,6 +143,18 @@ def own_seconds() -> float:
     return (int(ran_ns) + int(wanted_ns)) / 1e9
 
 
+def answer_with_stack(output: Path, rank: int) -> None:
+    """Let this rank write its stack when its launcher asks for it, wherever it waits."""
+    # Open for as long as the rank lives: it writes where no Python code can run.
+    file = opened(stack_file(output, rank), within=output)
+    faulthandler.register(ASK, file=file, all_threads=False, chain=False)
+
+
+def stack_file(output: Path, rank: int) -> Path:
+    """Return where a rank writes its stack."""
+    return output / "flight" / f"rank-{rank:05}.stack"
+
+
 @contextlib.contextmanager
 def beacons(ranks: int) -> Iterator[Beacons]:
     """Beacons of a node's ranks, in memory without a name: gone with this process, however it ends.
@@ -152,5 +170,5 @@ def beacons(ranks: int) -> Iterator[Beacons]:
 
 
 def _mapped(file: Path) -> mmap.mmap:
-    with file.open("r+b") as opened:
-        return mmap.mmap(opened.fileno(), 0)
+    with file.open("r+b") as memory:
+        return mmap.mmap(memory.fileno(), 0)

@@ -124,6 +124,13 @@ class Channel:
         made.update(text)
         return made.digest()
 
+    def introduce(self, said: Any, *, until: float) -> Any:
+        """Greet the side that serves, say who this is, and return what it answers."""
+        self.meet(exactly(self.connection, GREETING_BYTES, until=until))
+        self.connection.sendall(self.greeting)
+        self.send(said)
+        return self.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
+
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()

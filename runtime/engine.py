@@ -7,8 +7,8 @@
 Every rank runs the same script and calls the same methods in the same order.  Whatever the plan,
 losses and weights are those of one process with the same micro-batches, to rounding.
 
-`meshwright launch` is such a loop too (runtime.train_tokens): its module is described by its
-adapter (`Engine.of`) rather than built and recorded.
+`meshwright launch` is such a loop too (runtime.train): of its model the adapter's layers are
+recorded as shapes (`Engine.of`).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Engine:
         compare_every: int = COMPARED_EVERY,
         device: torch.device,
     ) -> Engine:
-        """Return the engine of a language model that is described, as `launch` has it.
+        """Return the engine of a language model, as `launch` has it.
 
         It is made by all ranks of an initialised process group together, or by one process without
         a group.  Batches are what LanguageModel.batch takes.
@@ -607,13 +607,11 @@ class Engine:
     def _rescale(self) -> None:
         """Make the scales of weights that are gathered in 8 bits anew: they may have moved."""
         for part in self._parts:
-            part.narrow.rescale()
+            if part.narrow is not None:
+                part.narrow.rescale()
 
     def _loss_context(self) -> contextlib.AbstractContextManager[object]:
         return loss_parallel() if self._model.divides_logits else contextlib.nullcontext()
-
-    def _expert_load(self) -> float | None:
-        return self._model.expert_load(self._parts)
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
@@ -664,7 +662,7 @@ class Engine:
             metrics,
             skipped=skipped,
             unused=self._optimizers.unused,
-            expert_load=self._expert_load(),
+            expert_load=self._model.expert_load(self._parts),
             noticed=ending >= 1,
             out_of_time=ending % 1 > 0,
         )

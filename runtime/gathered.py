@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.exchange import all_gather_json
 from runtime.slots import StateSlot
-from runtime.snapshot import Box, Snapshot, SnapshotPart, within
+from runtime.snapshot import Box, Snapshot, SnapshotPart, cut, within
 
 Key = tuple[int, str, str, int]
 """What is alike in the parts of one state: its step first, then run, plan and ranks."""
@@ -189,7 +189,8 @@ def _received(
     for holder, receiver in sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % world, pair)):
         wants = pairs[holder, receiver]
         if holder == rank:
-            boxes = [_cut(own[part].parts[name], at, n) for _, part, name, at, n in wants]
+            held = [(own[part].parts[name], at, size) for _, part, name, at, size in wants]
+            boxes = [cut(one.values, one.offset, at, size) for one, at, size in held]
             if receiver == rank:
                 found += zip(wants, boxes, strict=True)
             else:
@@ -213,11 +214,6 @@ def _taken_from(holder: int, wants: Sequence[Want], parts: Parts) -> list[tuple[
         (want, piece.clone().view(kind).reshape(want[4]))
         for want, kind, piece in zip(wants, kinds, content.split(sizes), strict=True)
     ]
-
-
-def _cut(part: SnapshotPart, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
-    places = zip(begin, part.offset, shape, strict=True)
-    return part.values[tuple(slice(a - o, a - o + n) for a, o, n in places)]
 
 
 def _bytes(values: Tensor) -> Tensor:

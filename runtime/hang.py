@@ -9,19 +9,17 @@ or waits in none, is the one that the others wait for.  Nothing here imports tor
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import linecache
 import os
 import re
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.process.guarded_files import folder_within, opened
-from runtime.beacon import Beacons, RankPlace
+from planner.process.guarded_files import folder_within
+from runtime.beacon import ASK, Beacons, RankPlace, stack_file
 from runtime.supervise import log_text
 
 LEAST_S = 10.0
@@ -31,20 +29,7 @@ RECENT = 200
 LOOK_S = 0.2
 ANSWER_S = 3.0
 """How long ranks have to write their stacks."""
-ASK = signal.SIGUSR2
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-
-
-def answer_with_stack(output: Path, rank: int) -> None:
-    """Let this rank write its stack when its launcher asks for it, wherever it waits."""
-    # Open for as long as the rank lives: it writes where no Python code can run.
-    file = opened(stack_file(output, rank), within=output)
-    faulthandler.register(ASK, file=file, all_threads=False, chain=False)
-
-
-def stack_file(output: Path, rank: int) -> Path:
-    """Return where a rank writes its stack."""
-    return output / "flight" / f"rank-{rank:05}.stack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from runtime import document_attention, lora
 from runtime.adapter import Adapter, next_token_loss
 from runtime.compiled import Compiler
 from runtime.context import WHOLE, Context
-from runtime.described_model import DescribedModel
 from runtime.experts import imbalance
 from runtime.gradients import Slot
 from runtime.huggingface import LM_HEAD, HuggingFace
@@ -31,6 +30,7 @@ from runtime.library_families import has_config
 from runtime.loss import IGNORED
 from runtime.mesh import Place, place_of
 from runtime.optimizer import adamw, slots_of
+from runtime.outline import recorder_of
 from runtime.parallelize import activation_type
 from runtime.participation import Participation
 from runtime.published import Weights
@@ -91,9 +91,9 @@ class LanguageModel:
         self._positions = self.place.context.positions(plan.seq_len).to(device)
         length = plan.seq_len // plan.mesh.context
         tokens = torch.empty(plan.micro_batch, length, dtype=torch.int64, device="meta")
-        self.example = (tokens, tokens, tokens) if documents else (tokens, tokens)
+        self.recorder = recorder_of(plan, self.adapter, tokens, documents=documents)
+        self.example = self.recorder.example
         """A micro-batch without data, as stages get it."""
-        self.recorder = DescribedModel(plan, self.adapter, tokens, documents=documents)
 
     def stages(self, compiler: Compiler | None) -> tuple[Staged, ...]:
         """Return this rank's stages, the plan applied."""

@@ -190,9 +190,21 @@ class Place:
         return ranks
 
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Return two groups of this rank's pipeline, for messages that must not meet."""
+        """Return two groups of this rank's pipeline, for messages that must not meet.
+
+        All engines share them: none may leave a message under way between its steps.
+        """
         second = _kept(("second", self.degrees), lambda: _pipeline_groups(self.mesh))  # type: ignore[arg-type]
         return self.axis("pipeline").get_group(), second[dist.get_rank()]
+
+    def groups_in_flight(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the same, new ones: for messages that are under way while others are sent.
+
+        Messages of a group come in the order in which they were sent, whoever asks for them.
+        """
+        assert self.mesh is not None
+        first, second = _pipeline_groups(self.mesh), _pipeline_groups(self.mesh)
+        return first[dist.get_rank()], second[dist.get_rank()]
 
     def ends(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage of this rank's pipeline, if it is in one."""
@@ -204,7 +216,7 @@ class Place:
 
 
 def _pipeline_groups(mesh: DeviceMesh) -> dict[int, dist.ProcessGroup]:
-    """Make a second group of the ranks of every pipeline."""
+    """Make another group of the ranks of every pipeline; all ranks of the job call it together."""
     groups: dict[int, dist.ProcessGroup] = {}
     for ranks in _pipelines(mesh).t().tolist():
         group = dist.new_group(ranks)

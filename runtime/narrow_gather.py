@@ -35,9 +35,9 @@ _WIDE = torch.bfloat16
 class NarrowWeights:
     """The weights of one stage that are gathered in 8 bits, and their scales."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """The group divides them; without one all are gathered as they are."""
-        if group is not None and not hasattr(Tensor, "grad_dtype"):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """The group divides them."""
+        if not hasattr(Tensor, "grad_dtype"):
             raise LaunchError(
                 f"weight_wire: is fp8, and torch {torch.__version__} has no gradients of another "
                 "type than their parameter's (Tensor.grad_dtype); use full"
@@ -48,8 +48,6 @@ class NarrowWeights:
 
     def take(self, layer: nn.Module) -> None:
         """Gather the weights of a layer's Linears in 8 bits, where their shape allows it."""
-        if self._group is None:
-            return
         assert isinstance(layer, FSDPModule)
         taken = []
         for record in fsdp_parameters(layer):

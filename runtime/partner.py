@@ -276,11 +276,9 @@ def _called(pairing: Pairing, partner: Agent, secret: bytes) -> Channel:
     connection = socket.create_connection((partner.host, partner.copies_port), timeout=GREET_S)
     channel = Channel(connection, secret, serves=False)
     try:
-        until = time.monotonic() + GREET_S
-        channel.meet(exactly(connection, GREETING_BYTES, until=until))
-        connection.sendall(channel.greeting)
-        channel.send(_introduction(pairing, pairing.own))
-        if channel.receive(limit=MAX_INTRODUCTION_BYTES, until=until) != {"welcome": pairing.epoch}:
+        said = _introduction(pairing, pairing.own)
+        answer = channel.introduce(said, until=time.monotonic() + GREET_S)
+        if answer != {"welcome": pairing.epoch}:
             raise ConnectionRefusedError("it has another ward")
     except BaseException:
         channel.close()

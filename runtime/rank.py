@@ -44,10 +44,10 @@ def _train(orders: run.RankOrders, rank: int) -> None:
 
     from planner.documents.document import read  # noqa: PLC0415
     from planner.documents.plan import Plan  # noqa: PLC0415
-    from runtime import beacon, hang, run, train  # noqa: PLC0415
+    from runtime import beacon, run, train  # noqa: PLC0415
 
     if beacon.BEACONS in os.environ:
-        hang.answer_with_stack(orders.output, rank)
+        beacon.answer_with_stack(orders.output, rank)
     output = orders.output
     plan = read(Plan, run.plan_file(output))
     world_size = int(os.environ["WORLD_SIZE"])

@@ -16,7 +16,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from runtime.activations import HostTraffic, Packing
 from runtime.participation import BackwardOrder
 from runtime.recent import Recent
 from runtime.recompute import recomputed
-from runtime.recorder import MOST_RECORDINGS, units_of
+from runtime.recorder import MOST_RECORDINGS, Recorder, units_of
 from runtime.recording import (
     Leaf,
     ModuleTensor,
@@ -106,27 +106,10 @@ class _StageProgram:
     """[part] Values that nobody reads behind it."""
 
 
-class Recordings(Protocol):
-    """What a stage asks of who recorded its module, or described it."""
-
-    @property
-    def first(self) -> Recording:
-        """Of the example."""
-        ...
-
-    def recording(self, batch: Any, *, training: bool = True) -> Recording:
-        """Return what the forward does with a batch of these shapes."""
-        ...
-
-    def training_of(self, name: str) -> bool:
-        """Return the mode that a module is in while the whole one trains."""
-        ...
-
-
 class RecordedStage(nn.Module):
     """Layers first to last of a recorded module, the last one left out."""
 
-    def __init__(self, module: nn.Module, recorder: Recordings, first: int, last: int) -> None:
+    def __init__(self, module: nn.Module, recorder: Recorder, first: int, last: int) -> None:
         """`module` gives the parts that are run; it and `recorder` are of one construction."""
         super().__init__()
         self._recorder = recorder

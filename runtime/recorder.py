@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -65,7 +66,8 @@ class Recorder:
         self._modes = {name: part.training for name, part in module.named_modules()}
         self.aliases = _aliases(module)
         self.opened = frozenset() if whole else _opened(module, units)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # In a rehearsal tensors have no data already, and modes do not mix.
+        self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         self._module = self._skeleton(module)
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
@@ -140,8 +142,11 @@ class Recorder:
         return made
 
     def training_of(self, name: str) -> bool:
-        """Return the mode that a module is in while the whole one trains."""
-        return self._modes[name]
+        """Return the mode that a module is in while the whole one trains.
+
+        Parts of a unit that the recorded module does not have train.
+        """
+        return self._modes.get(name, True)
 
     @contextlib.contextmanager
     def without_data(self, batch: Any) -> Iterator[tuple[nn.Module, Any]]:

@@ -36,7 +36,6 @@ from runtime.channel import (
     Channel,
     Unauthentic,
     checked_length,
-    exactly,
     job_secret,
 )
 from runtime.nodes import NodeRank
@@ -485,12 +484,9 @@ def _introduced(
     connection: socket.socket, node_rank: NodeRank, secret: bytes, greet_s: float
 ) -> Channel:
     """Say which node this is, and hear that node 0 takes it as that."""
-    until = time.monotonic() + greet_s
     channel = Channel(connection, secret, serves=False)
-    channel.meet(exactly(connection, GREETING_BYTES, until=until))
-    connection.sendall(channel.greeting)
-    channel.send({"node": node_rank.node, "nodes": node_rank.nodes})
-    answer = channel.receive(limit=MAX_INTRODUCTION_BYTES, until=until)
+    said = {"node": node_rank.node, "nodes": node_rank.nodes}
+    answer = channel.introduce(said, until=time.monotonic() + greet_s)
     if not isinstance(answer, dict) or answer.get("welcome") != node_rank.node:
         channel.close()
         raise LaunchError(f"nodes: node 0 does not take this node: {_reason(answer)}")

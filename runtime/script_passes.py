@@ -36,8 +36,8 @@ from runtime.named_attention import divided, positions_in
 from runtime.parallelize import gathers_anew, reduces_at_once
 from runtime.recent import Recent
 from runtime.recorded_pipeline import RecordedPipeline
-from runtime.recorded_stage import MicroBatch, Recordings, step_seed
-from runtime.recorder import MOST_RECORDINGS, key_of
+from runtime.recorded_stage import MicroBatch, step_seed
+from runtime.recorder import MOST_RECORDINGS, Recorder, key_of
 from runtime.replicas import Replicas
 from runtime.stale_pipeline import StalePipeline
 from runtime.torch_internals import forget_forward_order
@@ -53,7 +53,7 @@ class StepPasses:
         plan: Plan,
         place: Place,
         parts: Sequence[Staged],
-        recorder: Recordings,
+        recorder: Recorder,
         *,
         example: Any,
         loss: Callable[[Any, Any], Any],
@@ -436,13 +436,18 @@ class StepPasses:
         settings: dict[str, Any] = {
             "recording": self._recorder.recording(example, training=training),
             "micro_batches": plan.micro_batches,
-            "groups": self._place.pipeline_groups(),
             "device": self._device,
             "loss": self._micro_loss,
         }
         modules = {stage: part.module for stage, part in parts.items()}
         if training and schedule_of(plan.schedule).stale:
-            return StalePipeline(modules, name=plan.schedule, stages=len(plan.stages), **settings)
+            return StalePipeline(
+                modules,
+                name=plan.schedule,
+                stages=len(plan.stages),
+                groups=self._place.groups_in_flight(),
+                **settings,
+            )
         orders = schedule.orders(
             plan.schedule,
             stages=len(plan.stages),
@@ -450,7 +455,8 @@ class StepPasses:
             virtual_stages=plan.virtual_stages,
         )
         stores = {stage: part.store for stage, part in parts.items() if part.store} or None
-        return RecordedPipeline(modules, orders, stores=stores, **settings)
+        groups = self._place.pipeline_groups()
+        return RecordedPipeline(modules, orders, stores=stores, groups=groups, **settings)
 
     # --- sums over all ranks ----------------------------------------------------------------
 

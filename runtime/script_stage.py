@@ -21,7 +21,6 @@ from runtime.adapter import parameter_names
 from runtime.compiled import Compiler
 from runtime.initialize import seed_of
 from runtime.mesh import Place, wants_mesh
-from runtime.narrow_gather import NarrowWeights
 from runtime.parallelize import reduces_apart
 from runtime.participation import Participation
 from runtime.recorded_stage import RecordedStage
@@ -317,9 +316,6 @@ def script_stage(
             unused=unused,
             compiler=compiler,
             wrapped=wraps,
-            narrow=NarrowWeights(
-                place.data.sharding.get_group() if plan.weight_wire == "fp8" else None
-            ),
         )
     )
 

@@ -9,6 +9,7 @@ Nothing here talks to other ranks: whoever moves parts between ranks or keeps th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,26 +117,19 @@ def _copies(
             f"{name}: has shape {shape} here, and {other} in the snapshot; "
             "resume the module that was saved"
         )
+    own = Box(shape, offset, tuple(local.shape))
     covered = 0
-    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    taken: set[Box] = set()
     for part in found:
-        begin = [max(a, b) for a, b in zip(offset, part.offset, strict=True)]
-        end = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(offset, local.shape, part.offset, part.values.shape, strict=True)
-        ]
-        box = tuple(begin), tuple(end)
-        if box in boxes or any(a >= b for a, b in zip(begin, end, strict=True)):
+        begin, size = within(own, Box(shape, part.offset, tuple(part.values.shape)))
+        box = Box(shape, begin, size)
+        if box in taken or not math.prod(size):
             continue  # a replica, or a part of others
-        if any(_overlap(box, one) for one in boxes):
+        if any(math.prod(within(box, one)[1]) for one in taken):
             raise LaunchError(f"{name}: parts of the snapshots overlap; give those of one plan")
-        boxes.add(box)
-        into, values = (
-            held[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, at, strict=True))]
-            for held, at in ((local, offset), (part.values, part.offset))
-        )
-        covered += into.numel()
-        yield into, values
+        taken.add(box)
+        covered += math.prod(size)
+        yield cut(local, offset, begin, size), cut(part.values, part.offset, begin, size)
     if covered != local.numel():
         raise LaunchError(
             f"{name}: the snapshots have {covered} of the {local.numel()} numbers of this rank; "
@@ -143,10 +137,16 @@ def _copies(
         )
 
 
-def _overlap(one: tuple[Sequence[int], ...], other: tuple[Sequence[int], ...]) -> bool:
-    return all(
-        max(a, c) < min(b, d) for a, b, c, d in zip(one[0], one[1], other[0], other[1], strict=True)
-    )
+def cut(
+    values: Tensor, offset: Sequence[int], begin: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """Return a box of what lies at an offset in a tensor.
+
+    >>> cut(torch.arange(4), (2,), (3,), (2,))
+    tensor([1, 2])
+    """
+    places = zip(begin, offset, shape, strict=True)
+    return values[tuple(slice(at - first, at - first + size) for at, first, size in places)]
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:

@@ -32,7 +32,7 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
-from runtime import checkpoint, companions, growth, near_cores, run
+from runtime import checkpoint, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon, own_seconds
 from runtime.checkpoint import Progress
@@ -44,18 +44,17 @@ from runtime.live_memory import LiveMemory
 from runtime.loggers import Logger, TensorBoard, WeightsAndBiases
 from runtime.mesh import Place
 from runtime.metrics import Metrics
-from runtime.mirror import MEASURED, Mirror, MirroredState
 from runtime.packing import PackedSamples, samples_of
-from runtime.replay import Replays, can_replay
 from runtime.run import Device, RankOrders, RankRecord, Stopped
 from runtime.sample_digest import SampleDigest
-from runtime.save_schedule import SaveSchedule
-from runtime.saving import Saver
+from runtime.slots import SLOTS
 from runtime.snapshot import boxes
 from runtime.supported import supported
-from runtime.used_samples import UsedSamples
 
 if TYPE_CHECKING:
+    from runtime.mirror import Mirror, MirroredState
+    from runtime.replay import Replays
+    from runtime.save_schedule import SaveSchedule
     from runtime.token_model import TokenModel
 
 COLLECTED_EVERY = 50
@@ -126,7 +125,11 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
     device = torch.device("cuda", local_rank) if orders.device == "cuda" else torch.device("cpu")
     documents = corpus.kind == "conversations"
     engine = token_engine(plan, model, device=device, weights=orders.weights, documents=documents)
-    mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
+    mirror = None
+    if SLOTS in os.environ:
+        from runtime.mirror import Mirror  # noqa: PLC0415 - of runs that survive
+
+        mirror = Mirror.of_environment(local_rank=local_rank, run=orders.token, plan=plan.digest)
     loop = Loop(
         engine, plan=plan, model=model, corpus=corpus, orders=orders, rank=rank, mirror=mirror
     )
@@ -223,6 +226,12 @@ class Loop:
         mirror: Mirror | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
+        if orders.checkpoint:
+            from runtime import companions  # noqa: PLC0415 - of runs that are saved
+            from runtime.saving import Saver  # noqa: PLC0415
+            from runtime.used_samples import UsedSamples  # noqa: PLC0415
+        if mirror is not None:
+            from runtime.replay import Replays, can_replay  # noqa: PLC0415 - that survive
         self.engine = engine
         self._mirror = mirror
         self._before: list[StepRecord] = []
@@ -398,6 +407,10 @@ class Loop:
 
     def _copy(self, step: int, step_s: Sequence[float]) -> None:
         """Copy the state where it outlives this process."""
+        if self._mirror is None:
+            return
+        from runtime.mirror import MEASURED  # noqa: PLC0415
+
         if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
@@ -413,6 +426,8 @@ class Loop:
         """Return when this run is saved from here on; None where it is not."""
         if self._saver is None:
             return None
+        from runtime.save_schedule import SaveSchedule  # noqa: PLC0415
+
         return SaveSchedule(self.orders, self._saver, after_step=self.steps_done)
 
     def _metrics(self, first: int) -> Metrics | None:

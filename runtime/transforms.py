@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from planner.documents.cluster import EIGHT_BITS
 from planner.documents.model import ModelGraph
 from planner.documents.plan import PlacedLayer, Plan
 from planner.errors import LaunchError
@@ -37,12 +38,12 @@ from runtime.activations import HostTraffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
 from runtime.chunked_loss import in_chunks
 from runtime.compiled import Compiler
-from runtime.described_model import DescribedModel, tree_of
 from runtime.eight_bits import products_of
 from runtime.experts import ExpertLoad
 from runtime.initialize import first_buffer, materialize
 from runtime.mesh import Place, wants_mesh
 from runtime.narrow_gather import NarrowWeights
+from runtime.outline import tree_of
 from runtime.parallelize import (
     let_go_before,
     no_view,
@@ -126,7 +127,7 @@ class Staged:
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
     chunked: ChunkedHead | None = None
     """The head of a user's own module, where it returns its loss."""
-    narrow: NarrowWeights = field(default_factory=lambda: NarrowWeights(None))
+    narrow: NarrowWeights | None = None
     """Weights that are gathered in 8 bits, where the plan says so."""
 
     @property
@@ -151,6 +152,12 @@ class Staged:
         return is_block(self.module.part(name))
 
     @property
+    def routes(self) -> bool:
+        """Whether layers of a language model send tokens to experts, whose load is counted."""
+        of = self.of
+        return isinstance(of, LanguageRules) and of.adapter.architecture.experts is not None
+
+    @property
     def chunks_loss(self) -> bool:
         """Whether the head of this stage returns its loss, made in chunks."""
         return self.plan.loss is not None and HEAD in (item.layer for item in self.placed)
@@ -173,7 +180,7 @@ def language_stage(
     plan: Plan,
     adapter: Adapter,
     place: Place,
-    described: DescribedModel,
+    recorder: Recorder,
     *,
     stage: int,
     device: torch.device,
@@ -184,7 +191,7 @@ def language_stage(
     layers = {item.layer: adapter.layer(item.layer) for item in plan.stages[stage].layers}
     adapter.tie(layers)
     _check_parameters(layers, adapter)
-    module = RecordedStage(tree_of(layers), described, *plan.span_of_stage(stage))
+    module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
     apart = reduces_apart(plan, place)
     reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
     wraps = reduces or wants_mesh(plan) or _wraps_experts(plan, place)
@@ -198,9 +205,6 @@ def language_stage(
             of=LanguageRules(adapter=adapter, weights=weights),
             compiler=compiler,
             wrapped=place.mesh is not None and wraps,
-            narrow=NarrowWeights(
-                place.data.sharding.get_group() if plan.weight_wire == "fp8" else None
-            ),
         )
     )
 
@@ -232,23 +236,45 @@ def _check_parameters(layers: Mapping[str, nn.Module], adapter: Adapter) -> None
 
 
 def transformed(staged: Staged) -> Staged:
-    """Apply a plan to a stage.  Positions of context parallelism are divided in its batch."""
-    _adapters(staged)  # adds parameters and freezes others
-    _products(staged)  # sees every Linear before anything acts around it
-    _experts(staged)  # before tensor, which leaves alone what experts hold
-    _tensor(staged)
-    _loss(staged)  # over the divided vocabulary
+    """Apply a plan to a stage, each technique where the plan asks for it.
+
+    Positions of context parallelism are divided in its batch.
+    """
+    plan, place, described = staged.plan, staged.place, isinstance(staged.of, LanguageRules)
+    adapts = plan.training.lora is not None and described
+    multiplies = schedule_of(plan.schedule).splits_backward or plan.precision in EIGHT_BITS
+    spreads = plan.mesh.expert > 1
+    for asked, technique in (
+        (adapts, _adapters),  # adds parameters and freezes others
+        (multiplies, _products),  # sees every Linear before anything acts around it
+        (spreads or staged.routes, _experts),  # before tensor, which leaves alone what they hold
+        (spreads or plan.mesh.tensor > 1, _tensor),
+        (plan.loss is not None, _loss),  # over the divided vocabulary
+        (plan.weight_wire == "fp8", _narrow_weights),
+    ):
+        if asked:
+            technique(staged)
     placed, traffic = staged.placed, HostTraffic(staged.device)
     ends = activations.row_ends(item.activations for item in placed)
     done: dict[int, nn.Parameter] = {}
     for at, (item, end) in enumerate(zip(placed, ends, strict=True)):
-        _first_values(staged, item, done)  # whole for one layer at a time
-        packing = _packing(staged, item, traffic, end)
-        _recomputation(staged, item, packing)
-        _compilation(staged, at)  # around recomputation, inside of hooks
-        _activations(staged, item, packing)  # around graphs, on what autograd saves
-        _data(staged, at)  # holds what is left
-    _root(staged)
+        packing: activations.Packing | None = None
+        if described:
+            _first_values(staged, item, done)  # whole for one layer at a time
+        if item.activations != "keep":
+            packing = _packing(staged, item, traffic, end)
+        if item.recompute != "none":
+            _recomputation(staged, item, packing)
+        if staged.compiler is not None:
+            _compilation(staged, at)  # around recomputation, inside of hooks
+        if packing is not None:
+            _activations(staged, item, packing)  # around graphs, on what autograd saves
+        if staged.wrapped:
+            _data(staged, at)  # holds what is left
+    if staged.wrapped:
+        _root(staged)
+    if place.replicas > 1:
+        _replicas(staged)
     return staged
 
 
@@ -270,10 +296,8 @@ def repeats(model: ModelGraph, name: str) -> bool:
 
 def _adapters(staged: Staged) -> None:
     """LoRA: matrices of low rank beside frozen ones; a script's module has them when recorded."""
-    plan = staged.plan
-    if plan.training.lora is None or isinstance(staged.of, Script):
-        return
-    layers = staged.layers
+    plan, layers = staged.plan, staged.layers
+    assert plan.training.lora is not None
     frozen = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     staged.adapted = lora.adapt(layers, plan.training.lora, frozen=frozen)
     if staged.stage == 0:
@@ -298,8 +322,6 @@ def _products(staged: Staged) -> None:
 def _experts(staged: Staged) -> None:
     """Divide experts over their ranks, and count how many tokens each gets."""
     plan, place = staged.plan, staged.place
-    if isinstance(staged.of, Script) and plan.mesh.expert == 1:
-        return
     mix: Callable[..., Tensor] = experts.mixed
     if plan.dispatch == "allgather":
         mix = gathered_experts.mixed
@@ -359,14 +381,18 @@ def _loss(staged: Staged) -> None:
         in_chunks(staged.module.part(HEAD), plan.loss, group)
 
 
+def _narrow_weights(staged: Staged) -> None:
+    """Gather weights in 8 bits."""
+    staged.narrow = NarrowWeights(staged.place.data.sharding.get_group())
+
+
 # --- layer by layer -------------------------------------------------------------------------------
 
 
 def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Parameter]) -> None:
     """Put a layer of a language model on the device, with drawn or published values."""
     of, device = staged.of, staged.device
-    if isinstance(of, Script):
-        return
+    assert isinstance(of, LanguageRules)
     layer = staged.module.part(item.layer)
     only_shards = staged.wrapped and staged.place.sharded and of.weights is not None
     materialize(
@@ -415,8 +441,7 @@ def _compilation(staged: Staged, at: int) -> None:
     Units of a script that draw stay eager: their numbers follow the sample.
     """
     compiler, of, name = staged.compiler, staged.of, staged.placed[at].layer
-    if compiler is None:
-        return
+    assert compiler is not None
     if isinstance(of, LanguageRules):
         if staged.compiles(name):
             compiler.compile(name, staged.module.part(name))
@@ -433,7 +458,7 @@ def _compilation(staged: Staged, at: int) -> None:
         unit = staged.module.unit(node.unit) if node.unit is not None else None
         if unit is None or alike[type(unit)] == 1 or not any(True for _ in unit.children()):
             continue
-        path, choice = str(node.unit), staged.module.recompute[name]
+        path, choice = str(node.unit), staged.module.recompute.get(name, "none")
         if node.draws:
             compiler.fallbacks[path] = "it draws random numbers, which follow the sample"
         elif calls[path] > 1:
@@ -446,19 +471,17 @@ def _compilation(staged: Staged, at: int) -> None:
             compiler.compile(path, unit)
 
 
-def _activations(staged: Staged, item: PlacedLayer, packing: activations.Packing | None) -> None:
+def _activations(staged: Staged, item: PlacedLayer, packing: activations.Packing) -> None:
     """Offload or compress what a layer stores."""
-    if packing is not None and isinstance(staged.of, Script):
+    if isinstance(staged.of, Script):
         staged.module.pack(item.layer, packing)
-    elif packing is not None:
+    else:
         packing.around(staged.module.part(item.layer))
 
 
 def _data(staged: Staged, at: int) -> None:
     """Let data parallelism hold the units of a layer, experts by themselves."""
     plan, place, device = staged.plan, staged.place, staged.device
-    if not staged.wrapped:
-        return
     for name in staged.module.layers[at].units:
         inner = _experts_apart(staged, name)
         for module in inner:
@@ -471,7 +494,8 @@ def _data(staged: Staged, at: int) -> None:
             _make_contiguous(unit)
             unit.register_forward_hook(no_view)
             over_data(unit, plan, place.data, device, root=False, besides=_whole(staged))
-            staged.narrow.take(unit)
+            if staged.narrow is not None:
+                staged.narrow.take(unit)
 
 
 def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
@@ -487,35 +511,33 @@ def _experts_apart(staged: Staged, name: str) -> list[nn.Module]:
 
 def _root(staged: Staged) -> None:
     """Let data parallelism hold what no unit has, and say when it gathers and reduces."""
-    plan, place, device, of = staged.plan, staged.place, staged.device, staged.of
-    module = staged.module
-    whole = _whole(staged)
-    if staged.wrapped:
-        _make_contiguous(module)
-        module.register_forward_hook(no_view)
-        over_data(module, plan, place.data, device, root=True, besides=whole)
-        root = cast(FSDPModule, module)
-        units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
-        if isinstance(of, Script):
-            for one in module.modules():
-                if isinstance(one, FSDPModule):
-                    of.participation.watch(one)
-            module.order = BackwardOrder(root, units)
-        elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
-            layers = list(staged.layers.values())
-            let_go_before(layers[len(layers) // 2], root)
-        prefetch(list(module.units.values()), plan.prefetch)
-    if reduces_apart(plan, place):
-        staged.replicated = tuple(
-            (parameter, group)
-            for parameter, group in replicated(module, plan, place)
-            if all(parameter is not one for one in staged.unused)
-        )
-    elif staged.wrapped and isinstance(of, Script) and place.replica_group.size() > 1:
-        unused, group = {id(one) for one in staged.unused}, place.replica_group
-        staged.replicated = tuple(
-            (one, group) for one in whole if id(one) not in unused and one.requires_grad
-        )
+    plan, place, module, of = staged.plan, staged.place, staged.module, staged.of
+    _make_contiguous(module)
+    module.register_forward_hook(no_view)
+    over_data(module, plan, place.data, staged.device, root=True, besides=_whole(staged))
+    root = cast(FSDPModule, module)
+    units = [unit for unit in module.units.values() if isinstance(unit, FSDPModule)]
+    if isinstance(of, Script):
+        for one in module.modules():
+            if isinstance(one, FSDPModule):
+                of.participation.watch(one)
+        module.order = BackwardOrder(root, units)
+    elif plan.mesh.pipeline == 1 and reduces_at_once(plan, place):
+        layers = list(staged.layers.values())
+        let_go_before(layers[len(layers) // 2], root)
+    prefetch(list(module.units.values()), plan.prefetch)
+
+
+def _replicas(staged: Staged) -> None:
+    """Name the parameters whose gradients runtime.replicas sums over copies: FSDP does not."""
+    unused = {id(one) for one in staged.unused}
+    shared: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = ()
+    if reduces_apart(staged.plan, staged.place):
+        shared = replicated(staged.module, staged.plan, staged.place)
+    elif staged.wrapped and isinstance(staged.of, Script):
+        group = staged.place.replica_group
+        shared = [(one, group) for one in _whole(staged) if one.requires_grad]
+    staged.replicated = tuple((one, by) for one, by in shared if id(one) not in unused)
 
 
 def _whole(staged: Staged) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from planner.documents.prediction import StagePrediction
 from planner.documents.units import GIB
 from planner.errors import LaunchError
 from runtime import bad_ends, faults
-from runtime.hang import stack_file
+from runtime.beacon import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
 from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
 from runtime.supervise import BadEnd, Exit

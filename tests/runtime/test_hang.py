@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime import hang
-from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, beacons
+from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, beacons, stack_file
 from runtime.hang import LEAST_S, HangWatch, collective_of
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ROOT
@@ -23,10 +23,9 @@ START_S = 600.0
 SLEEPING = """
 import os, sys, time
 from pathlib import Path
-from runtime import hang
-from runtime.beacon import Beacon
+from runtime.beacon import Beacon, answer_with_stack
 
-hang.answer_with_stack(Path(sys.argv[1]), int(os.environ["RANK"]))
+answer_with_stack(Path(sys.argv[1]), int(os.environ["RANK"]))
 beacon = Beacon(int(os.environ["LOCAL_RANK"]))
 for step in range(1, 10**6):
     for part in ("batch", "step"):
@@ -177,4 +176,4 @@ def test_a_stopped_process_is_named_among_those_that_answer(
 
     assert found[0].rank == 1
     assert not found[0].answered
-    assert "in <module>" in hang.stack_file(tmp_path, 0).read_text()
+    assert "in <module>" in stack_file(tmp_path, 0).read_text()

@@ -137,6 +137,37 @@ def test_draining_changes_no_number(asked_after: list[int]) -> None:
     assert max(found["loss"], found["weights"]) < TOLERANCE
 
 
+def taking_turns() -> list[Run]:
+    """Train two engines that never drain, and one that does between their steps."""
+    graph = cases.transformer()
+    engines = [
+        token_engine(cases.plan(graph, schedule=schedule, pipeline=2), graph, device=CPU)
+        for schedule in ("pipedream-2bw", "1f1b", "pipedream-2bw")
+    ]
+    losses: list[list[float]] = [[], [], []]
+    for step in range(3):
+        for engine, found in zip(engines, losses, strict=True):
+            found.append(engine.step(cases.global_tokens(step)).loss)
+            engine.evaluate(cases.global_tokens(99))
+    return [
+        Run(found, [0.0] * 3, weights_of(engine))
+        for engine, found in zip(engines, losses, strict=True)
+    ]
+
+
+@pytest.mark.ranks
+def test_engines_of_one_process_take_turns() -> None:
+    """What one has under way between its steps is no message of another."""
+    graph = cases.transformer()
+    plain = train(cases.plan(graph), graph, 3)
+
+    runs = on_ranks(2, taking_turns)
+
+    for at, expected in enumerate((simulated(graph, 3), plain, simulated(graph, 3))):
+        found = errors([of_rank[at] for of_rank in runs], expected)
+        assert max(found["loss"], found["weights"]) < TOLERANCE, at
+
+
 def calls_in_flight() -> list[int]:
     """Return the micro-batches that this rank has in flight behind each call."""
     graph = cases.transformer()
