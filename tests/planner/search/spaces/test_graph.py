@@ -27,7 +27,7 @@ from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.goals import SplitSolution
 from planner.search.search import MARGIN, search
-from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import GraphSpace
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.solver.small_graphs import least_objective_s, objective_s, splits
