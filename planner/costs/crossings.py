@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from planner.documents.model import Layer, ModelGraph
-from planner.documents.plan import Plan
 from planner.layers.operator_table import FP32, Setting
 
 MOST_IDEALS = 20_000
@@ -38,11 +37,6 @@ def crossings(model: ModelGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple
         tuple(name for name in names if stage_of[name] <= s < last[name])
         for s in range(len(stages) - 1)
     )
-
-
-def crossings_of(plan: Plan, model: ModelGraph) -> tuple[tuple[str, ...], ...]:
-    """[boundary] Layers whose outputs cross it in a plan."""
-    return crossings(model, [[item.layer for item in stage.layers] for stage in plan.stages])
 
 
 def in_order(model: ModelGraph, order: Sequence[str] | None = None) -> ModelGraph:
