@@ -57,17 +57,15 @@ from planner.search.preferred import (
     with_preference,
 )
 from planner.search.search import search
-from planner.search.waterfall import Change, waterfall
 from planner.solver.graph_instance import GraphSolution
-from planner.solver.ilp import solve_graph as solve_by_program
 from planner.solver.instance import Fathomed, Infeasible, Unfinished
-from planner.solver.problem import Problem
 from planner.solver.requirements import read_requirements
-from planner.solver.solve import solve as solve_exactly
 
 if TYPE_CHECKING:
     from planner.accuracy.scores.validate import Validation
     from planner.formats.imported import Imported
+    from planner.search.waterfall import Change
+    from planner.solver.problem import Problem
     from profiler.profile import Intended
     from runtime.export import Exported
     from runtime.own_script import OwnScript
@@ -278,6 +276,8 @@ def compare_best(
     )
     answer = answer_to(request, "fastest", progress=progress)
     best = answer.plan.model_copy(update={"training": wanted.training})
+    from planner.search.waterfall import waterfall  # noqa: PLC0415 - other commands need none
+
     answer = replace(answer, plan=best)
     if output is not None:
         document.write(best, output)
@@ -741,11 +741,15 @@ class SolvedProblem:
 
 def solve(problem: str, *, solver: str = "exact") -> SolvedProblem:
     """Solve a bare partition problem; docs/problem.md has its format."""
+    from planner.solver import ilp  # noqa: PLC0415 - plans need no bare problems
+    from planner.solver import solve as exact  # noqa: PLC0415
+    from planner.solver.problem import Problem  # noqa: PLC0415
+
     stated = document.read(Problem, problem)
     if solver == "exact":
-        return SolvedProblem(problem=stated, result=solve_exactly(stated.graph()))
+        return SolvedProblem(problem=stated, result=exact.solve(stated.graph()))
     if solver == "ilp":
-        return SolvedProblem(problem=stated, result=solve_by_program(stated.graph()))
+        return SolvedProblem(problem=stated, result=ilp.solve_graph(stated.graph()))
     raise DocumentError("solver", f"is '{solver}'; the solvers are exact and ilp")
 
 

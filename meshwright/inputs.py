@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from planner.accuracy.calibrate.constants import calibrated
 from planner.catalog import stack, stacks
 from planner.catalog.expressions import located, resolve_beside, resolve_cluster, resolve_model
 from planner.documents import document
@@ -192,6 +191,8 @@ def machine_of(cluster: str, measured: Profiles) -> ClusterSpec:
     machine = resolve_cluster(cluster)
     each = (measured,) if isinstance(measured, Profile) else (measured or {}).values()
     for profile in each:
+        from planner.accuracy.calibrate.constants import calibrated  # noqa: PLC0415 - few have any
+
         machine = calibrated(machine, profile.calibration)
     return machine
 

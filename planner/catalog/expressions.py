@@ -19,7 +19,6 @@ from planner.catalog import (
     NodeEntry,
     accelerator_name,
     accelerators,
-    local,
     model_config,
     model_name,
     node_name,
@@ -119,6 +118,8 @@ def resolve_cluster(text: str) -> ClusterSpec:
     (128, [('nvlink', 8), ('network', 128)])
     """
     if text == "local" or text.startswith("local:"):
+        from planner.catalog import local  # noqa: PLC0415 - other clusters are no machines
+
         return local.cluster(_ranks(text))
     if _is_path(text):
         return read(ClusterSpec, _path(text))

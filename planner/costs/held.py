@@ -12,7 +12,6 @@ from functools import cached_property
 from planner.costs import flat_units, memory
 from planner.costs.crossings import sink_kind
 from planner.costs.layer_seconds import ENDS
-from planner.costs.lora import adapter_parameters, largest_adapter
 from planner.costs.memory import FP32, FirstLayer, LastLayer, States, StateSharding
 from planner.costs.sharding import POWERSGD_RANK
 from planner.documents.cluster import EIGHT_BITS
@@ -253,6 +252,8 @@ class HeldStates:
         self, layer: Layer, layout: Layout, sharing: StateSharding, dense: float, routed: float
     ) -> ResidentParameters:
         """Return a rank's bytes of a layer of which adapters alone are trained."""
+        from planner.costs.lora import adapter_parameters, largest_adapter  # noqa: PLC0415
+
         assert self._job.lora is not None
         end = layer.kind in self.end_kinds
         if end:  # 4 bits are of the blocks' products

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs.boundaries import Boundaries
+from planner.costs.crossings import Boundaries
 from planner.costs.figure_store import FigureStore, KindFigures
 from planner.costs.held import HeldStates, ResidentParameters, loss_gradients
 from planner.costs.hosts import usable_share
@@ -36,12 +36,12 @@ from planner.costs.layer_parts import LayerParts, Moved, parts_key
 from planner.costs.memory import FP32, States, StateSharding
 from planner.costs.pace import pace_of, slower_profile, slower_stack
 from planner.costs.rates import Rates, assumptions, host_assumptions, rates
-from planner.costs.recomputes import Recomputes, choices_of
-from planner.costs.segments import Replayed, reserved_beside_bytes
 from planner.costs.sharding import ShardingTraffic
 from planner.costs.strategy import (
+    Recomputes,
     StrategyCost,
     StrategyParts,
+    choices_of,
     strategy_cost,
 )
 from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
@@ -330,6 +330,8 @@ class CostTables:
             return None
         if a is None or layout.loss is not None:
             return None
+        from planner.costs.segments import Replayed, reserved_beside_bytes  # noqa: PLC0415
+
         setting, again = self._setting(layout), self.sharing(layout).gathers_again
         replayed: dict[tuple[str, Recompute], Replayed] = {}
         for kind, recompute, _ in placement:

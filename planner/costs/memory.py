@@ -463,9 +463,8 @@ def states(
         moments += FP32 * (n + factors)
     # A head's shard comes from the host before logits are made.
     at_loss = 0.0 if isinstance(end, LastLayer) and end.logits else arriving
-    ahead = _gathered_ahead(gathered, sharing)
-    if end is not None and not (sharing.pipelined or sharing.fetched):
-        ahead = _at_an_end(gathered, gathered / whole if whole else 0.0, sharing, end)
+    at_end = None if sharing.pipelined else end
+    ahead = _gathered_ahead(gathered, sharing, at_end, gathered / whole if whole else 0.0)
     fresh = 0.0 if _made(end) else e * n
     behind, after = _reductions(fresh, whole, sharing, end, summed=once and whole_gradients)
     beside = behind + ahead.backward
@@ -544,53 +543,42 @@ def _arriving(parameters: float, types: StateTypes) -> float:
     return (types.stored + (types.working if types.working != types.stored else 0.0)) * parameters
 
 
-def _gathered_ahead(gathered: float, sharing: StateSharding) -> _GatheredBytes:
+def _gathered_ahead(
+    gathered: float,
+    sharing: StateSharding,
+    end: LastLayer | FirstLayer | None = None,
+    each: float = 0.0,
+) -> _GatheredBytes:
     """Return what a unit of G gathered bytes contains of its own and of those asked for ahead.
 
-    With depth p of prefetching (p = 0 acts like 1) and k ranks that divide it between its passes:
+    With A bytes asked for ahead and k ranks that divide it between its passes:
 
-        forward     2 G + p G          it, the buffer that it came in, and those ahead
-        backward    G + p G            it and those ahead
+        forward     2 G + A            it, the buffer that it came in, and those ahead
+        backward    G + A              it and those ahead
         between     G / k              from forward to backward
 
-    When a unit's gradients are reduced the next one runs, so that nothing of both is left;
-    with k = 1 they are there as a whole, and backward gathers nothing.  Counted on tensors without
-    data (`benchmarks.rehearsal`).
+    Of depth p of prefetching (p = 0 acts like 1) A = p G.  Nothing is ahead of the last unit in
+    forward, nor of the first one in backward; elsewhere p units of their neighbour's parameters,
+    of `each` gathered bytes, are.  When a unit's gradients are reduced the next one runs, so that
+    nothing of both is left; with k = 1 they are there as a whole, and backward gathers nothing.
+    Counted on tensors without data (`benchmarks.rehearsal`).
     """
     if sharing.fetched:
         return _GatheredBytes(gathered, gathered, 0.0)
-    ahead = max(1, sharing.prefetch) * gathered
-    ranks = sharing.between
+    depth, ranks = max(1, sharing.prefetch), sharing.between
+    forward = backward = depth * gathered
+    match end:
+        case FirstLayer():
+            forward, backward = depth * each * end.behind, 0.0
+        case LastLayer():
+            forward, backward = 0.0, depth * each * end.before
     if ranks is None:
-        return _GatheredBytes(2 * gathered + ahead, gathered + ahead, 0.0)
+        return _GatheredBytes(2 * gathered + forward, gathered + backward, 0.0)
     between = gathered / ranks
     if ranks == 1:
-        return _GatheredBytes(gathered + ahead, -between, between)
-    return _GatheredBytes(2 * gathered + ahead, gathered + ahead - 2 * between, between)
-
-
-def _at_an_end(
-    gathered: float, each: float, sharing: StateSharding, end: LastLayer | FirstLayer
-) -> _GatheredBytes:
-    """Return the same of the first or the last unit; `each` are gathered bytes of a parameter.
-
-    Nothing is ahead of the last one in forward, nor of the first one in backward.
-    """
-    first = isinstance(end, FirstLayer)
-    other = (
-        max(1, sharing.prefetch)
-        * each
-        * (end.behind if isinstance(end, FirstLayer) else end.before)
-    )
-    forward = 2 * gathered + (other if first else 0.0)
-    backward = gathered + (0.0 if first else other)
-    ranks = sharing.between
-    if ranks is None:
-        return _GatheredBytes(forward, backward, 0.0)
-    between = gathered / ranks
-    if ranks == 1:
-        return _GatheredBytes(forward - gathered, 0.0, between)
-    return _GatheredBytes(forward, backward * (1 - 1 / ranks), between)
+        return _GatheredBytes(gathered + forward, -between if end is None else 0.0, between)
+    stayed = 2 * between if end is None else (gathered + backward) / ranks
+    return _GatheredBytes(2 * gathered + forward, gathered + backward - stayed, between)
 
 
 def _buffers(n: float, sharing: StateSharding, largest: float) -> States:

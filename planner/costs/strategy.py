@@ -7,6 +7,7 @@ many layouts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +16,22 @@ from planner.costs.calibration import Figures
 from planner.costs.memory import States
 from planner.documents.plan import Activations
 from planner.documents.profile import Recompute
-from planner.layers.operator_table import either, larger
+from planner.layers.operator_table import RECOMPUTES, either, larger
 from planner.solver.requirements import option_name
+
+Recomputes = Recompute | Mapping[str, tuple[Recompute, ...]] | None
+"""One choice of all layers, those of each kind of layer, or (None) any."""
+
+
+def choices_of(asked: Recomputes, kind: str) -> tuple[Recompute, ...]:
+    """Return what layers of a kind may recompute.
+
+    >>> choices_of(None, "block"), choices_of("full", "block"), choices_of({"a": ("none",)}, "a")
+    (('none', 'selective', 'full'), ('full',), ('none',))
+    """
+    if asked is None:
+        return RECOMPUTES
+    return (asked,) if isinstance(asked, str) else asked[kind]
 
 
 class LayerBytes(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from planner.costs.figure_store import FigureStore
 from planner.costs.group_costs import GroupCosts
 from planner.costs.layout_costs import CostTables
-from planner.costs.recomputes import Recomputes, choices_of
+from planner.costs.strategy import Recomputes, choices_of
 from planner.documents.cluster import ClusterSpec
 from planner.documents.plan import Layout
 from planner.requests.request import Request

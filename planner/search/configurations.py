@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.costs.layout_costs import CostTables, LayoutCosts
-from planner.costs.recomputes import Recomputes
+from planner.costs.strategy import Recomputes
 from planner.documents.plan import Layout
 from planner.requests.request import Request
 from planner.schedules.schedule import too_long
@@ -26,7 +26,6 @@ from planner.search.space import (
     tensor_overlaps,
     timetables,
 )
-from planner.search.stage_rows import both, not_required, required_rows
 from planner.solver.frontier import FrontierStore
 from planner.solver.instance import Instance
 from planner.stacks.executable import rules_of
@@ -122,6 +121,8 @@ class Configurations:
                 self.stack.pipeline.stages, self.model, ranks=key[0], virtual_stages=key[1]
             )
             if self.pins.require and key[1] > 1:
+                from planner.search.stage_rows import both, required_rows  # noqa: PLC0415 - few ask
+
                 found = both(found, required_rows(self.model, layout, self.pins.require))
             self._known_rows[key] = found
         return self._known_rows[key]
@@ -132,6 +133,8 @@ class Configurations:
         if lacking is not None:
             return f"it lacks stages that are asked for: {list(lacking.stages or ())}"
         if self.pins.require and layout.virtual_stages > 1:
+            from planner.search.stage_rows import not_required  # noqa: PLC0415 - few ask
+
             return not_required(self.model, layout, self.pins.require)
         return None
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.costs.crossings import MOST_IDEALS
+from planner.solver.graph_instance import GraphEffort
+
 GapProgress = Callable[[float], None]
 """Hears the certified gap as it falls."""
 
@@ -95,3 +98,26 @@ FULL = Effort(
 Prove = Literal["usual", "simulated"]
 EFFORTS: dict[Prove, Effort] = {"usual": USUAL, "simulated": FULL}
 """What a user may ask for."""
+
+
+MOST_PAIRS = 10_000_000
+"""Pairs of downsets compared at once; more leave a gap."""
+MOST_STEPS = 100_000
+"""Pairs of them for every position, where each layout is bounded within memory."""
+PROGRAMS, MOVES = 160, 40
+"""Of graphs with more downsets: bounds of cuts, and moves of them, that all layouts share."""
+WAYS, MOST_WAYS = 4_000, 1_000
+"""Ways through downsets that are worked out exactly for all layouts, and for one."""
+
+
+def graph_effort(programs: int = PROGRAMS, moves: int = MOVES) -> GraphEffort:
+    """Return what the layouts of a search share; none of either is for any split that fits."""
+    return GraphEffort(
+        programs=programs,
+        moves=moves,
+        most_ideals=MOST_IDEALS,
+        most_pairs=MOST_PAIRS,
+        most_steps=MOST_STEPS,
+        ways=WAYS,
+        most_ways=MOST_WAYS,
+    )

@@ -33,7 +33,7 @@ from planner.costs.figure_store import KindFigures
 from planner.costs.layout_costs import CostTables, fastest_s, least_credits_s
 from planner.costs.memory import state_types
 from planner.costs.rank_memory import room_bytes
-from planner.costs.recomputes import Recomputes
+from planner.costs.strategy import Recomputes
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING, SLACK
 from planner.requests.request import Request

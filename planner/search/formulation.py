@@ -24,8 +24,7 @@ from planner.costs.crossings import colocated
 from planner.costs.hosts import hosts
 from planner.costs.layout_costs import LayoutCosts, counted_by_rank
 from planner.costs.rank_memory import room_bytes
-from planner.costs.recomputes import Recomputes
-from planner.costs.strategy import StrategyCost
+from planner.costs.strategy import Recomputes, StrategyCost
 from planner.documents.axes import axes_of
 from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph

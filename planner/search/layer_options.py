@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from planner.costs.recomputes import Recomputes, choices_of
-from planner.costs.strategy import StrategyCost
+from planner.costs.strategy import Recomputes, StrategyCost, choices_of
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Layout
 from planner.documents.profile import Recompute

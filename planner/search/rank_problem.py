@@ -24,8 +24,7 @@ from planner.costs.rank_memory import (
     parts_of_several,
     stage_bytes,
 )
-from planner.costs.recomputes import Recomputes
-from planner.costs.strategy import LayerBytes, StrategyCost, StrategyParts
+from planner.costs.strategy import LayerBytes, Recomputes, StrategyCost, StrategyParts
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Layout
 from planner.errors import DocumentError

@@ -29,22 +29,18 @@ from planner.schedules import SCHEDULES, schedule_of
 from planner.search.answer import TIES_LIMIT_S, Answer, Progress
 from planner.search.candidates import Candidates, candidates_of
 from planner.search.certificate import LEFT, RUNNERS_UP, Account, certificate_of
-from planner.search.effort import USUAL, Effort, GapProgress
+from planner.search.effort import USUAL, Effort, GapProgress, graph_effort
 from planner.search.goals import ClosedFormGoal, Near, Simulated
-from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import recomputes_of
 from planner.search.misses import why_nothing
 from planner.search.queue import Layouts, Queue
 from planner.search.ranked import Ranked, proven
 from planner.search.ranks import run_of
 from planner.search.space import complexity, kind
-from planner.search.spaces import graph, simulated_chain, simulations
+from planner.search.spaces import simulated_chain
 from planner.search.spaces.chain import ChainSpace
-from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.mixed import MixedSpace
-from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated_chain import SimulatedChain, Spent
-from planner.solver.graphs.lattice import GraphEffort
+from planner.solver.graph_instance import GraphEffort
 from planner.stacks.native import Rules
 
 MARGIN = 0.03
@@ -54,6 +50,8 @@ MOST_ALONE = 3
 """Of them, partition problems of each space that are solved beside the optimum's."""
 MOST_LISTED = 8
 """Plans that were simulated and are listed."""
+TRIED_FOR_S = 2.0
+"""Seconds of the integer program of one layout's hosts where any split of a graph will do."""
 SOLVERS = ("exact", "ilp")
 
 
@@ -93,7 +91,7 @@ def search(
     if not bests and below_s < math.inf:
         raise NoneFaster(f"no plan takes less than {below_s:g} s")
     if not bests:
-        build = partial(spaces_of, rules=rules, store=store, effort=graph.effort_of(0, 0))
+        build = partial(spaces_of, rules=rules, store=store, effort=graph_effort(0, 0))
         raise NoPlanFits(why_nothing(request, queue.misses, build))
 
     every = [goal.home(best).ranked(best) for best in bests]
@@ -216,6 +214,8 @@ def _prove(
         queue.run(*chains)
         proof.looked_at.update(spent.looked_at())
         return proof
+    from planner.search.spaces import simulations  # noqa: PLC0415 - chains need none of it
+
     every = simulations.simulated_spaces(spaces, goal, bound_s)
     simulations.look_near(every, goal)
     for one in every:
@@ -308,9 +308,11 @@ def spaces_of(
     for recompute in recomputes_of(request.model, request.space, request.pins.recompute):
         candidates = candidates_of(request, rules, recompute, known, store)
         if request.model.edges:
+            from planner.search.spaces.mixed import GraphSpace  # noqa: PLC0415 - chains need none
+
             # Which of their splits fits need not be proven where any will do.
-            limit_s = TIES_LIMIT_S if effort is None else graph.TRIED_FOR_S
-            effort = effort or graph.effort_of()
+            limit_s = TIES_LIMIT_S if effort is None else TRIED_FOR_S
+            effort = effort or graph_effort()
             yield GraphSpace(candidates, by_program=by_program, effort=effort, limit_s=limit_s)
             return
         yield ChainSpace(candidates, by_program=by_program)
@@ -322,6 +324,11 @@ def _of_groups(request: Request, *, by_program: bool) -> Iterator[Layouts]:
 
     Shares are soon solved, and what they reach need not be looked for along a pipeline.
     """
+    # What devices that are alike need none of.
+    from planner.search.group_candidates import GroupCandidates  # noqa: PLC0415
+    from planner.search.spaces.mixed import GraphSpace, MixedSpace  # noqa: PLC0415
+    from planner.search.spaces.shares import ShareSpace  # noqa: PLC0415
+
     cluster = request.cluster
     for count in range(len(cluster.groups), 0, -1):
         for groups in itertools.combinations(cluster.groups, count):

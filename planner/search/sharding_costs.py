@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.costs.layer_parts import Moved
 from planner.costs.layout_costs import CostTables
-from planner.costs.recomputes import Recomputes, choices_of
+from planner.costs.strategy import Recomputes, choices_of
 from planner.documents.axes import computed_by
 from planner.schedules import schedule_of
 from planner.search.space import LayoutFamily, ShardingChoice

@@ -53,7 +53,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.costs.recomputes import Recomputes, choices_of
+from planner.costs.strategy import Recomputes, choices_of
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
 from planner.layers.operator_table import RECOMPUTES

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs.layout_costs import LayoutCosts
-from planner.costs.recomputes import Recomputes
+from planner.costs.strategy import Recomputes
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
@@ -46,9 +46,9 @@ from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, cuts_bound_s
 from planner.solver.highs import highspy, silent_highs
+from planner.solver.inner import narrowed
 from planner.solver.instance import Instance, Option, Solution, priced
 from planner.solver.prefixes import Downsets, Prefixes
-from planner.solver.solve import narrowed
 from planner.stacks.stage_rules import Rows
 
 MOST_COLUMNS = 6_000

@@ -20,7 +20,7 @@ from planner.documents.cluster import ClusterSpec
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, Stage
 from planner.documents.prediction import Prediction
-from planner.documents.profile import ChunkedLoss, Profiles
+from planner.documents.profile import ChunkedLoss
 from planner.documents.stack import base_of
 from planner.errors import DocumentError
 from planner.requests.request import Request
@@ -44,7 +44,7 @@ class Change:
 
 
 def waterfall(
-    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec, profile: Profiles = None
+    mine: Plan, best: Plan, model: ModelGraph, cluster: ClusterSpec
 ) -> tuple[Change, ...]:
     """Return the changes from one plan to another of the same job, each with its worth.
 
@@ -56,10 +56,10 @@ def waterfall(
         )
     left = dict(_differences(mine, best))
     made: list[str] = []
-    before = predict(mine, model, cluster, profile)
+    before = predict(mine, model, cluster)
     found = []
     while left:
-        step = _next(mine, best, model, cluster, profile, made, list(left))
+        step = _next(mine, best, model, cluster, made, list(left))
         saved_s = before.step_time_s - step[2].step_time_s
         what = ", ".join(left[name] for name in step[0])
         found.append(Change(what, step[1], step[2], saved_s))
@@ -75,7 +75,6 @@ def _next(
     best: Plan,
     model: ModelGraph,
     cluster: ClusterSpec,
-    profile: Profiles,
     made: list[str],
     left: list[str],
 ) -> tuple[tuple[str, ...], Plan, Prediction]:
@@ -87,13 +86,13 @@ def _next(
             if plan is None:
                 continue
             try:
-                prediction = predict(plan, model, cluster, profile)
+                prediction = predict(plan, model, cluster)
             except DocumentError:
                 continue
             tried.append((names, plan, prediction))
         if tried:
             return min(tried, key=lambda one: (not one[2].fits, one[2].step_time_s))
-    return tuple(left), best, predict(best, model, cluster, profile)
+    return tuple(left), best, predict(best, model, cluster)
 
 
 def _differences(mine: Plan, best: Plan) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,7 @@ forbids cuts between the two, nothing else; the solvers do not ask for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -363,7 +364,6 @@ def graph_instance(
     output_s: Mapping[str, float],
     stages: Sequence[StageLimits],
     steady: float,
-    forward_apart: bool = False,
     fill: float = 1.0,
     colocated: Sequence[Sequence[str]] = (),
     relayed: bool = True,
@@ -388,7 +388,6 @@ def graph_instance(
             kinds=tuple(kinds),
             stages=tuple(stages),
             steady=steady,
-            forward_apart=forward_apart,
             fill=fill,
         ),
         edges=sorted((number[a], number[b]) for a, b in graph.edges),
@@ -398,6 +397,33 @@ def graph_instance(
         relayed=relayed,
         unpaid=unpaid,
     )
+
+
+@dataclass(slots=True)
+class GraphEffort:
+    """What is left for graphs that have too many downsets; solving takes of it.
+
+    `programs` are integer programs of one cut each, `iterations` those of the simplex method that
+    they take, and `most_programs` and `most_iterations` those for one problem; `moves`
+    are of all cuts of a split at once.  `visited` counts parts of choices of options that were
+    looked at where bytes are no sums (`planner.solver.checked` ends at its own number of them).
+    """
+
+    programs: int = 100
+    most_programs: int = 60
+    iterations: int = 100_000
+    most_iterations: int = 60_000
+    moves: int = 100
+    visited: int = 0
+    most_ideals: int = 400_000
+    """Downsets of a graph that are listed."""
+    most_pairs: int = 100_000_000
+    """Pairs of them that are compared at once."""
+    ways: float = math.inf
+    most_ways: float = math.inf
+    """Ways through them whose stages are worked out exactly, of all problems and of one."""
+    most_steps: int = 2_000_000
+    """On several types of devices: pairs of downsets, for every position and type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@
                      | Infeasible          no split fits in memory, and why
                      | Fathomed            nothing is below the cutoff
 
-A chain is a problem on stages of one type (`planner.solver.unequal.unequal`).
+A chain is a problem on stages of one type (`planner.solver.unequal.unequal`).  Ties of layers and
+hosts that several stages share are kept by `solve_chain`, which is exact too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from planner.solver.instance import (
     Infeasible,
     Instance,
     Solution,
+    Unfinished,
+    broken,
 )
 from planner.solver.memory_reach import why_infeasible
 from planner.solver.prefixes import Prefixes
@@ -66,3 +69,70 @@ def _solved(
     if any(stage.most_layers is not None for stage in instance.stages):
         beside = NO_ROW
     return Infeasible(why_infeasible(instance) or beside)
+
+
+def solve_chain(
+    instance: Instance,
+    *,
+    cutoff_s: float = math.inf,
+    frontiers: FrontierStore | None = None,
+    time_limit_s: float | None = None,
+) -> Solution | Infeasible | Fathomed | Unfinished:
+    """Minimise the time of a chain on devices of one type; only objectives below the cutoff.
+
+    Without ties `solve` is exact, and with hosts of which each has devices of one
+    stage.  With others its answer is the optimum of a relaxation: if it keeps every host and tie it
+    is the optimum here too, and if not it bounds the integer program, which then decides.  Without
+    a limit on the seconds of that the answer is proven.
+    """
+    if not instance.hosts and not instance.sides:
+        return solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
+    narrow, kept = narrowed(instance)
+    if narrow is None:
+        return Infeasible("a layer has none of the options that are asked for")
+    plain = replace(narrow, hosts=() if synced_apart(narrow) else narrow.hosts, sides=())
+    relaxed = solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
+    if not isinstance(relaxed, Solution):
+        return relaxed
+    chosen = zip(narrow.layers, relaxed.options, strict=True)
+    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in chosen))
+    if broken(instance, whole) is None:
+        return whole
+    from planner.solver import ilp  # noqa: PLC0415 - few chains need it
+
+    return ilp.solve(
+        instance, time_limit_s=time_limit_s, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s
+    )
+
+
+def synced_apart(chain: Instance) -> bool:
+    """Whether options of one kind differ in what they synchronise: no limit on hosts is kept."""
+    return any(len({o.sync_s for o in table}) > 1 for table in chain.kinds)
+
+
+def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
+    """Return the instance with only the options that are allowed, and which those are by kind.
+
+    None if a layer has no option left.
+    """
+    chosen = [tie for tie in instance.sides if tie.options]
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    layers = []
+    for layer, kind in enumerate(instance.layers):
+        allowed = tuple(
+            k
+            for k, option in enumerate(instance.kinds[kind])
+            if all(option.name in tie.options for tie in chosen if layer in tie.layers)
+        )
+        if not allowed:
+            return None, []
+        layers.append(numbers.setdefault((kind, allowed), len(numbers)))
+    narrow = replace(
+        instance,
+        layers=tuple(layers),
+        kinds=tuple(tuple(instance.kinds[kind][k] for k in allowed) for kind, allowed in numbers),
+        credits_s=tuple(instance.credits_s[kind] for kind, _ in numbers)
+        if instance.credits_s
+        else (),
+    )
+    return narrow, [list(allowed) for _, allowed in numbers]

@@ -37,7 +37,6 @@ from planner.solver.frontier import (
     hull_steps,
 )
 from planner.solver.instance import Instance, Option
-from planner.solver.synced import KindOptions, fastest_synced
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -346,6 +345,8 @@ class Knapsacks:
         chosen = self._chosen(content, within, seconds, taken)
         if chosen.sync_s <= limits.sync_s and self._on_host(content, chosen, limits):
             return chosen
+        from planner.solver.synced import KindOptions, fastest_synced  # noqa: PLC0415 - seldom
+
         load, options = self.families[family].load, self.options
         second, most = options.sync_s, limits.sync_s
         if self.host_limited:

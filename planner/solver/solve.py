@@ -21,16 +21,16 @@ from dataclasses import replace
 import numpy as np
 
 from planner.documents.tolerances import ROUNDING
-from planner.solver import ilp, inner
+from planner.solver import ilp
 from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, GraphSolution, too_few
+from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution, too_few
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import GraphEffort, split_alike
+from planner.solver.graphs.lattice import split_alike
 from planner.solver.graphs.nearby import along_orders, of_bits
+from planner.solver.inner import solve_chain, synced_apart
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
-    Instance,
     Solution,
     Unfinished,
     broken,
@@ -88,71 +88,6 @@ def _chain(
     return GraphSolution(problem=problem, order=order, types=types, split=found, method="chain")
 
 
-def solve_chain(
-    instance: Instance,
-    *,
-    cutoff_s: float = math.inf,
-    frontiers: FrontierStore | None = None,
-    time_limit_s: float | None = None,
-) -> Solution | Infeasible | Fathomed | Unfinished:
-    """Minimise the time of a chain on devices of one type; only objectives below the cutoff.
-
-    Without ties `planner.solver.inner` is exact, and with hosts of which each has devices of one
-    stage.  With others its answer is the optimum of a relaxation: if it keeps every host and tie it
-    is the optimum here too, and if not it bounds the integer program, which then decides.  Without
-    a limit on the seconds of that the answer is proven.
-    """
-    if not instance.hosts and not instance.sides:
-        return inner.solve(instance, cutoff_s=cutoff_s, frontiers=frontiers)
-    narrow, kept = narrowed(instance)
-    if narrow is None:
-        return Infeasible("a layer has none of the options that are asked for")
-    plain = replace(narrow, hosts=() if _synced_apart(narrow) else narrow.hosts, sides=())
-    relaxed = inner.solve(plain, cutoff_s=cutoff_s, frontiers=frontiers)
-    if not isinstance(relaxed, Solution):
-        return relaxed
-    chosen = zip(narrow.layers, relaxed.options, strict=True)
-    whole = replace(relaxed, options=tuple(kept[kind][option] for kind, option in chosen))
-    if broken(instance, whole) is None:
-        return whole
-    return ilp.solve(
-        instance, time_limit_s=time_limit_s, at_least_s=relaxed.objective_s, cutoff_s=cutoff_s
-    )
-
-
-def _synced_apart(chain: Instance) -> bool:
-    """Whether options of one kind differ in what they synchronise: no limit on hosts is kept."""
-    return any(len({o.sync_s for o in table}) > 1 for table in chain.kinds)
-
-
-def narrowed(instance: Instance) -> tuple[Instance | None, list[list[int]]]:
-    """Return the instance with only the options that are allowed, and which those are by kind.
-
-    None if a layer has no option left.
-    """
-    chosen = [tie for tie in instance.sides if tie.options]
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    layers = []
-    for layer, kind in enumerate(instance.layers):
-        allowed = tuple(
-            k
-            for k, option in enumerate(instance.kinds[kind])
-            if all(option.name in tie.options for tie in chosen if layer in tie.layers)
-        )
-        if not allowed:
-            return None, []
-        layers.append(numbers.setdefault((kind, allowed), len(numbers)))
-    narrow = replace(
-        instance,
-        layers=tuple(layers),
-        kinds=tuple(tuple(instance.kinds[kind][k] for k in allowed) for kind, allowed in numbers),
-        credits_s=tuple(instance.credits_s[kind] for kind, _ in numbers)
-        if instance.credits_s
-        else (),
-    )
-    return narrow, [list(allowed) for _, allowed in numbers]
-
-
 def _relaxed(
     problem: GraphInstance, cutoff_s: float, store: FrontierStore, effort: GraphEffort
 ) -> GraphSolution | Infeasible | Fathomed | Unfinished:
@@ -160,7 +95,7 @@ def _relaxed(
 
     `cutoff_s`, `effort` as of `solve`.
     """
-    apart = any(_synced_apart(one.chain) for one in problem.types)
+    apart = any(synced_apart(one.chain) for one in problem.types)
     if problem.chain.sides or (apart and any(one.chain.hosts for one in problem.types)):
         types = (
             replace(one, chain=replace(one.chain, sides=(), hosts=() if apart else one.chain.hosts))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from planner.catalog.expressions import resolve_cluster
-from planner.costs.crossings import crossings_of
+from planner.costs.crossings import crossings
 from planner.documents.model import ModelGraph
 from planner.documents.plan import Job, PlacedLayer, Plan, ScheduleName, Stage
 from planner.errors import DocumentError
@@ -233,7 +233,7 @@ def test_the_network_of_the_documents_can_be_planned(tmp_path: Path) -> None:
     answer = search(Request(model, resolve_cluster("local:2"), job, pins=Pins(pipeline=2)))
 
     assert answer.closed_form_bound_s == pytest.approx(answer.closed_form.objective_s, rel=1e-9)
-    crossing = set(crossings_of(answer.plan, model)[0])
+    names = [[item.layer for item in stage.layers] for stage in answer.plan.stages]
+    crossing, held = set(crossings(model, names)[0]), set(names[0])
     assert crossing
-    held = {item.layer for item in answer.plan.stages[0].layers}
     assert crossing == {a for a, b in model.graph.edges if a in held and b not in held}

@@ -26,8 +26,7 @@ from planner.costs.figure_store import KindFigures
 from planner.costs.hosts import host_room_bytes
 from planner.costs.layout_costs import CostTables, counted_by_rank
 from planner.costs.memory import States
-from planner.costs.recomputes import Recomputes, choices_of
-from planner.costs.strategy import StrategyParts, least_resident
+from planner.costs.strategy import Recomputes, StrategyParts, choices_of, least_resident
 from planner.documents.plan import Layout
 from planner.documents.tolerances import SLACK
 from planner.layers.operator_table import RECOMPUTES, either

@@ -30,9 +30,9 @@ from planner.search.queue import Bound, Layouts, Lost, Next, QueueEntry
 from planner.search.ranked import Ranked, ranked
 from planner.search.space import LayoutFamily
 from planner.solver.frontier import FrontierStore
+from planner.solver.inner import solve_chain
 from planner.solver.instance import Fathomed, Infeasible, Instance, Solution, Unfinished
 from planner.solver.memory_reach import why_infeasible
-from planner.solver.solve import solve_chain
 
 FAMILY, PART, SHARED, LAYOUT = range(4)
 """What is known of an entry: computation; within memory; with sharing; as a layout."""

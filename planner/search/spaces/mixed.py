@@ -6,6 +6,13 @@ order of the groups along the pipeline, the cuts and every layer's treatment are
 exactly (`planner.solver.solve`); where ranks have several stages, what is cut is the chain in the
 order of ranks (`planner.search.ranks`).  Layouts wait in `planner.search.queue` by the bounds of
 their candidates, then by the least seconds of a split within memory.
+
+Where layers form a graph, on devices that are alike too, the order of its branches is open as well:
+exactly while it has at most `planner.costs.crossings.MOST_IDEALS` downsets, else several orders are
+tried, with a bound for all (`planner.solver.graphs.lattice`).  A tensor that stages pass on is
+sent, and counted, at every boundary that it crosses, over the link between the devices of both.
+For its buffers every stage sets aside what the widest boundary of any split needs; the prediction
+of the chosen plan counts what its own boundaries need.
 """
 
 from __future__ import annotations
@@ -37,12 +44,11 @@ from planner.search.group_candidates import GroupCandidates
 from planner.search.queue import Bound, Lost
 from planner.search.ranked import Ranked, predicted
 from planner.search.space import LayoutFamily
-from planner.search.spaces.group_stages import planned, stages_problem
+from planner.search.spaces.group_stages import graph_problem, planned, stages_problem
 from planner.search.spaces.groups import GroupSpace
 from planner.search.stage_rows import within
 from planner.solver import ilp
-from planner.solver.graph_instance import GraphInstance, GraphSolution
-from planner.solver.graphs.lattice import GraphEffort
+from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
 from planner.solver.instance import Fathomed, Infeasible, Instance, Unfinished
 from planner.solver.memory_reach import why_no_split
 from planner.solver.solve import solve, split_bound_s
@@ -193,3 +199,11 @@ class MixedSpace(GroupSpace):
         else:
             seats = self.costs.seats(plan.layout, groups, branches)
         return predicted(plan, found.objective_s, self.model, tables, seats)
+
+
+class GraphSpace(MixedSpace):
+    """The partition problems of a graph's layouts: one stage a rank, on devices of any types."""
+
+    def problem(self, layout: Layout, chains: dict[str, Instance]) -> GraphInstance:
+        """Return the partition problem of a layout from those of the groups."""
+        return graph_problem(self.costs, layout, self.ordered, chains)

@@ -42,8 +42,8 @@ from planner.search.simulated_program import (
     Places,
     no_slower,
 )
-from planner.search.spaces.graph import GraphSpace
 from planner.search.spaces.group_stages import graph_problem
+from planner.search.spaces.mixed import GraphSpace
 from planner.search.spaces.simulated_mixed import SimulatedMixed, closed
 from planner.solver.graph_instance import GraphInstance, GraphSolution
 from planner.solver.graphs.ideals import ideals

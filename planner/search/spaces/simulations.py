@@ -22,7 +22,7 @@ from planner.search.effort import NEAR
 from planner.search.goals import Simulated
 from planner.search.queue import Bound, Lost
 from planner.search.space import Degrees, compiles, micro_batches, timetables
-from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import GraphSpace
 from planner.search.spaces.shares import ShareSpace
 from planner.search.spaces.simulated import BySimulation, Tried, bound_of
 from planner.search.spaces.simulated_graph import SimulatedGraph, places_of

@@ -22,22 +22,23 @@ those around the cuts of the split so far.  What cuts cost at least wherever the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.process.on_use import OnUse
 from planner.solver.assembly import placed
 from planner.solver.descent import Way, cheapest, priced
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, GraphSolution
+from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution
 from planner.solver.graphs.bands import Bands
 from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.ideals import Ideals
 from planner.solver.graphs.nearby import Around, along_orders, cuts_of, of_bits
-from planner.solver.graphs.sent import Sent
 from planner.solver.graphs.sweep import Aim, Sweep
 from planner.solver.knapsack import Knapsacks
 from planner.solver.settled import WaysLeft, best_split, loose_s
@@ -46,6 +47,10 @@ from planner.solver.table import Known, StepTable
 
 networkx = OnUse("networkx", "a graph of layers")  # loads slowly, and chains need none of it
 
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_ROWS = 1 << 16  # steps looked at together
 # Moves of all cuts of a split, at most; ideals around each; what is gained to go on, as a share.
 _MOVES, _NEAR, _WORTHWHILE = 12, 400, 1e-4
 # Pairs of them that are compared at once, and ways through them that are looked at exactly.
@@ -56,33 +61,6 @@ _LARGE = 3000
 _RISE_SMALL, _RISE_LARGE, _RISE_ON = 0.08, 0.01, 0.3
 # Targets this close together are not worth a search of their own.
 _LEAST_RISE = 0.004
-
-
-@dataclass(slots=True)
-class GraphEffort:
-    """What is left for graphs that have too many downsets; solving takes of it.
-
-    `programs` are integer programs of one cut each, `iterations` those of the simplex method that
-    they take, and `most_programs` and `most_iterations` those for one problem; `moves`
-    are of all cuts of a split at once.  `visited` counts parts of choices of options that were
-    looked at where bytes are no sums (`planner.solver.checked` ends at its own number of them).
-    """
-
-    programs: int = 100
-    most_programs: int = 60
-    iterations: int = 100_000
-    most_iterations: int = 60_000
-    moves: int = 100
-    visited: int = 0
-    most_ideals: int = 400_000
-    """Downsets of a graph that are listed."""
-    most_pairs: int = 100_000_000
-    """Pairs of them that are compared at once."""
-    ways: float = math.inf
-    most_ways: float = math.inf
-    """Ways through them whose stages are worked out exactly, of all problems and of one."""
-    most_steps: int = 2_000_000
-    """On several types of devices: pairs of downsets, for every position and type."""
 
 
 def split_alike(
@@ -365,3 +343,39 @@ def _any_order(problem: GraphInstance, store: FrontierStore) -> Fluid:
         least_cut_s=min(sent_s) if connected and problem.relayed else 0.0,
         most_cut_s=sum(output_s),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What stages pay for outputs that go straight to their readers, without relays.
+
+    A step from ideal I to J sends the outputs of J - I that a layer outside J reads, and receives
+    those of I that a layer of J - I reads: each output once, whatever lies between.  `readers`
+    [layer] of each output, and its seconds at either end.
+    """
+
+    readers: Sequence[Sequence[int]]
+    output_s: Sequence[float]
+
+    def between(self, every: Ideals, members: Indices) -> Callable[[Indices, Indices], Floats]:
+        """Return what steps between these members pay, by positions among them."""
+        layers = [at for at, s in enumerate(self.output_s) if s and self.readers[at]]
+        output_s = np.array([self.output_s[at] for at in layers])
+        most = np.array([len(self.readers[at]) for at in layers], dtype=np.int16)
+        counted = np.zeros((len(members), len(layers)), dtype=np.int16)
+        inside = np.zeros((len(members), len(layers)), dtype=bool)
+        for column, layer in enumerate(layers):
+            inside[:, column] = every.holds(layer)[members]
+            for reader in self.readers[layer]:
+                counted[:, column] += every.holds(reader)[members]
+
+        def seconds(smaller: Indices, larger: Indices) -> Floats:
+            found = np.empty(len(smaller))
+            for start in range(0, len(smaller), _ROWS):
+                a, b = smaller[start : start + _ROWS], larger[start : start + _ROWS]
+                received = inside[a] & (counted[b] > counted[a])
+                sends = inside[b] & ~inside[a] & (counted[b] < most)
+                found[start : start + _ROWS] = (received | sends) @ output_s
+            return found
+
+        return seconds

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,9 @@ from planner.solver.settled import best_split, loose_s
 from planner.solver.table import Known, StepTable
 from planner.solver.unequal.fastest import FastestOnTypes
 from planner.solver.unequal.reach import Reach, Spans
-from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
+
+if TYPE_CHECKING:
+    from planner.solver.unequal.unequal_steps import CutSeconds, UnequalSteps
 
 Floats = NDArray[np.float64]
 
@@ -223,6 +226,8 @@ class Search:
         """Steps under a ceiling; of stages above a limit nobody wants to know how long."""
         bounds = self._reach.bounds
         if len(bounds) > 1:
+            from planner.solver.unequal.unequal_steps import UnequalSteps  # noqa: PLC0415 - see below
+
             return UnequalSteps(
                 bounds,
                 known=self._known,

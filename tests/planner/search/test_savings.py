@@ -15,9 +15,9 @@ from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.savings import Saving, activations, reaches_host, savings
 from planner.search.search import search
+from planner.solver.inner import solve_chain
 from planner.solver.instance import Solution
 from planner.solver.requirements import Requirement, read_requirements
-from planner.solver.solve import solve_chain
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from planner.search.candidates import Candidates
 from planner.search.ranked import ranked
 from planner.search.simulated_bounds import SimulatedCandidates
 from planner.search.space import LayoutFamily
+from planner.solver.inner import solve_chain
 from planner.solver.instance import Solution, priced
-from planner.solver.solve import solve_chain
 
 REQUESTS = {
     "even blocks": ("gpt2-xl", "8xa100-sxm-80gb", 1024, Pins(recompute="none")),

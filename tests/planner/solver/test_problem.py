@@ -9,11 +9,10 @@ import pytest
 import planner.solver.problem
 from planner.documents.document import plain, read, schema, write
 from planner.errors import DocumentError
-from planner.solver.inner import solve
+from planner.solver.inner import solve, solve_chain
 from planner.solver.instance import Option, Solution, StageLimits
 from planner.solver.problem import Problem
 from planner.solver.sides import HostMemory, Tie
-from planner.solver.solve import solve_chain
 
 EXAMPLE = "\n".join(
     line.removeprefix("    ")

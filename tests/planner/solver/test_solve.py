@@ -11,6 +11,7 @@ import pytest
 
 from planner.solver import ilp, inner
 from planner.solver.graph_instance import GraphInstance, GraphSolution
+from planner.solver.inner import solve_chain
 from planner.solver.instance import (
     Fathomed,
     Infeasible,
@@ -22,7 +23,7 @@ from planner.solver.instance import (
     priced,
 )
 from planner.solver.sides import HostMemory, Tie
-from planner.solver.solve import solve, solve_chain
+from planner.solver.solve import solve
 from tests.planner.solver.small_graphs import (
     changed,
     random_graph,

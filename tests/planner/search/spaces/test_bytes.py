@@ -21,8 +21,7 @@ from planner.requests.request import Request
 from planner.search.candidates import Candidates
 from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import allowed
-from planner.search.spaces.graph import GraphSpace
-from planner.search.spaces.mixed import MixedSpace
+from planner.search.spaces.mixed import GraphSpace, MixedSpace
 from planner.solver.instance import Instance, UsedBytes
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.search.spaces.test_graph import JOB, random_model, unet

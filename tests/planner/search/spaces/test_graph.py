@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.catalog.expressions import resolve_cluster
-from planner.costs.crossings import crossings, crossings_of, in_order, sink_kind, widest_bytes
+from planner.costs.crossings import crossings, in_order, sink_kind, widest_bytes
 from planner.costs.layout_costs import CostTables
 from planner.costs.predict import layout_prediction, predict
 from planner.documents.model import Edge, Layer, LayerTrace, ModelGraph
@@ -27,7 +27,7 @@ from planner.search.answer import Answer
 from planner.search.candidates import Candidates
 from planner.search.goals import SplitSolution
 from planner.search.search import MARGIN, search
-from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import GraphSpace
 from planner.solver.requirements import read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of
 from tests.planner.solver.small_graphs import least_objective_s, objective_s, splits
@@ -282,7 +282,7 @@ def test_a_boundary_costs_all_tensors_that_cross_it(model: ModelGraph) -> None:
     crossing = {
         source for source, target in model.graph.edges if source in held[0] and target in held[1]
     }
-    assert set(crossings_of(plan, model)[0]) == crossing
+    assert set(crossings(model, held)[0]) == crossing
     crossing_s = sum(tables.crossing_s(plan.layout, [outputs[name]]) for name in crossing)
 
     stage_s, sync_s = [], []

@@ -16,7 +16,7 @@ from planner.requests.pins import Allowance, Pins
 from planner.requests.request import Request
 from planner.search.group_candidates import GroupCandidates
 from planner.search.search import search
-from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import GraphSpace
 from tests.planner.search.spaces.every_layout import bounded
 from tests.planner.search.spaces.test_graph import graph, layer, random_model
 from tests.planner.solver.small_graphs import least_objective_s

@@ -24,7 +24,7 @@ from planner.search.effort import FULL, USUAL
 from planner.search.group_candidates import GroupCandidates
 from planner.search.layer_options import allowed
 from planner.search.search import search
-from planner.search.spaces.graph import GraphSpace
+from planner.search.spaces.mixed import GraphSpace
 from planner.solver.graph_instance import GraphInstance
 from planner.solver.requirements import Requirement, read_requirements
 from tests.planner.search.spaces.every_layout import layouts_of

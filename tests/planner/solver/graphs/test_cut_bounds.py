@@ -11,10 +11,9 @@ import pytest
 
 from planner.solver.fluid import Fluid
 from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphInstance, GraphSolution, alike
+from planner.solver.graph_instance import GraphEffort, GraphInstance, GraphSolution, alike
 from planner.solver.graphs.cut_bounds import CutBounds
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.graphs.nearby import Around, along_orders, of_bits
 from planner.solver.instance import Fathomed, Infeasible, Instance, Option, StageLimits, Unfinished
 from planner.solver.knapsack import Knapsacks

@@ -12,6 +12,7 @@ import pytest
 from planner.solver import inner
 from planner.solver.frontier import FrontierStore
 from planner.solver.graph_instance import (
+    GraphEffort,
     GraphInstance,
     GraphSolution,
     alike,
@@ -19,7 +20,7 @@ from planner.solver.graph_instance import (
     in_a_row,
 )
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import GraphEffort, Lattice
+from planner.solver.graphs.lattice import Lattice
 from planner.solver.graphs.orders import orders
 from planner.solver.instance import (
     Infeasible,

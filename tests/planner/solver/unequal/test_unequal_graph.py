@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from planner.solver.frontier import FrontierStore
-from planner.solver.graph_instance import GraphSolution
+from planner.solver.graph_instance import GraphEffort, GraphSolution
 from planner.solver.graphs.ideals import ideals
-from planner.solver.graphs.lattice import GraphEffort
 from planner.solver.solve import solve
 from planner.solver.unequal.unequal import Search
 from tests.planner.solver.small_graphs import (
