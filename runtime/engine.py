@@ -496,14 +496,17 @@ class Engine:
         self._drain()
         return self._state.tensors()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copied: bool = True) -> Snapshot:
         """Return this rank's parts of the state on the host, between two steps.
+
+        If not `copied`, parts that are on the host already are the state's own memory, to be read
+        before the next step.
 
         No other rank takes part, unless a plan divides joined matrices over its tensor axis or
         never drains.
         """
         self._refuse_within_step("snapshot")
-        return taken(self.state(), step=self.steps, next_sample=self.next_sample)
+        return taken(self.state(), step=self.steps, next_sample=self.next_sample, copied=copied)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from parts of the state of the ranks of any plan after one step.

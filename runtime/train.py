@@ -401,7 +401,7 @@ class Loop:
         if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
-                self.engine.snapshot(),
+                self.engine.snapshot(copied=False),
                 used=self._used.digest(),
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),

@@ -111,8 +111,9 @@ class Replayed(Averaging):
         self.own_totals = torch.tensor([found.loss, 1.0])
         return found
 
-    def snapshot(self) -> Snapshot:
-        return taken(self.state(), step=self.next_sample // 8, next_sample=self.next_sample)
+    def snapshot(self, *, copied: bool = True) -> Snapshot:
+        step = self.next_sample // 8
+        return taken(self.state(), step=step, next_sample=self.next_sample, copied=copied)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         put_back(self.state(), snapshots)
