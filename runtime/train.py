@@ -264,6 +264,8 @@ class Loop:
         self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
         replays = mirror is not None and can_replay(plan)
         self._replays = Replays(plan, orders.device) if replays else None
+        if replays:
+            engine.measure_own_gradient()
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -530,7 +532,7 @@ class Loop:
         if is_nonsense:
             self.engine.refuse_drifted()  # damaged memory says more than what became of it
         if self._replays is not None:
-            self._replays.took(step, **_values(result), own=self.engine.own_totals)
+            self._replays.took(step, **_values(result), own=self.engine.own_values)
             if self._replays.doubts(step):
                 again_from = self._done_again(step, self._replays)
         if is_nonsense:
@@ -548,7 +550,7 @@ class Loop:
         self._put_back(kept)
         for step in range(kept.step + 1, last + 1):
             result = self._step()
-            replays.compare(step, **_values(result), own=self.engine.own_totals)
+            replays.compare(step, **_values(result), own=self.engine.own_values)
             self.steps_done = step
         self.steps_done = last - 1
         replays.came_again(last)
