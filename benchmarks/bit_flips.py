@@ -7,7 +7,8 @@ of its own, all take their mean, each moves its own weights by AdamW.  In a rand
 bit flips in one replica: in a weight, in a moment of the optimizer, in the mean of gradients as
 that replica has it, or in its gradient before the mean is made.  Replicas are compared as `launch`
 does it, by the digests of `runtime.agreement` and as often.  A step whose gradient norm is far
-above the usual is done again from the state before it, as `runtime.replay` asks.  A flip matters if
+above the usual is done again from the state before it, as `runtime.replay` asks, and the only one
+whose own gradient differs then is named.  A flip matters if
 the loss of some step within the next 64 differs by more than 1e-3 from that of a run without it.
 """
 
@@ -98,6 +99,9 @@ def lived(flip: Flip | None, *, replicas: int) -> Life:
         # Behind the step that was hit a copy has what was flipped, and what is done again is alike.
         if replays.doubts(step) and hit is not None and not found:
             found = before.step(inputs, None) != (loss, norm)
+            pairs = zip(run.own_squares, before.own_squares, strict=True)
+            differ = [at for at, (one, other) in enumerate(pairs) if one != other]
+            named = differ[0] if found and len(differ) == 1 else None
     return Life(losses=tuple(losses), found=found, named=named)
 
 
@@ -110,6 +114,8 @@ class Replicated:
             model.load_state_dict(self.models[0].state_dict())
         self.optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in self.models]
         self.truth = torch.randn(WIDTH, 1)
+        self.own_squares: list[float] = []
+        """Of the norm of each replica's gradient in the last step, before the mean."""
 
     def step(self, inputs: Tensor, hit: Flip | None) -> tuple[float, float]:
         """Train on a part of a batch each, and return the mean loss and the norm of gradients."""
@@ -121,6 +127,9 @@ class Replicated:
         for error in errors:
             error.backward()
         _flipped(hit, "gradient before the mean", [_gradients(model) for model in self.models])
+        self.own_squares = [
+            sum(float(one.square().sum()) for one in _gradients(model)) for model in self.models
+        ]
         every = zip(*(_gradients(model) for model in self.models), strict=True)
         means = [torch.stack(each).mean(0) for each in every]
         norm = math.sqrt(sum(float(mean.double().square().sum()) for mean in means))

@@ -105,12 +105,14 @@ def launch(
     elif not trust_code:
         check_code(fit.graph, plan_path)
     goes_on = run.model_copy(update={"resume": True, "or_start": True})
+    shrunk: Decision | None = None
     if (replan or survive) and (left := fit.left(node_rank)) is not None:
-        fit, run = fit.again(left, run, quiet=quiet), goes_on
+        given, fit, run = fit, fit.again(left, run, quiet=quiet), goes_on
+        shrunk = _shrunk(given, left, fit, node_rank, quiet=quiet)
     if survive and node_rank.nodes > 1 and not dry_run:
         from meshwright.survive import on_nodes  # noqa: PLC0415 - the runtime
 
-        return on_nodes(fit, run, node_rank, quiet=quiet)
+        return on_nodes(fit, run, node_rank, shrunk, quiet=quiet)
     table = VERDICTS if survive else REPLANNED if replan and node_rank.nodes == 1 else ()
     ends: list[RankEnd] = []
     planned = fit
@@ -130,11 +132,13 @@ def launch(
             zygote=zygote if survive else None,
             slots=slots if survive else None,
             begun=keeper.begin if survive else None,
+            before=shrunk,
         )
         while True:
             try:
                 return launched(fit, replace(asked, run=run), ends)
             except RankFailed as failed:
+                asked = replace(asked, before=None)
                 ends += [] if failed.end is None else [failed.end]
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
                 if found is None or found.reaction == "stop":
@@ -144,6 +148,30 @@ def launch(
                     planned = fit  # with less memory, from here on
                 decided(failed.output, found, fit, quiet=quiet)
                 hand_over(noticed, failed)
+
+
+def _shrunk(
+    given: LaunchablePlan, left: int, fit: LaunchablePlan, node_rank: NodeRank, *, quiet: bool
+) -> Decision:
+    """Return why a run begins under another plan than the given one, and say it."""
+    cluster, nodes = given.plan.cluster, given.nodes
+    if node_rank.nodes != nodes:
+        here = (
+            f"the plan is for {nodes} nodes ({cluster}), and this launch is on {left} "
+            "(--nodes, --hosts or a scheduler's job tell of more)"
+        )
+    else:
+        here = f"the plan is for {given.plan.mesh.devices} devices ({cluster}), and {left} are here"
+    if not quiet:
+        print(f"meshwright: shrink, because {here}", file=sys.stderr)
+    return Decision(
+        at_unix_s=time.time(),
+        reaction="shrink",
+        why=here,
+        devices=fit.plan.mesh.devices,
+        plan=fit.plan.digest,
+        plan_source=fit.source,
+    )
 
 
 def hand_over(noticed: Sequence[int], failed: LaunchError) -> None:

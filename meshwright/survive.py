@@ -15,7 +15,7 @@ from meshwright.growing import Growth
 from meshwright.launches import LaunchablePlan, Launched, decided, hand_over, launched
 from meshwright.replan import leave_out
 from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Incident, Reaction
+from planner.documents.events import Decision, Incident, Reaction
 from planner.errors import HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within
@@ -40,11 +40,16 @@ MOST_SAID = 500
 
 
 def on_nodes(
-    fit: LaunchablePlan, run: LaunchRun, node_rank: NodeRank, *, quiet: bool
+    fit: LaunchablePlan,
+    run: LaunchRun,
+    node_rank: NodeRank,
+    shrunk: Decision | None,
+    *,
+    quiet: bool,
 ) -> Launched | None:
     """Train on the nodes that are there, one epoch after another; what the lead has is returned.
 
-    Nodes beyond those of the plan are spares.
+    Nodes beyond those of the plan are spares.  `shrunk` is why its plan is not the given one.
     """
     assert run.checkpoint is not None
     folder = run.checkpoint.absolute()
@@ -62,7 +67,7 @@ def on_nodes(
         )
         with BookKeeper(fit, run) as keeper:
             means = Means(agent=agent, copies=copies, zygote=zygote, slots=slots, keeper=keeper)
-            return Epochs(fit, run, means, signals, quiet=quiet).run()
+            return Epochs(fit, run, means, signals, quiet=quiet).run(shrunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +99,8 @@ class Epochs:
         self._hidden = 0
         """Devices of this node that ranks do not see any more."""
 
-    def run(self) -> Launched | None:
-        """Train until the run is over."""
+    def run(self, shrunk: Decision | None) -> Launched | None:
+        """Train until the run is over; the first epoch has `shrunk` before it."""
         while True:
             try:
                 self._wait_as_spare()
@@ -119,11 +124,13 @@ class Epochs:
                     slots=self._means.slots,
                     begun=self._means.keeper.begin,
                     meanwhile=self._growth.look,
+                    before=shrunk,
                 )
                 return launched(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
+            shrunk = None
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
 

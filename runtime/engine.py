@@ -278,8 +278,9 @@ class Engine:
             aliases=model.aliases,
             device=device,
         )
-        self.own_totals = self._passes.totals.values.clone()
-        """Sum and count of the last step's loss on this rank alone."""
+        self.own_values = self._passes.own
+        """Sum and count of the last step's loss on this rank alone; behind them, once it is
+        measured, the square of the norm of its gradient before the sum over ranks."""
         self.next_sample = 0
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
@@ -496,14 +497,24 @@ class Engine:
         self._drain()
         return self._state.tensors()
 
-    def snapshot(self) -> Snapshot:
+    def measure_own_gradient(self) -> None:
+        """Let steps from now on measure each rank's own gradient, where its sum over ranks is ours.
+
+        Sums inside FSDP are not: parameters in 16 bits, and ZeRO.
+        """
+        self._passes.measure_own_gradient()
+
+    def snapshot(self, *, copied: bool = True) -> Snapshot:
         """Return this rank's parts of the state on the host, between two steps.
+
+        If not `copied`, parts that are on the host already are the state's own memory, to be read
+        before the next step.
 
         No other rank takes part, unless a plan divides joined matrices over its tensor axis or
         never drains.
         """
         self._refuse_within_step("snapshot")
-        return taken(self.state(), step=self.steps, next_sample=self.next_sample)
+        return taken(self.state(), step=self.steps, next_sample=self.next_sample, copied=copied)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         """Go on from parts of the state of the ranks of any plan after one step.
@@ -615,7 +626,7 @@ class Engine:
 
     def _made_whole(self, clip_norm: float) -> tuple[dict[Slot, Tensor], StepMeasurement]:
         self._optimizers.show()
-        self.own_totals = self._passes.totals.values.clone()
+        self.own_values = self._passes.own
         grads = self._optimizers.whole()
         measured = self._optimizers.measured(grads, self._passes.totals.values.clone())
         if self._optimizers.settles:

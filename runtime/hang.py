@@ -3,7 +3,9 @@
 A rank hangs when it has been in one part of a step for three times the longest that the last steps
 took, and ten seconds at least.  Before anything is killed every rank is asked for its stack, which
 names the collective that it waits in and where the training calls it; a rank that does not answer,
-or waits in none, is the one that the others wait for.  Nothing here imports torch.
+or waits in none, is the one that the others wait for.  Before two steps are done nobody knows how
+long they take, and a rank whose process was stopped for ten seconds hangs.  Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +80,8 @@ class HangWatch:
         self._took_s: dict[str, deque[float]] = {}
         self._next_s = 0.0
         self._first_step: int | None = None
+        self._stopped_s: dict[int, float] = {}
+        """Processes that are stopped, and since when."""
 
     def allowed_s(self, step: int, part: str) -> float:
         """Return how long a rank may be in a part of a step."""
@@ -106,7 +110,7 @@ class HangWatch:
             now_s - place.since_s > self.allowed_s(place.step, place.part)
             for place in begun
             if place.part not in ("start", "end")
-        ):
+        ) and not self._stopped(begun, now_s):
             return []
         if now_s < self._speaks_s:
             return []
@@ -115,6 +119,14 @@ class HangWatch:
             self._speaks_s = now_s + ANSWER_S + 2 * LOOK_S
             return []
         return found
+
+    def _stopped(self, begun: Sequence[RankPlace], now_s: float) -> bool:
+        """Whether a rank's process was stopped in each look for long enough, in its first steps."""
+        if self._first_step is not None:
+            begun = [one for one in begun if one.step < self._first_step + 2]
+        stopped = {one.process for one in begun if one.part != "end" and is_stopped(one.process)}
+        self._stopped_s = {one: self._stopped_s.get(one, now_s) for one in stopped}
+        return any(now_s - since_s > LEAST_S for since_s in self._stopped_s.values())
 
     def _asked(self, places: list[RankPlace]) -> list[HungRank]:
         """Ask every rank what it does; the one that the others wait for comes first."""
@@ -141,6 +153,19 @@ class HangWatch:
             for rank, local in self._ranks.items()
         ]
         return sorted(found, key=lambda one: (one.answered, one.collective is not None, one.step))
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process was stopped by a signal.
+
+    >>> is_stopped(os.getpid()), is_stopped(0)
+    (False, False)
+    """
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def collective_of(stack: str) -> str | None:

@@ -105,6 +105,8 @@ def launch(asked: Launch) -> RunReport | None:
             orders = write_orders(ready, rendezvous, asked, say, started_unix_s=started_unix_s)
             if asked.expect is not None and ready.ranks.leads:
                 _expect(ready, asked.expect, say, told=asked.survive)
+            if asked.before is not None:
+                happened(ready, asked.before)
             happened(ready, _attempt(ready, orders))
             shared["MESHWRIGHT_RUN"] = orders.token
             shared |= _of_survival(ready, asked)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from planner.documents.events import Expected
+from planner.documents.events import Decision, Expected
 from planner.documents.model import ModelGraph
 from planner.documents.prediction import Prediction
 from planner.whatif.survival import SaveFigures
@@ -53,6 +53,8 @@ class Launch:
     """Where ranks copy their state."""
     copies: bool = True
     """Whether ranks go on from what is in slots."""
+    before: Decision | None = None
+    """Why the plan is another than the one that the run was given."""
     begun: Callable[[], None] | None = None
     """Called after the first step, on the node with rank 0."""
     meanwhile: Callable[[], None] | None = None

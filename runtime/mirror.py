@@ -4,7 +4,7 @@ After a step each rank copies its parts of the state into a slot of its launcher
 to a partner on another node (`runtime.partner`).  A state is copied once the one before is on
 all nodes.  Ranks that are started again, under any plan, go on from the newest state of which they
 find all parts that they hold (`runtime.gathered`).  How many steps lie between two copies follows
-from what the first ones take, so that they cost at most a hundredth of training.
+from what the last ones took, so that they cost at most COPIES_SHARE of training.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ from runtime.slots import NodeSlots, slots_of_node
 from runtime.snapshot import Box, Snapshot
 
 MEASURED = 3
-"""Copies, one after each step, until their interval is computed from the fastest."""
+"""Copies, the first of them one after each step; their interval follows from the fastest of the
+last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Mirror:
         self._run, self._plan = run, plan
         self._next = 0
         self._every = 1
-        self._copies_s: list[float] = []
+        self._copies_s: deque[float] = deque(maxlen=MEASURED)
         self._behind: tuple[int, str] | None = None
         """Step and run of the state that must stay until the next one is kept."""
         self._last_step: int | None = None

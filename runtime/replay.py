@@ -42,7 +42,7 @@ NEARLY = 1e-3
 class StepDiffered(RankSuspected):
     """A step gave other values when it was done again from the same state.
 
-    Suspected is the only rank whose own loss differs.
+    Suspected is the only rank whose own loss, or own gradient before it was summed, differs.
     """
 
 
@@ -53,7 +53,7 @@ class StepValues:
     loss: float
     norm: float
     own: Tensor
-    """Sum and count of the loss on this rank alone."""
+    """What it gave on this rank alone: Engine.own_values."""
 
 
 def can_replay(plan: Plan) -> bool:
@@ -68,7 +68,7 @@ class Replays:
         mesh = plan.mesh
         self._tolerance = 0.0 if device == "cpu" else NEARLY
         self._names = mesh.pipeline == mesh.tensor == mesh.context == 1
-        """Whether a rank's own loss is of its own work alone."""
+        """Whether a rank's own loss and gradient are of its own work alone."""
         self._steps: dict[int, StepValues] = {}
         self._norms: deque[float] = deque(maxlen=RECENT)
         self._quiet_until, self._quiet = 0, QUIET_STEPS

@@ -109,6 +109,11 @@ class Replicas:
         """How many stages of this rank read each, in backwards of their own."""
         self._buckets = _buckets(found)
         self._sent = 0
+        self.measures_own = False
+        """Whether each step measures this rank's own gradient, before it becomes the mean."""
+        self.own_square: Tensor | None = None
+        """The square of its norm in the last step that was measured."""
+        self._squares: list[Tensor] = []
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._noticing(bucket, index))
@@ -133,7 +138,7 @@ class Replicas:
             bucket.views()[index].zero_()
             bucket.flat[index - len(bucket.parameters)] = 0.0
         for bucket in self._buckets[self._sent :]:
-            bucket.send()
+            self._send(bucket)
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -145,6 +150,16 @@ class Replicas:
         for bucket in self._buckets:
             bucket.empty()  # the gradients keep its memory until the optimizer drops them
         self._sent = 0
+        if self.measures_own:
+            self.own_square = torch.stack([one.double() for one in self._squares]).sum()
+            self._squares = []
+
+    def _send(self, bucket: _Bucket) -> None:
+        if self.measures_own:
+            assert bucket.flat is not None
+            own = bucket.flat[: -len(bucket.parameters)]
+            self._squares.append(torch.dot(own, own))
+        bucket.send()
 
     def _noticing(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
         @torch.no_grad()
@@ -153,7 +168,7 @@ class Replicas:
             bucket.added[index] += 1
             # In one order on all ranks, whatever order backward has.
             while self._sent < len(self._buckets) and self._full(self._buckets[self._sent]):
-                self._buckets[self._sent].send()
+                self._send(self._buckets[self._sent])
                 self._sent += 1
 
         return notice

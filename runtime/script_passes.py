@@ -415,6 +415,18 @@ class StepPasses:
         """Return what backward of a sum of losses begins at."""
         return self._gradients.scale.applied(total / self._gradients.divisor)
 
+    def measure_own_gradient(self) -> None:
+        """Let `own` have the square of this rank's gradient from the next step on."""
+        if self._replicas is not None:
+            self._replicas.measures_own = True
+
+    @property
+    def own(self) -> Tensor:
+        """What the last step gave on this rank alone: see Engine.own_values."""
+        square = None if self._replicas is None else self._replicas.own_square
+        totals = self.totals.values.clone()
+        return totals if square is None else torch.cat((totals, square.to(totals).view(1)))
+
     def _new_replicas(self) -> Replicas | None:
         replicated = [one for part in self._parts for one in part.replicated]
         if not replicated:

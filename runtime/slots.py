@@ -56,7 +56,7 @@ class Slots:
     ) -> None:
         for descriptor in (*self._own, *self._wards, *([self._kept] if self._kept else [])):
             os.close(descriptor)
-        self._own, self._wards, self._kept = [], [], None
+        self._own, self._wards, self._kept, self._seen = [], [], None, None
 
     def begin(self, *, epoch: int, wards: int, has_partner: bool) -> None:
         """Take notice of an epoch in which a ward has this number of ranks."""
@@ -122,11 +122,30 @@ class Kept:
 
 
 class StateSlot:
-    """One slot, as a rank writes and reads it."""
+    """One slot, as a rank writes and reads it.
+
+    Its memory is mapped once and kept: to map it for each copy takes longer than the copy.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._memory: mmap.mmap | None = None
         self._seen: tuple[bytes, dict[str, Any] | None] = b"", None
+
+    def _mapped(self, least: int = 0) -> mmap.mmap | None:
+        """Return its memory, of this many bytes at least; None where it has none."""
+        if (
+            self._memory is None
+            or self._memory.size() != len(self._memory)
+            or (len(self._memory) < least)
+        ):
+            with self._file.open("r+b") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size < least:
+                    opened.truncate(least)
+                # Views of a shorter one keep it as long as they are there.
+                self._memory = mmap.mmap(opened.fileno(), 0) if max(size, least) else None
+        return self._memory
 
     def write(self, label: Mapping[str, Any], pieces: Sequence[memoryview]) -> None:
         """Put in a label and bytes; until all of them are there the slot has nothing."""
@@ -142,23 +161,21 @@ class StateSlot:
     def filled(self, label: str, size: int) -> Iterator[Filling]:
         """Let bytes be put in behind a label; what is not said to be done leaves nothing."""
         text = label.encode()
-        with self._file.open("r+b") as opened:
-            most = max(_HEADER.size + len(text) + size, os.fstat(opened.fileno()).st_size)
-            opened.truncate(most)
-            with mmap.mmap(opened.fileno(), 0) as memory:
-                memory[: _HEADER.size] = bytes(_HEADER.size)
-                begin = _HEADER.size + len(text)
-                memory[_HEADER.size : begin] = text
-                filling = Filling(memory, begin, size)
-                yield filling
-                if filling.code is not None:
-                    codes = zlib.crc32(text), filling.code
-                    memory[: _HEADER.size] = _HEADER.pack(MAGIC, len(text), size, *codes)
+        begin = _HEADER.size + len(text)
+        memory = self._mapped(begin + size)
+        assert memory is not None
+        memory[: _HEADER.size] = bytes(_HEADER.size)
+        memory[_HEADER.size : begin] = text
+        filling = Filling(memory, begin, size)
+        yield filling
+        if filling.code is not None:
+            codes = zlib.crc32(text), filling.code
+            memory[: _HEADER.size] = _HEADER.pack(MAGIC, len(text), size, *codes)
 
     def label(self) -> dict[str, Any] | None:
         """Return the label of what is in it, whose bytes are not looked at; soon if it was seen."""
-        with self._file.open("rb") as opened:
-            head = opened.read(_HEADER.size)
+        memory = self._mapped()
+        head = b"" if memory is None else memory[: _HEADER.size]
         if head != self._seen[0]:
             found = self.sealed()
             self._seen = head, None if found is None else json.loads(found[0])
@@ -173,10 +190,10 @@ class StateSlot:
 
     def sealed(self) -> tuple[str, memoryview, int] | None:
         """Return label, bytes and the checksum that was written for them, which is not checked."""
-        with self._file.open("r+b") as opened:
-            if os.fstat(opened.fileno()).st_size < _HEADER.size:
-                return None
-            memory = memoryview(mmap.mmap(opened.fileno(), 0))
+        mapped = self._mapped()
+        if mapped is None or len(mapped) < _HEADER.size:
+            return None
+        memory = memoryview(mapped)
         magic, length, size, label_code, code = _HEADER.unpack_from(memory)
         begin = _HEADER.size + length
         if magic != MAGIC or begin + size > len(memory):

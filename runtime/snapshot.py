@@ -80,12 +80,17 @@ class Snapshot:
         return sum(one.values.numel() * one.values.element_size() for one in self.parts.values())
 
 
-def taken(state: Mapping[str, Tensor], *, step: int, next_sample: int) -> Snapshot:
-    """Return copies of a rank's state on the host."""
+def taken(
+    state: Mapping[str, Tensor], *, step: int, next_sample: int, copied: bool = True
+) -> Snapshot:
+    """Return copies of a rank's state on the host.
+
+    If not `copied`, what is on the host already is the state's own memory, until the next step.
+    """
     parts = {}
     for name, tensor in state.items():
         local, shape, offset = _box(tensor)
-        values = local.detach().to("cpu", copy=True)
+        values = local.detach().to("cpu", copy=copied)
         parts[name] = SnapshotPart(shape, offset, values)
     return Snapshot(step, parts, next_sample)
 

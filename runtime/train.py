@@ -273,6 +273,8 @@ class Loop:
         self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
         replays = mirror is not None and can_replay(plan)
         self._replays = Replays(plan, orders.device) if replays else None
+        if replays:
+            engine.measure_own_gradient()
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""
@@ -414,7 +416,7 @@ class Loop:
         if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
-                self.engine.snapshot(),
+                self.engine.snapshot(copied=False),
                 used=self._used.digest(),
                 began_s=begin_s,
                 step_s=min(step_s[-MEASURED:]),
@@ -545,7 +547,7 @@ class Loop:
         if is_nonsense:
             self.engine.refuse_drifted()  # damaged memory says more than what became of it
         if self._replays is not None:
-            self._replays.took(step, **_values(result), own=self.engine.own_totals)
+            self._replays.took(step, **_values(result), own=self.engine.own_values)
             if self._replays.doubts(step):
                 again_from = self._done_again(step, self._replays)
         if is_nonsense:
@@ -563,7 +565,7 @@ class Loop:
         self._put_back(kept)
         for step in range(kept.step + 1, last + 1):
             result = self._step()
-            replays.compare(step, **_values(result), own=self.engine.own_totals)
+            replays.compare(step, **_values(result), own=self.engine.own_values)
             self.steps_done = step
         self.steps_done = last - 1
         replays.came_again(last)

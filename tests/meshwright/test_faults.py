@@ -28,6 +28,7 @@ from planner.documents import document
 from planner.documents.events import Attempt, Decision, Incident, StepDone
 from planner.documents.plan import Plan
 from runtime import checkpoint
+from runtime.hang import is_stopped
 from runtime.run import metrics_file, read_records
 from runtime.sample_digest import SampleDigest
 from runtime.zygote import Zygote
@@ -196,7 +197,7 @@ def check(job: Job, course: Course) -> None:
     """Let the run come to its end, and look at what it has done."""
     started = job.room.started
     end_s = time.monotonic() + PATIENCE_S / 4
-    while any(one.poll() is None and not stands_still(one.pid) for one in started):
+    while any(one.poll() is None and not is_stopped(one.pid) for one in started):
         assert time.monotonic() < end_s, said(job)
         time.sleep(0.05)
     for launcher in started:
@@ -231,15 +232,6 @@ def parts_of(job: Job) -> tuple[tuple[str, int], ...]:
         if not begun or begun[-1][0] != by:
             begun.append((by, step - 1))
     return tuple(begun)
-
-
-def stands_still(process: int) -> bool:
-    """Whether a process was stopped."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def said(job: Job) -> dict[str, str]:

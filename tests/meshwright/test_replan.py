@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.recovery import planned
+from meshwright import launches
 from meshwright.commands import plan
 from meshwright.launches import LaunchablePlan, launch
 from meshwright.replan import for_fewer, least_moved, leave_out
@@ -21,13 +23,16 @@ from planner.catalog import model_config as resolve_config
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
 from planner.documents.document import read, write
+from planner.documents.events import Attempt, Decision, events_of
 from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
 from planner.search.search import search
-from runtime.run import LaunchRun, metrics_file, read_records
+from runtime.launch_record import Launch
+from runtime.run import LaunchRun, events_file, metrics_file, read_records
 from runtime.verdict import RankEnd
 from tests.limits import PATIENCE_S
+from tests.runtime.forked_zygote import ForkedZygote
 from tests.runtime.rooms import MODEL, ROOT, Room, plan_of
 
 STEPS = 40
@@ -85,6 +90,44 @@ def test_a_killed_rank_is_done_without_and_losses_stay_the_same(room: Room) -> N
     alone.folder.mkdir()
     expected = alone.run(plan_of(), data=room.text, steps=STEPS).losses
     assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_plan_for_more_nodes_than_there_are_says_so(
+    room: Room, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    begun: list[tuple[LaunchablePlan, Launch]] = []
+    monkeypatch.setattr(launches, "launched", lambda fit, asked, _: begun.append((fit, asked)))
+    run = LaunchRun(output=room.folder / "out", checkpoint=room.folder / "saved")
+
+    launch(str(planned(room, ranks=1)), run, survive=True)
+
+    ((fit, asked),) = begun
+    assert asked.before is not None
+    assert (asked.before.reaction, asked.before.devices) == ("shrink", 1)
+    assert asked.before.plan == fit.plan.digest
+    assert asked.before.why.startswith("the plan is for 3 nodes (")
+    assert "this launch is on 1 (--nodes, --hosts or a" in asked.before.why
+    assert f"meshwright: shrink, because {asked.before.why}" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+@pytest.mark.ranks
+def test_why_a_run_begins_under_another_plan_stands_before_its_first_attempt(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(launches, "Zygote", ForkedZygote)
+    output = room.folder / "out"
+    run = LaunchRun(data=room.text, steps=1, output=output, checkpoint=room.folder / "saved")
+
+    launch(str(planned(room, ranks=1)), run, survive=True)
+
+    events = events_of(events_file(output).read_bytes().splitlines())
+    first, then = [one for one in events if isinstance(one, Attempt | Decision)][:2]
+    assert isinstance(first, Decision)
+    assert isinstance(then, Attempt)
+    assert (first.reaction, first.plan) == ("shrink", then.plan)
 
 
 @pytest.mark.matrix

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime import hang
-from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, beacons, stack_file
+from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, Part, beacons, stack_file
 from runtime.hang import LEAST_S, HangWatch, collective_of
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ROOT
@@ -121,6 +121,30 @@ def test_a_rank_that_stands_still_is_found_and_comes_first(
         assert clock[0] - begin_s == pytest.approx(within_s, abs=0.5)
         assert [one.rank for one in found] == [5, 4]  # rank 5 is a step behind
         assert found[0].text == "rank 5 does not answer (step of step 10)"
+
+
+@pytest.mark.parametrize("part", ["start", "step"])
+def test_a_rank_that_is_stopped_before_its_second_step_is_found(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: Part
+) -> None:
+    monkeypatch.setattr(hang, "ANSWER_S", 0.0)
+    stopped = False
+    monkeypatch.setattr(hang, "is_stopped", lambda _: stopped)
+    with beacons(2) as seen:
+        watch, ranks = watch_of(seen, clock, tmp_path), told(seen, monkeypatch)
+        for rank in ranks:
+            rank.tell(1, part)
+        for stopped in (False, True, False, True):
+            begin_s, for_s = clock[0], LEAST_S - 0.5 if stopped else 20.0
+            while clock[0] < begin_s + for_s:
+                assert watch.look() == []
+                clock[0] += 0.25
+        while not (found := watch.look()):
+            clock[0] += 0.25
+            assert clock[0] - begin_s < START_S
+
+        assert clock[0] - begin_s == pytest.approx(LEAST_S, abs=0.5)
+        assert len(found) == 2
 
 
 def test_the_first_call_outside_torch_is_where_a_collective_is_called(tmp_path: Path) -> None:

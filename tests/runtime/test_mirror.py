@@ -181,18 +181,28 @@ def test_a_copy_that_is_damaged_is_passed_over() -> None:
         assert on_ranks(2, damaged, slots.environment(2)) == [5, 5]
 
 
-def interval(memory: dict[str, str], step_s: float) -> int:
+def intervals(memory: dict[str, str], first_s: float, then_s: float) -> list[int]:
+    """Return how many steps lie between two copies, and then, where steps take another time."""
     mirror = mirror_of(memory, run="f1")
-    # One rank copies for longer than the other.
-    copied(mirror, list(range(1, MEASURED + 1)), step_s=step_s * (1 + dist.get_rank()))
+    found = []
     last = MEASURED
-    return next(every for every in range(1, 10**9) if mirror.is_due(last + every))
+    # One rank copies for longer than the other.
+    copied(mirror, list(range(1, last + 1)), step_s=first_s * (1 + dist.get_rank()))
+    for _ in range(2):
+        found.append(next(every for every in range(1, 10**9) if mirror.is_due(last + every)))
+        last += found[-1]
+        copied(mirror, [last], step_s=then_s * (1 + dist.get_rank()))
+    return found
 
 
 def test_copies_lie_so_far_apart_that_they_cost_little() -> None:
     with Slots() as slots:
-        often, again = on_ranks(2, interval, slots.environment(2), 1e9)
-        seldom, alike = on_ranks(2, interval, slots.environment(2), 1e-4)
+        slower, alike = on_ranks(2, intervals, slots.environment(2), 1e9, 1e-4)
+    with Slots() as slots:
+        faster, _ = on_ranks(2, intervals, slots.environment(2), 1e-4, 1e9)
 
-    assert (often, again) == (1, 1)
-    assert seldom == alike > 10
+    assert slower == alike
+    assert slower[0] == 1
+    assert slower[1] > 10, "it is that of the first copies for ever"
+    assert faster[0] > 10
+    assert faster[1] == 1

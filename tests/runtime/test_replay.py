@@ -9,9 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 
 from planner.documents.plan import Plan  # noqa: E402
 from runtime.replay import LEAST_NORMS, NEARLY, Replays, StepDiffered  # noqa: E402
+from runtime.replicas import Replicas  # noqa: E402
 from tests.runtime.ranks import on_ranks  # noqa: E402
 from tests.runtime.rooms import plan_of  # noqa: E402
 
@@ -47,6 +49,38 @@ def test_the_only_rank_whose_own_loss_differs_is_named() -> None:
             assert named == suspect
             assert "step 7 gave loss 2.5 and gradient norm 1, and 3 and 1 when it was done" in text
             assert ("rank 1's memory" if suspect == 1 else "some rank's memory") in text
+
+
+def damaged(plan: Plan) -> tuple[int | None, bool]:
+    """Return who is named where rank 1 makes a wrong gradient once, and whether squares are own."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.full((3, 2), 2.0))
+    mean, replays = Replicas([(weight, dist.group.WORLD)], backwards=1), Replays(plan, "cpu")
+    mean.measures_own = True
+    for again in (False, True):
+        hook = weight.register_hook(lambda grad: 1e3 * grad) if rank == 1 and not again else None
+        loss = ((1.0 + rank) * weight).square().sum()
+        loss.backward()
+        mean.finish()
+        if hook is not None:
+            hook.remove()
+        assert weight.grad is not None
+        assert mean.own_square is not None
+        norm, own = float(weight.grad.norm()), torch.stack((torch.zeros(()), mean.own_square))
+        weight.grad = None
+        if not again:
+            replays.took(7, loss=2.5, norm=norm, own=own)
+    right = float(own[1]) == 6 * (2 * (1.0 + rank) ** 2 * 2.0) ** 2
+    try:
+        replays.compare(7, loss=2.5, norm=norm, own=own)
+    except StepDiffered as found:
+        return found.suspect, right
+    return None, right
+
+
+@pytest.mark.ranks
+def test_the_only_rank_whose_own_gradient_differs_is_named() -> None:
+    assert on_ranks(2, damaged, plan_of(data=2)) == [(1, True), (1, True)]
 
 
 def test_sums_of_accelerators_may_differ_a_little() -> None:

@@ -102,6 +102,25 @@ def test_a_slot_that_is_not_whole_has_nothing(
     assert slot.read() is None
 
 
+def test_what_grows_is_seen_by_who_mapped_less(
+    slots: tuple[tuple[StateSlot, ...], ...],
+) -> None:
+    slot = slots[0][0]
+    other = StateSlot(slot._file)
+    assert other.label() is None
+    slot.write(LABEL, PIECES)
+    before = other.sealed()
+    assert before is not None
+    slot.write({"step": 8}, [memoryview(b"x" * 100_000)])
+
+    read = other.read()
+
+    assert read is not None
+    assert (read[0], bytes(read[1])) == ({"step": 8}, b"x" * 100_000)
+    assert other.label() == {"step": 8}
+    assert len(before[1]) == len(b"somebytes"), "a view that somebody has is gone"
+
+
 def test_less_may_follow_more(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
     slot = slots[0][0]
     slot.write(LABEL, [memoryview(b"x" * 10_000)])

@@ -102,17 +102,21 @@ class Replayed(Averaging):
     def __init__(self, result: StepResult, *, call: int = 0, sample: int = 0) -> None:
         super().__init__()
         self.other, self.call, self.sample = result, call, sample
-        self.own_totals = torch.zeros(2)
+        self.own_values = torch.zeros(2)
 
     def step(self, batch: tuple[torch.Tensor]) -> StepResult:
         good = super().step(batch)
         is_other = len(self.seen) == self.call or self.next_sample == self.sample
         found = self.other if is_other else good
-        self.own_totals = torch.tensor([found.loss, 1.0])
+        self.own_values = torch.tensor([found.loss, 1.0])
         return found
 
-    def snapshot(self) -> Snapshot:
-        return taken(self.state(), step=self.next_sample // 8, next_sample=self.next_sample)
+    def measure_own_gradient(self) -> None:
+        self.own_values = torch.zeros(2)
+
+    def snapshot(self, *, copied: bool = True) -> Snapshot:
+        step = self.next_sample // 8
+        return taken(self.state(), step=step, next_sample=self.next_sample, copied=copied)
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
         put_back(self.state(), snapshots)
