@@ -379,7 +379,7 @@ def main(path: str) -> None:
     print("Left out, where nothing else is said, by the rules of the first table:\n")
     for text in TRIED_LEFT_OUT:
         print(f"- {text}")
-    print("\nIn-sample, on the table of before:\n")
+    print("\nIn-sample, on an earlier version of the table:\n")
     for text in TRIED:
         print(f"- {text}")
     print()

@@ -11,6 +11,7 @@ under that stack.  Why our answer differs is worked out from the seconds by caus
 from __future__ import annotations
 
 import csv
+import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,9 +171,10 @@ def text(found: Sequence[JudgedLayout], rows: Mapping[str, Mapping[str, str]]) -
     lines = [
         "# Published layouts, judged",
         "",
-        "Written by `python -m benchmarks.plans_judged`. Hand-tuned layouts as their authors "
-        "published them, each predicted under the stack and options of its source, beside our "
-        "answer to the same request under that stack. Settings that a source does not state are "
+        f"Written on {datetime.date.today()} by `python -m benchmarks.plans_judged`. Hand-tuned "
+        "layouts as their authors published them, each predicted under the stack and options of "
+        "its source, beside our answer to the same request under that stack. Settings "
+        "that a source does not state are "
         f"the fastest that fit. Answers fit with {SURE_TO_FIT:.0%} at least; a positive error is a "
         f"prediction slower than published. Two layouts are of one class where the degrees of "
         f"tensor, pipeline, context and expert parallelism differ by a factor of {ALIKE} at most.",
@@ -391,12 +393,12 @@ NOTES = """
 
 A collective that runs beside products goes at a third of its rate, and products go slower
 meanwhile (`planner/costs/rates.py`, BESIDE_PRODUCTS, from two published measurements and the runs
-of docs/accuracy.md).  Before, it went at its whole rate, and Llama-3.1-405B on 16,384 H100 and
-DeepSeek-V3 on 2,048 H800 were answered without a pipeline, 1.5 % and 10 % ahead of one.  Now those
-are {} behind: gathers of 100 to 170 GB a pass and rank hide behind computation only if there is
-three times as much of it.  70B still goes without a pipeline on 64 and 512 devices, where two and
-four samples of 8,192 tokens a device are enough computation; its published runs of torchtitan do so
-too, with tensor parallelism.
+of docs/accuracy.md).  So the fastest plans without a pipeline of Llama-3.1-405B on 16,384 H100 and
+of DeepSeek-V3 on 2,048 H800 are {} slower than the answers: gathers of 100 to 170 GB a pass and
+rank hide behind computation only if there is three times as much of it.  Were collectives to keep
+their whole rate, these plans would be 1.5 % and 10 % faster than any with a pipeline.  70B needs
+none on 64 and 512 devices, where two and four samples of 8,192 tokens a device are enough
+computation; its published runs of torchtitan have none either, but tensor parallelism.
 
 ## What is not in it
 

@@ -15,6 +15,7 @@ H100 to H200           Llama-2-70B LoRA on 8 devices, MLPerf: 1.1 to 1.25 times 
 from __future__ import annotations
 
 import csv
+import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -406,7 +407,10 @@ def sources_text(path: Path) -> str:
         for row in csv.DictReader(table):
             sources.setdefault(row["source"], []).append(row["name"])
     lines = ["Sources:", ""]
-    lines += [f"- {source}: {', '.join(names)}" for source, names in sorted(sources.items())]
+    lines += [
+        f"- {source or 'not named in the table'}: {', '.join(names)}"
+        for source, names in sorted(sources.items())
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -468,7 +472,8 @@ def read_trainings(path: Path) -> tuple[list[Outcome], dict[str, str]]:
 def main() -> None:
     """Print both tables."""
     print("# Public facts\n")
-    print("Written by `python -m benchmarks.public_facts TRAININGS.csv`.\n")
+    today = datetime.date.today()
+    print(f"Written on {today} by `python -m benchmarks.public_facts TRAININGS.csv`.\n")
     for path in (*sys.argv[1:], TRAININGS):
         found, failed = read_trainings(Path(path))
         heading = "Whole trainings"

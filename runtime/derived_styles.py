@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from runtime.alike import plain_attributes
 from runtime.divided import PRODUCTS, Region
 from runtime.divided_trial import DividedUnit, DivisionTrial, with_data
 from runtime.recorder import Recorder
@@ -270,15 +271,7 @@ def _identity(unit: nn.Module) -> Any:
             type(part),
             tuple((k, tuple(p.shape)) for k, p in part._parameters.items() if p is not None),
             tuple((k, tuple(b.shape)) for k, b in part._buffers.items() if b is not None),
-            tuple(
-                sorted(
-                    (key, value)
-                    for key, value in vars(part).items()
-                    if isinstance(value, int | float | str)
-                    # The number of a block among its like tells nothing of what it does.
-                    and not key.endswith("_idx")
-                )
-            ),
+            plain_attributes(part),
         )
         for path, part in unit.named_modules()
     )

@@ -12,7 +12,7 @@ import enum
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Notes:
         self._paths = {id(part): name for name, part in module.named_modules()}
         self._depth = 0
         self._drew = False
+        self._operators = 0
         self._calls: dict[str, int] = {}
         self._nodes: list[Node] = []
         self._values: list[Made] = []
@@ -105,7 +106,7 @@ class Notes:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         try:
-            with _Draws(self), _Functions(self):
+            with _Operators(self), _Functions(self):
                 yield
         finally:
             nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -135,7 +136,7 @@ class Notes:
         if unit is None and tensors and getattr(call, "__name__", "") in VALUE_READERS:
             self._refuse_values(call, tensors)
         versions = [tensor._version for tensor in tensors]
-        self._drew, grad = False, torch.is_grad_enabled()
+        self._drew, self._operators, grad = False, 0, torch.is_grad_enabled()
         result = call(*args, **kwargs)
         changed = [
             tensor
@@ -176,6 +177,7 @@ class Notes:
                 ),
                 changes_held=changes_held,
                 where=where,
+                operators=self._operators,
             )
         )
         return result
@@ -389,8 +391,8 @@ class _Functions(TorchFunctionMode):
         return self._notes.function(func, args, kwargs or {})
 
 
-class _Draws(TorchDispatchMode):
-    """Sees which operators draw random numbers."""
+class _Operators(TorchDispatchMode):
+    """Sees which operators run, and which of them draw random numbers."""
 
     def __init__(self, notes: Notes) -> None:
         super().__init__()
@@ -399,7 +401,19 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             self._notes._drew = True
+        if func is not torch.ops.prim.device.default:  # asked for where it was not before
+            arguments = (*args, *(kwargs or {}).items())
+            self._notes._operators = hash((self._notes._operators, func, _shown(arguments)))
         return func(*args, **(kwargs or {}))
+
+
+def _shown(argument: Any) -> Hashable:
+    """Return an argument of an operator without the values of tensors."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, tuple | list):
+        return tuple(map(_shown, argument))
+    return repr(argument)
 
 
 def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -141,6 +141,11 @@ class Recorder:
             )
         return made
 
+    @property
+    def is_fake(self) -> bool:
+        """Whether the module can be run without data."""
+        return self._real is None
+
     def training_of(self, name: str) -> bool:
         """Return the mode that a module is in while the whole one trains.
 

@@ -72,6 +72,9 @@ class Node:
     changes_held: bool
     """It changes a buffer of the module."""
     where: str
+    operators: int = 0
+    """A hash of the operators that ran, with their arguments and the shapes of tensors; equal in
+    one process alone."""
 
     def arguments(self, value: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs, with tensors in place of references."""
@@ -213,9 +216,9 @@ class Recording:
         for node in self.nodes:
             called = node.unit or called_name(node.call)
             made = [(self.values[v].shape, self.values[v].dtype) for _, v in node.made]
-            words = [_word(leaf) for leaf in node.leaves]
+            words = [word_of(leaf) for leaf in node.leaves]
             hashed.update(f"{called} {words} {made} {node.grad}\n".encode())
-        hashed.update(f"{[_word(leaf) for leaf in self.result]} {self.result_spec}".encode())
+        hashed.update(f"{[word_of(leaf) for leaf in self.result]} {self.result_spec}".encode())
         return "sha256:" + hashed.hexdigest()
 
 
@@ -233,8 +236,12 @@ def called_name(call: Callable[..., Any] | None) -> str:
     return str(getattr(call, "__qualname__", type(call).__name__))
 
 
-def _word(leaf: Any) -> str:
-    """Return an argument as text without addresses in memory."""
+def word_of(leaf: Any) -> str:
+    """Return an argument as text without addresses in memory.
+
+    >>> word_of(torch.relu), word_of(torch.ones(2, 3)), word_of(0.5)
+    ('torch.relu', 'constant torch.float32 [2, 3]', '0.5')
+    """
     if isinstance(leaf, Tensor):
         return f"constant {leaf.dtype} {list(leaf.shape)}"
     if callable(leaf) and not isinstance(leaf, type):

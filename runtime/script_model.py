@@ -11,7 +11,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from planner.documents.profile import ChunkedLoss
 from planner.documents.units import name_of
 from planner.errors import BatchError, LaunchError, PlanError, RecordError
 from runtime import experts
+from runtime.alike import identities
 from runtime.batches import samples_in
 from runtime.derived_styles import DerivedStyles
 from runtime.divided import take_parts
@@ -115,8 +116,13 @@ def _graph_of(
     named: bool,
 ) -> ModelGraph:
     recording = recorder.first
-    traced, shared = zip(*_figures(recorder, few, loss), strict=True)
-    figures = [_halved(trace) for trace in traced]
+    # What a module with data costs may depend on its values.
+    kinds: list[Hashable] = (
+        identities(module, recording) if recorder.is_fake else list(range(len(recording.layers)))
+    )
+    traced = _figures(recorder, few, loss, kinds)
+    shared = [one.shares for one in traced]
+    figures = [_halved(one.trace) for one in traced]
     if branches:  # what a layer passes on of others is theirs
         figures = [
             trace.model_copy(update={"output_bytes": size // SAMPLES})
@@ -128,7 +134,7 @@ def _graph_of(
         else frozenset()
     )
     styles = DerivedStyles(module, recorder, tried) if degrees else None
-    divided = _divided(module, recorder, few, loss, degrees, styles, gathered)
+    divided = _divided(module, recorder, few, loss, degrees, styles, gathered, kinds, traced)
     if branches:
         divided = [
             parts and tuple(_handing_on(one, trace.output_bytes) for one in parts)
@@ -142,7 +148,7 @@ def _graph_of(
     counts = [_count(module, names) for names in own]
     logits = [None] * (len(own) - 1) + [_logits(module, recorder, few, loss, shared[-1])]
     beside = list(zip(counts, matrices, shared, strict=True))
-    kinds = _kinds(module, recording, figures, beside)
+    names_of_kinds = _kinds(module, recording, figures, beside)
     layers = [
         Layer(
             name=layer.name,
@@ -159,7 +165,7 @@ def _graph_of(
         )
         for layer, kind, trace, names, count, parts, whole, also, product in zip(
             recording.layers,
-            kinds,
+            names_of_kinds,
             figures,
             own,
             counts,
@@ -409,26 +415,50 @@ class RankShares:
     """Of the last layer, of SAMPLES."""
 
 
+@dataclass(frozen=True, slots=True)
+class _TracedLayer:
+    """What a layer costs, of SAMPLES."""
+
+    trace: LayerTrace
+    shares: RankShares
+    passed: tuple[Tensor, ...]
+    """What it hands on, without data unless the module needs it."""
+
+
 def _figures(
-    recorder: Recorder, batch: Any, loss: Loss | None
-) -> Iterator[tuple[LayerTrace, RankShares]]:
-    """Yield what each layer costs, forward and backward, the loss with the last one."""
+    recorder: Recorder, batch: Any, loss: Loss | None, kinds: Sequence[Hashable]
+) -> list[_TracedLayer]:
+    """[layer] What each costs, forward and backward, the loss with the last one.
+
+    Layers of one of `kinds` are computed once.
+    """
+    count = len(kinds)
+    found: list[_TracedLayer] = []
     with recorder.without_data(batch) as (module, given):
         exchanged = _exchanges(module)
-        count = len(recorder.first.layers)
         with noted() as named, _KeysOfAttention() as any_attention:
-            for at, (figures, _) in enumerate(
-                _figures_of_layers(module, recorder, given, loss, None)
-            ):
-                found = RankShares(
+            for at, kind in enumerate(kinds):
+                if kind in kinds[:at]:
+                    found.append(found[kinds.index(kind)])
+                    continue
+                taken = found[-1].passed if found else ()
+                is_last = at == count - 1
+                trace, _, passed = _figures_of(
+                    RecordedStage(module, recorder, at, at + 1),
+                    taken,
+                    given,
+                    loss=loss if is_last else None,
+                )
+                shares = RankShares(
                     sum(named) or sum(any_attention.sizes),
                     _experts(module, recorder.first.layers[at].units, exchanged),
                 )
                 for notes in (named, any_attention.sizes, exchanged):
                     notes.clear()
-                if at == count - 1 and isinstance(loss, token_loss):
-                    found = replace(found, without_loss=_last(module, recorder, given))
-                yield figures, found
+                if is_last and isinstance(loss, token_loss):
+                    shares = replace(shares, without_loss=_last(module, recorder, given))
+                found.append(_TracedLayer(trace, shares, passed))
+    return found
 
 
 def _last(module: nn.Module, recorder: Recorder, batch: Any) -> LayerTrace:
@@ -491,53 +521,38 @@ def _experts(
     )
 
 
-def _figures_of_layers(
-    module: nn.Module,
-    recorder: Recorder,
-    batch: Any,
-    loss: Loss | None,
-    across: _Counting | None,
-) -> Iterator[tuple[LayerTrace, _TensorSums]]:
-    """Yield the figures of each layer of a module without data, and what it sums."""
-    passed: tuple[Tensor, ...] = ()
-    count = len(recorder.first.layers)
-    for at in range(count):
-        stage = RecordedStage(module, recorder, at, at + 1)
-        taken = tuple(x.detach().requires_grad_(x.requires_grad) for x in passed)
-        sums = _sums_of(stage, taken, batch, across) if across is not None else _TensorSums()
-        figures, passed = _figures_of(stage, taken, batch, loss=loss if at == count - 1 else None)
-        if across is not None:
-            across.counted()
-        yield figures, sums
-
-
-def _sums_of(
-    stage: RecordedStage, taken: tuple[Tensor, ...], batch: Any, across: _Counting
-) -> _TensorSums:
-    def pack(tensor: Tensor) -> Tensor:
-        across.saved += 1
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        stage(*taken, micro=MicroBatch(batch))
-    return across.counted()
-
-
 def _figures_of(
-    stage: RecordedStage, taken: tuple[Tensor, ...], batch: Any, *, loss: Loss | None
-) -> tuple[LayerTrace, tuple[Tensor, ...]]:
+    stage: RecordedStage,
+    taken: tuple[Tensor, ...],
+    batch: Any,
+    *,
+    loss: Loss | None,
+    across: _Counting | None = None,
+) -> tuple[LayerTrace, _TensorSums, tuple[Tensor, ...]]:
+    """Return the figures of a stage, what it sums over `across`, and what it hands on."""
     made: list[Any] = []
+    sums = _TensorSums()
+    given = tuple(one.detach().requires_grad_(one.requires_grad) for one in taken)
 
     def call() -> tuple[Tensor, ...]:
-        made.append(stage(*taken, micro=MicroBatch(batch)))
+        nonlocal sums
+        made.append(stage(*given, micro=MicroBatch(batch)))
+        if across is not None:
+            sums = across.counted()
         return tuple(leaf for leaf in tree_leaves(made[0]) if isinstance(leaf, Tensor))
 
     def total(*_: Tensor) -> Tensor:
         assert loss is not None
         return counted(loss(made[0], batch), SAMPLES).total
 
-    owned = (*stage.parameters(), *stage.buffers())
-    return traced_call(call, owned=owned, loss=total if loss is not None else None)
+    trace, passed = traced_call(
+        call,
+        owned=(*stage.parameters(), *stage.buffers()),
+        loss=total if loss is not None else None,
+        saving=across.save if across is not None else lambda: None,
+    )
+    handed_on = tuple(one.detach().requires_grad_(one.requires_grad) for one in passed)
+    return trace, sums, handed_on
 
 
 def _own_parameters(recording: Recording) -> list[list[str]]:
@@ -565,44 +580,75 @@ def _divided(
     degrees: Sequence[int],
     styles: DerivedStyles | None,
     gathered: frozenset[str],
+    kinds: Sequence[Hashable],
+    traced: Sequence[_TracedLayer],
 ) -> list[tuple[DividedLayer, ...] | None]:
-    """[layer] What a rank has of each layer, at each degree that divides it."""
+    """[layer] What a rank has of each layer, at each degree that divides it.
+
+    `kinds` are those of whole layers, whose figures are `traced`.
+    """
     recording = recorder.first
+    sizes = [
+        tuple((name, module.get_parameter(name).numel(), name in gathered) for name in names)
+        for names in _own_parameters(recording)
+    ]
     found: list[list[DividedLayer]] = [[] for _ in recording.layers]
     for degree in degrees:
         assert styles is not None
         units = {name: unit for name, unit in styles.of(degree).items() if unit.regions}
         if not units:
             continue
-        with recorder.without_data(batch) as (whole, given):
-            twin = copied(whole)
-            across = _Counting(degree)
-            for name, unit in units.items():
-                part = twin.get_submodule(name)
-                take_parts(part, unit.regions, 0, degree)
-                unit.apply(part, across)
-            own = _own_parameters(recording)
-            made = list(_figures_of_layers(twin, recorder, given, loss, across))
-        for at, ((trace, sums), names) in enumerate(zip(made, own, strict=True)):
-            whole_sizes = [(module.get_parameter(name).numel(), name) for name in names]
-            if not units.keys().isdisjoint(recording.layers[at].units):
-                found[at].append(
-                    DividedLayer(
-                        tensor=degree,
-                        parameters=_count(twin, names),
-                        largest=max((twin.get_parameter(n).numel() for n in names), default=0),
-                        whole_matrices=tuple(
-                            size
-                            for size, name in whole_sizes
-                            if name in gathered and twin.get_parameter(name).numel() < size
-                        ),
-                        trace=_halved(trace),
-                        sums_bytes=tuple(size // SAMPLES for size in sums.again),
-                        last_sum_bytes=sums.last // SAMPLES,
-                        copies_bytes=tuple(size // SAMPLES for size in sums.copies),
+        made: dict[Hashable, DividedLayer] = {}
+        with recorder.without_data(batch) as (part, given):
+            for at, layer in enumerate(recording.layers):
+                inside = {name: units[name] for name in layer.units if name in units}
+                if not inside:
+                    continue
+                own = tuple(of[1:] for of in sizes[at])
+                kind = kinds[at], own, tuple(id(units.get(name)) for name in layer.units)
+                if kind not in made:
+                    across = _Counting(degree)
+                    for name, unit in inside.items():
+                        take_parts(part.get_submodule(name), unit.regions, 0, degree)
+                        unit.apply(part.get_submodule(name), across)
+                    trace, sums, _ = _figures_of(
+                        RecordedStage(part, recorder, at, at + 1),
+                        traced[at - 1].passed if at else (),
+                        given,
+                        loss=loss if layer is recording.layers[-1] else None,
+                        across=across,
                     )
-                )
+                    made[kind] = _divided_layer(part, sizes[at], degree, trace, sums)
+                found[at].append(made[kind])
     return [tuple(layers) or None for layers in found]
+
+
+def _divided_layer(
+    part: nn.Module,
+    sizes: Sequence[tuple[str, int, bool]],
+    degree: int,
+    trace: LayerTrace,
+    sums: _TensorSums,
+) -> DividedLayer:
+    """Return what a rank has of a layer, of a module whose units of this layer are in parts.
+
+    `sizes` are name, size and whether it is gathered whole, of each of the layer's parameters.
+    """
+    here = [part.get_parameter(name).numel() for name, _, _ in sizes]
+    return DividedLayer(
+        tensor=degree,
+        parameters=sum(here),
+        largest=max(here, default=0),
+        whole_matrices=tuple(
+            whole
+            for (_, whole, gathered), size in zip(sizes, here, strict=True)
+            if gathered and size < whole
+        ),
+        trace=_halved(trace),
+        sums_bytes=tuple(size // SAMPLES for size in sums.again),
+        last_sum_bytes=sums.last // SAMPLES,
+        copies_bytes=tuple(size // SAMPLES for size in sums.copies),
+    )
 
 
 def _handing_on(one: DividedLayer, output_bytes: int) -> DividedLayer:
@@ -641,6 +687,10 @@ class _Counting:
         """Return x, counted, in memory of its own."""
         self.sums.append((x.numel() * x.element_size(), self.saved))
         return x.clone()
+
+    def save(self) -> None:
+        """Count a tensor that is saved for backward."""
+        self.saved += 1
 
     def counted(self) -> _TensorSums:
         """Return what was counted since the last time."""

@@ -22,6 +22,7 @@ def traced_call(
     *,
     owned: Sequence[Tensor],
     loss: Callable[..., Tensor] | None = None,
+    saving: Callable[[], None] = lambda: None,
 ) -> tuple[LayerTrace, tuple[Tensor, ...]]:
     """Return what a forward and its backward cost, and its outputs or the loss made of them.
 
@@ -31,11 +32,11 @@ def traced_call(
     Stored bytes are what autograd saves, each storage once.  Transient bytes are the larger of two
     peaks: in forward above what remains after it, in backward above what was there before it (the
     output's gradient included).  `loss` of the outputs belongs to the layer, as in measurements;
-    then it is what is returned.
+    then it is what is returned.  `saving` is called for each tensor that autograd saves.
     """
     saved: dict[int, int] = {}
     flops, forward = FlopCounterMode(display=False), _Allocations()
-    with _saved_storages(saved, {_key(tensor) for tensor in owned}), flops, forward:
+    with _saved_storages(saved, {_key(tensor) for tensor in owned}, saving), flops, forward:
         outputs = call()
         handed_on = {_key(one): one.untyped_storage().nbytes() for one in outputs}
         if loss is not None:
@@ -116,10 +117,13 @@ def _key(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _saved_storages(saved: dict[int, int], owned: set[int]) -> Iterator[None]:
+def _saved_storages(
+    saved: dict[int, int], owned: set[int], saving: Callable[[], None]
+) -> Iterator[None]:
     """Note the size of the storages that autograd saves while this is open, except `owned`."""
 
     def pack(tensor: Tensor) -> Tensor:
+        saving()
         if _key(tensor) not in owned:
             saved[_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor

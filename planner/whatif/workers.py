@@ -1,12 +1,18 @@
-"""The processes that a study is worked out in, and what each keeps from task to task."""
+"""The processes that a study is worked out in, and what each keeps from task to task.
+
+They end with the process that started them, however it ends: each waits for the end of a pipe that
+only that one writes to.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,6 +36,8 @@ class Workers:
         cores = os.cpu_count() or 1
         self._count = min(processes or cores, cores)
         self._pool: ProcessPoolExecutor | None = None
+        self._ended_by: Connection | None = None
+        """Once it is closed, the processes end at whatever they are."""
         self._store = FigureStore()
 
     def __enter__(self) -> Self:
@@ -60,7 +68,8 @@ class Workers:
             return
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._count, mp_context=context)
+            read, self._ended_by = context.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(self._count, context, _end_with, (read,))
         waiting = {self._pool.submit(_in_process, what, task): at for at, task in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
@@ -76,10 +85,23 @@ class Workers:
             raise
 
     def stop(self) -> None:
-        """End the processes without waiting for what they are at."""
+        """End the processes in the middle of what they are at."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+        if self._ended_by is not None:
+            self._ended_by.close()
+            self._ended_by = None
+
+
+def _end_with(other: Connection) -> None:
+    """End this process when the other end of a pipe is closed; called where it starts."""
+
+    def end() -> None:
+        wait([other])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _in_process(what: Callable[[A, FigureStore], B], task: A) -> B:

@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright
+import runtime.script_model
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.errors import PlanError, RecordError
+from runtime.alike import identities
 from runtime.engine import Engine
 from runtime.recorder import Inputs, Recorder, arguments
 from runtime.script_model import SAMPLES, check_module, check_replay, few_samples, script_model
@@ -84,6 +86,56 @@ def test_the_loss_is_of_the_last_layer() -> None:
 def test_like_blocks_are_one_kind() -> None:
     graph = script_model(GPT(), torch.ones(4, 7).long(), name="build")
     assert graph.chain_kinds == ("embedding", *["block"] * 4, "layer_norm")
+
+
+class Numbered(nn.Module):
+    """A block that does what its number, its dropout and its weights say."""
+
+    def __init__(self, index: int, weight: nn.Linear | None = None, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layer_idx = index
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = weight or nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to x, from the fourth block on without an activation."""
+        wide = self.up(x)
+        return x + self.drop(self.down(wide if self.layer_idx >= 3 else functional.gelu(wide)))
+
+
+def blocks() -> nn.Sequential:
+    """Return blocks of which two that stand behind each other are alike, and no others."""
+    tied = nn.Linear(2 * WIDTH, WIDTH)
+    made = [Numbered(at, tied if at in (5, 6) else None, 0.5 * (at == 7)) for at in range(10)]
+    made[8].up.requires_grad_(False)
+    return nn.Sequential(*made)
+
+
+@pytest.mark.spread(4)
+@pytest.mark.parametrize("kind", ["blocks", *MODULES])
+def test_layers_that_are_alike_are_priced_once_at_the_same_figures(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batch, inputs = blocks(), torch.ones(2, WIDTH), None
+    if kind != "blocks":
+        build, example, inputs = MODULES[kind]
+        module, batch = build(), few_samples(example(), 2)
+    graph = script_model(module, batch, inputs, name="build", degrees=(2,))
+    monkeypatch.setattr(
+        runtime.script_model, "identities", lambda _, recording: range(len(recording.layers))
+    )
+
+    assert graph == script_model(module, batch, inputs, name="build", degrees=(2,))
+
+
+def test_only_layers_that_do_the_same_are_alike() -> None:
+    module = blocks()
+    found = identities(module, Recorder(module, torch.ones(2, WIDTH)).first)
+    firsts = [found.index(one) for one in found]
+
+    # The first gets no gradient to hand on, 7 draws, weights of 8 are not trained, 9 is the last.
+    assert firsts == [0, 1, 1, 3, 3, 3, 3, 7, 8, 9]
 
 
 def test_neither_values_nor_the_number_of_samples_count() -> None:

@@ -56,11 +56,11 @@ def rewrite(change: Callable[[dict[str, Any]], Any]) -> None:
 @pytest.mark.usefixtures("cache")
 def test_ranks_that_start_together_plan_for_the_same_cluster() -> None:
     command = [sys.executable, "-c", CPUS]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
     clusters = [rank.communicate()[0] for rank in ranks]
 
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     assert "measured 20" in clusters[0]
     assert len(set(clusters)) == 1
 

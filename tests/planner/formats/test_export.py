@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tomllib
@@ -26,6 +27,7 @@ MODEL = resolve_model("llama-3.2-1b")
 CLUSTER = resolve_cluster("8xa100-sxm-80gb")
 
 
+@functools.cache
 def planned(*fix: str, allow: tuple[str, ...] = (), precision: str | None = None) -> Plan:
     job = Job(seq_len=4096, global_batch=64, precision=CLUSTER.precision_for(precision))  # type: ignore[arg-type]
     return search(Request(MODEL, CLUSTER, job, pins=read_pins(fix, allow))).plan
@@ -173,9 +175,9 @@ def test_accelerate_is_told_how_data_parallelism_shards(zero: int) -> None:
         ("torchtitan", ("cp=2", "dp=4", "zero=0"), "its context ranks shard"),
         ("accelerate", ("tp=2", "zero=3", "recompute=none"), "that divides the sequence"),
         ("torchtitan", ("dp=8", "zero=3", "recompute=selective"), "selective recompute"),
-        ("deepspeed", ("pp=2",), "pipeline degree 2"),
+        ("deepspeed", ("pp=2", "tp=2", "zero=0"), "pipeline degree 2"),
         ("deepspeed", ("tp=1", "pp=1", "recompute=selective"), "selective recompute"),
-        ("accelerate", ("pp=2",), "pipeline degree 2"),
+        ("accelerate", ("pp=2", "tp=2", "zero=0"), "pipeline degree 2"),
         ("megatrn", (), "megatron"),
     ],
 )

@@ -44,6 +44,7 @@ def command(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long("exact")
 @pytest.mark.parametrize("words", [(*DEMO, "--solver", "ilp"), DEMO], ids=["ilp", "exact"])
 def test_json_is_all_of_stdout_with_a_solver_that_prints(words: tuple[str, ...]) -> None:
     done = command(*words, "--json", before=NOISE)
