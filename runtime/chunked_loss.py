@@ -37,6 +37,7 @@ from planner.errors import LaunchError
 from runtime import lora
 from runtime.adapter import Head
 from runtime.loss import IGNORED
+from runtime.parted_products import PARTED, parts
 from runtime.tensor import gather
 
 
@@ -162,6 +163,7 @@ def _passed(
     dx = torch.empty_like(x) if wanted[0] else None
     dw = torch.zeros_like(weight) if wanted[1] else None
     db = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+    columns = parts(weight)
     for start in range(0, len(x), rule.rows):
         part = slice(start, start + rule.rows)
         a, target = x[part], targets[part]
@@ -182,23 +184,24 @@ def _passed(
         z.mul_((counts / rule.divisor).to(exact)[:, None])
         if slope is not None:
             z.mul_(slope)
-        g = z.to(x.dtype)
-        del z, slope
-        if dx is not None:
-            torch.mm(g, weight, out=dx[part])
-        if dw is not None:
-            dw.addmm_(g.t(), a)
-        if db is not None:
-            db += g.sum(0)
-        del g
+        for at_once in columns:
+            g = z[:, at_once].to(x.dtype).contiguous()
+            if at_once.stop == len(weight):
+                del z, slope
+            if dx is not None:
+                dx[part].addmm_(g, weight[at_once], beta=int(at_once.start > 0))
+            if dw is not None:
+                dw[at_once].addmm_(g.t(), a)
+            if db is not None:
+                db[at_once] += g.sum(0)
+            del g
     return total, (dx, dw, db)
 
 
 def _logits(
     a: Tensor, weight: Tensor, bias: Tensor | None, rule: _Rule, exact: torch.dtype
 ) -> Tensor:
-    product = a @ weight.t() if bias is None else torch.addmm(bias, a, weight.t())
-    z = product.to(exact)
+    z = PARTED.output(a, weight, None, bias).to(exact)
     if rule.divisor != 1.0:
         z = z.div_(rule.divisor)
     return z if rule.cap is None else z.div_(rule.cap).tanh_().mul_(rule.cap)

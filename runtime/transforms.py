@@ -25,7 +25,15 @@ from planner.documents.model import ModelGraph
 from planner.documents.plan import PlacedLayer, Plan
 from planner.errors import LaunchError
 from planner.schedules import schedule_of
-from runtime import activations, experts, gathered_experts, lora, relayed_experts, tensor
+from runtime import (
+    activations,
+    experts,
+    gathered_experts,
+    lora,
+    parted_products,
+    relayed_experts,
+    tensor,
+)
 from runtime.activations import HostTraffic
 from runtime.adapter import EMBEDDING, HEAD, Adapter, parameter_names
 from runtime.chunked_loss import in_chunks
@@ -304,6 +312,8 @@ def _products(staged: Staged) -> None:
     for name in staged.module.called_units:
         unit = staged.module.part(name)
         products = products_of(plan.precision, plan.scales) if staged.is_block(name) else PLAIN
+        if products is PLAIN:
+            products = parted_products.products_for(unit, staged.device, plan.mesh.tensor)
         store = staged.store if name in staged.units else None
         if store is not None or products is not PLAIN:
             defer(unit, store, products)

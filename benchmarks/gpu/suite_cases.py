@@ -39,6 +39,7 @@ from planner.costs.predict import predict
 from planner.documents.document import write
 from planner.documents.model import Architecture, ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
+from planner.documents.profile import ChunkedLoss
 from planner.layers.parameters import graph_of
 from runtime.live_memory import LiveMemory
 from runtime.train import token_engine
@@ -228,13 +229,24 @@ EQUAL = (
 )
 
 
+ODD_VOCABULARY = 8209
+"""Its rows are off the grid of kernels, and its head is large enough to be multiplied in parts."""
+CHUNKS = ChunkedLoss(rows=64, gradients="precomputed")
+
+
 def equality(at: Setting) -> Rows:
     """Yield losses of plans on the device against the same plan on the host."""
-    model = graph_of(at.small, name="small")
-    for case in EQUAL:
+    small = graph_of(at.small, name="small")
+    odd = graph_of(at.small.model_copy(update={"vocab_size": ODD_VOCABULARY}), name="odd")
+    cases = [(small, case, None) for case in EQUAL]
+    for precision, loss in itertools.product(("fp32", "bf16", "tf32"), (None, CHUNKS)):
+        cases.append((odd, Case(precision=precision), loss))
+    for model, case, loss in cases:
 
-        def row(case: Case = case) -> Row:
-            plan = case.plan(model, "device", 128)
+        def row(
+            model: ModelGraph = model, case: Case = case, loss: ChunkedLoss | None = loss
+        ) -> Row:
+            plan = case.plan(model, "device", 128).model_copy(update={"loss": loss})
             on_host = plan.model_copy(update={"precision": "fp32"})
             weights = _alone(lambda: _weights(on_host, model))
             here = _alone(lambda: losses(on_host, model, torch.device("cpu"), weights=weights))
@@ -242,7 +254,8 @@ def equality(at: Setting) -> Rows:
             worst = max(abs(a / b - 1) for a, b in zip(there, here, strict=True))
             return {"host": here, "device": there, "worst": worst}
 
-        yield case.text, row
+        named = case.text + ", odd vocabulary" * (model is odd)
+        yield named + ", loss in chunks" * (loss is not None), row
 
 
 MEASURED = (

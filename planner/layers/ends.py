@@ -20,6 +20,9 @@ from planner.layers.operators import gathered, matmul, norm, summed
 
 INDEX = 8
 """Bytes of a token id."""
+GRID_BYTES = 16
+"""Rows of logits that do not begin at multiples of it are made in two parts, which are copied
+together, and apart again for backward (runtime/parted_products.py)."""
 
 
 def embedding(a: Architecture, setting: Setting) -> OperatorTable:
@@ -188,9 +191,10 @@ def head(a: Architecture, setting: Setting) -> OperatorTable:
         operators += chunked_loss(product, setting.loss, logits, chunk, sizes)
         return OperatorTable("head", tuple(operators), input_bytes=share, output="loss")
     kernels = setting.kernels
-    if kernels is not MODULES:
-        product = _as_trained(setting, product, source)
-    operators.append(product)
+    if kernels is MODULES:
+        operators.append(_in_parts(product, outputs / t * e))
+    else:
+        operators.append(_as_trained(setting, product, source))
     if kernels.peak_logit_bytes:
         operators.append(_one_loss(setting, logits * e, rows * outputs))
         return OperatorTable(
@@ -273,6 +277,16 @@ def _summed_gradient(source: str, size: float) -> Operator:
         outputs={},
         moved_bytes=size,
         only="backward",
+    )
+
+
+def _in_parts(product: Operator, row_bytes: float) -> Operator:
+    """The output projection with the copies of logits whose rows, in bytes, are off the grid."""
+    copied = 2 * product.outputs["logits"] * (row_bytes % GRID_BYTES != 0)
+    return replace(
+        product,
+        moved_bytes=product.moved_bytes + copied,
+        backward_moved_bytes=product.backward_moved_bytes + copied,
     )
 
 

@@ -1,0 +1,98 @@
+"""Products by a matrix whose number of outputs is off the grid of a device's kernels, in two parts.
+
+Kernels of matrix units read rows that begin at multiples of GRID_BYTES.  A vocabulary of 50,257
+tokens has none behind the first: products of its logits in bf16 take 5.5 times as long as those of
+50,304 on an H100, and one of 50,258 tokens takes 2.6 times as long (docs/gpu).  The outputs up to
+the last multiple are one product, and the few behind them are another:
+
+    x W^T = [x W0^T, x W1^T],   grad W = grad0 W0 + grad1 W1,   grad^T x = [grad0^T x; grad1^T x]
+
+Graphs do the same for themselves (torch._inductor.fx_passes.pad_mm), and other devices have kernels
+for any size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from planner.layers.ends import GRID_BYTES
+from runtime.weight_gradients import PLAIN, Products
+
+WORTH = 2**20
+"""Elements of a matrix from which two products take less than a slow one."""
+
+
+def parts(weight: Tensor) -> list[slice]:
+    """Return the outputs of a weight [output, input] that are multiplied together: one or two."""
+    if (
+        weight.device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.compiler.is_compiling()
+        or isinstance(weight, DTensor)
+        or weight.numel() < WORTH
+    ):
+        return [slice(0, len(weight))]
+    return on_grid(len(weight), weight.element_size())
+
+
+def on_grid(outputs: int, element_bytes: int) -> list[slice]:
+    """Return the outputs up to the last multiple of the grid, and those behind it.
+
+    >>> on_grid(50257, 2)
+    [slice(0, 50256, None), slice(50256, 50257, None)]
+    >>> on_grid(50304, 2)
+    [slice(0, 50304, None)]
+    """
+    multiple = max(1, GRID_BYTES // element_bytes)
+    whole = outputs - outputs % multiple
+    return [slice(0, whole), slice(whole, outputs)] if 0 < whole < outputs else [slice(0, outputs)]
+
+
+class Parted:
+    """Products in the type of the operands, in parts where the matrix asks for it."""
+
+    @staticmethod
+    def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        found = [
+            functional.linear(x, weight[part], None if bias is None else bias[part])
+            for part in parts(weight)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    @staticmethod
+    def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """Return grad W."""
+        first, *rest = parts(weight)
+        made = grad[..., first].contiguous() @ weight[first]
+        for part in rest:
+            made.flatten(0, -2).addmm_(grad[..., part].flatten(0, -2), weight[part])
+        return made
+
+    @staticmethod
+    def of_weight(x: Tensor, grad: Tensor) -> Tensor:
+        """Return grad^T x."""
+        rows, made = x.flatten(0, -2), x.new_empty(grad.shape[-1], x.shape[-1])
+        for part in parts(made):
+            columns = grad[..., part].contiguous().flatten(0, -2)
+            torch.mm(columns.t(), rows, out=made[part])
+        return made
+
+
+PARTED = Parted()
+
+
+def products_for(unit: nn.Module, device: torch.device, tensor: int) -> Products:
+    """Return how the Linears of a unit multiply that are in no fewer bits than its parameters.
+
+    `tensor` ranks may divide their outputs.
+    """
+    off = (
+        one.out_features % (GRID_BYTES * tensor) and one.weight.numel() >= WORTH * tensor
+        for one in unit.modules()
+        if type(one) is nn.Linear
+    )
+    return PARTED if device.type == "cuda" and any(off) else PLAIN
