@@ -35,7 +35,7 @@ def recorder_of(
         for name in names
     }
     batch = (tokens, tokens, tokens) if documents else (tokens, tokens)
-    return Recorder(_Outline(layers, chunks=chunks), batch, tuple, units=names)
+    return Recorder(_Outline(layers, chunks=chunks), batch, tuple, units=names, ours=True)
 
 
 class _LayerShape(nn.Module):

@@ -51,10 +51,12 @@ class Recorder:
         units: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
         whole: bool = False,
+        ours: bool = False,
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        `whole` makes the module one unit.  Raises RecordError where `units` names no module, or the
+        `whole` makes the module one unit.  One of `ours` has no state that a forward changes, and
+        routes nothing.  Raises RecordError where `units` names no module, or the
         forward cannot be recorded.
         """
         self.example = batch
@@ -62,7 +64,7 @@ class Recorder:
         self.refused: str | None = None
         """Why a module that `of` was asked for is one unit."""
         self.inputs = inputs or _default_inputs(module)
-        self._dtype = dtype
+        self._dtype, self._ours = dtype, ours
         self._modes = {name: part.training for name, part in module.named_modules()}
         self.aliases = _aliases(module)
         self.opened = frozenset() if whole else _opened(module, units)
@@ -161,13 +163,15 @@ class Recorder:
         """
         built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
-            stack.enter_context(untouched(built, self.inputs))
+            if not self._ours:
+                stack.enter_context(untouched(built, self.inputs))
             module = copied(built)
             for name, part in module.named_modules():
                 part.training = self._modes[name]
             if self._real is None:
                 stack.enter_context(self._fake)
-                stack.enter_context(even_routing(module))
+                if not self._ours:
+                    stack.enter_context(even_routing(module))
                 batch = tree_map(self._leaf, batch)
             else:
                 batch = own_tensors(batch)

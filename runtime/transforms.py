@@ -242,7 +242,9 @@ def transformed(staged: Staged) -> Staged:
     """
     plan, place, described = staged.plan, staged.place, isinstance(staged.of, LanguageRules)
     adapts = plan.training.lora is not None and described
-    multiplies = schedule_of(plan.schedule).splits_backward or plan.precision in EIGHT_BITS
+    # Kernels of a device read rows on a grid, off which a vocabulary may be.
+    otherwise = plan.precision in EIGHT_BITS or staged.device.type == "cuda"
+    multiplies = otherwise or schedule_of(plan.schedule).splits_backward
     spreads = plan.mesh.expert > 1
     for asked, technique in (
         (adapts, _adapters),  # adds parameters and freezes others

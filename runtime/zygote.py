@@ -38,7 +38,7 @@ MESHWRIGHT = "MESHWRIGHT_"
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """That the launcher gets, and ends us."""
-IMPORTS = ("torch.distributed", "runtime.train")
+IMPORTS = ("torch.distributed", "runtime.train", "runtime.mirror", "runtime.replay")
 MOST_BYTES = 65536
 
 

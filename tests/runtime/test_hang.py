@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime import hang
-from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, Part, beacons, stack_file
+from runtime.beacon import BEACONS, PARTS, Beacon, Beacons, Part, beacons
 from runtime.hang import LEAST_S, HangWatch, collective_of
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import ROOT
@@ -200,4 +200,4 @@ def test_a_stopped_process_is_named_among_those_that_answer(
 
     assert found[0].rank == 1
     assert not found[0].answered
-    assert "in <module>" in stack_file(tmp_path, 0).read_text()
+    assert "in <module>" in (tmp_path / "flight" / "rank-00000.stack").read_text()
