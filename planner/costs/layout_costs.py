@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ from planner.costs.strategy import (
 from planner.costs.uncertainty import MEASURED_MEMORY_SPREAD, room_share
 from planner.documents.plan import Activations, Layout
 from planner.documents.prediction import Assumption
-from planner.documents.profile import Recompute
+from planner.documents.profile import ChunkedLoss, Recompute
 from planner.layers import arithmetic
 from planner.layers.kernels import kernels_of
 from planner.layers.operator_table import RECOMPUTES, Setting
@@ -200,6 +200,25 @@ class CostTables:
         has.
         """
         return self._of(layout, linked=True)
+
+    def of_any_loss(self, layout: Layout, losses: Sequence[ChunkedLoss | None]) -> LayoutCosts:
+        """Return the costs of layouts that differ in how they compute the loss alone, as of one.
+
+        The model's last layer has the options of all of them, way by way.
+        """
+        first, *others = (self.of(replace(layout, loss=loss)) for loss in losses)
+        head = self.model.chain_kinds[-1]
+        return replace(
+            first,
+            kinds={
+                **first.kinds,
+                head: sum((one.kinds[head] for one in others), first.kinds[head]),
+            },
+            parts={
+                **first.parts,
+                head: sum((one.parts[head] for one in others), first.parts[head]),
+            },
+        )
 
     def unlinked(self, layout: Layout) -> LayoutCosts:
         """Return the costs of a layout but the seconds of sharing and of the pipeline's links."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from planner.costs.layout_costs import CostTables, LayoutCosts
 from planner.costs.strategy import Recomputes
@@ -20,6 +21,7 @@ from planner.search.space import (
     LayoutFamily,
     every_degrees,
     families,
+    losses,
     micro_batches,
     plainest,
     sharings,
@@ -34,6 +36,13 @@ from planner.stacks.stage_rules import Rows, rows
 
 Refusal = Callable[[Layout], str | None]
 """Why a layout does not run, or None if it does."""
+
+
+class StatedProblem(NamedTuple):
+    """A layout's partition problem, and what it costs; or of several layouts as of one."""
+
+    costs: LayoutCosts
+    instance: Instance
 
 
 def executed(
@@ -152,11 +161,22 @@ class Configurations:
     def instance(self, layout: Layout) -> Instance:
         """Return the partition problem of a layout."""
         if layout not in self._known_instances:
-            self._known_instances[layout] = self._instance(layout)
+            self._known_instances[layout] = self._instance(layout, self.tables.of(layout))
         return self._known_instances[layout]
 
-    def _instance(self, layout: Layout) -> Instance:
-        costs = self.tables.of(layout)
+    def stated(self, layout: Layout) -> StatedProblem:
+        """Return the partition problem of a layout with its costs."""
+        return StatedProblem(self.tables.of(layout), self.instance(layout))
+
+    def stated_of_any_loss(self, layout: Layout) -> StatedProblem:
+        """Return one for all layouts that differ in how they compute the loss alone.
+
+        Each plan of theirs is a split of it: what bounds it bounds all of them.
+        """
+        costs = self.tables.of_any_loss(layout, losses(self.request, layout.schedule))
+        return StatedProblem(costs, self._instance(layout, costs))
+
+    def _instance(self, layout: Layout, costs: LayoutCosts) -> Instance:
         pins = self.pins
         found = instance_of(self.model, self.cluster, layout, costs, self.recompute, pins.require)
         asked = self.rows(layout)

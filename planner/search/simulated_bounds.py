@@ -59,6 +59,7 @@ from planner.documents.tolerances import ROUNDING
 from planner.layers.operator_table import RECOMPUTES
 from planner.schedules import schedule_of
 from planner.search.candidates import Candidates
+from planner.search.configurations import StatedProblem
 from planner.search.formulation import boundaries_s
 from planner.search.ranks import LongestRun, run_of
 from planner.search.space import LayoutFamily
@@ -342,26 +343,30 @@ class SimulatedCandidates(Candidates):
         fill = self._forward_fill(layout, share)
         return max(0.0, 1.0 - share / fill) if fill else 1.0
 
-    def memory_s(self, layout: Layout, enough_s: float = math.inf) -> float:
-        """Least seconds with what each stage can hold, by every pace that is known.
+    def memory_s(self, layout: Layout) -> float:
+        """Least seconds with what each stage can hold, by every pace that is known."""
+        return self.within_memory_s(layout, self._closed_form.stated(layout))
 
-        Where one gives `enough_s`, the others are not asked.
+    def within_memory_s(
+        self, layout: Layout, stated: StatedProblem, enough_s: float = math.inf
+    ) -> float:
+        """Least seconds of a problem of a layout, or of several ones that are alike to schedules.
+
+        Where one pace gives `enough_s`, the others are not asked.
         """
-        if layout not in self._known_memory_s:
-            least_s, step_s = 0.0, self.tables.of(layout).step_s
-            for one, more_s in reversed(self.instances(layout)):
-                if least_s < enough_s:
-                    least_s = max(least_s, bounds.counted_s(one) + more_s + step_s)
-            self._known_memory_s[layout] = least_s
-        return self._known_memory_s[layout]
+        least_s = 0.0
+        for one, more_s in reversed(self.instances(layout, stated)):
+            if least_s < enough_s:
+                least_s = max(least_s, bounds.counted_s(one) + more_s + stated.costs.step_s)
+        return least_s
 
-    def instances(self, layout: Layout) -> list[tuple[Instance, float]]:
+    def instances(self, layout: Layout, stated: StatedProblem) -> list[tuple[Instance, float]]:
         """Return partition problems, none of whose optima is above the least simulated step.
 
         Each with what its optimum is below that at least: transfers.
         """
-        count = layout.micro_batches
-        base = replace(self._sending(layout), credits_s=(), forward_apart=False)
+        costs, count = stated.costs, layout.micro_batches
+        base = replace(_sending(layout, stated), credits_s=(), forward_apart=False)
         steady = replace(
             base,
             steady=float(count),
@@ -374,15 +379,15 @@ class SimulatedCandidates(Candidates):
                 for table in base.kinds
             ),
         )
-        *_, (_, fill) = self._whole_paces(layout, self.costs(layout))
+        *_, (_, fill) = self._whole_paces(layout, costs)
         if not fill:
             return [(steady, 0.0)]
         if layout.executed.splits_backward:
-            counted = self._counted_whole(layout, self._share_of(self.costs(layout)))
+            counted = self._counted_whole(layout, self._share_of(costs))
             stages = (replace(one, exposed_s=counted * one.exposed_s) for one in base.stages)
             base = replace(base, stages=tuple(stages))
         unsynced = tuple(tuple(replace(one, sync_s=0.0) for one in table) for table in base.kinds)
-        waited_s = transfers(layout) * hidden_s(self.costs(layout))
+        waited_s = transfers(layout) * hidden_s(costs)
         flat = replace(base, steady=0.0, fill=fill, kinds=unsynced)
         return [(steady, 0.0), (flat, waited_s)]
 
@@ -393,20 +398,22 @@ class SimulatedCandidates(Candidates):
         all stages and back.  The optimum is no bound: it lies within 3 % of the simulated step of
         most layouts whose stages are even, and below it of those whose stages are not.
         """
-        ways_s = 2 * (layout.stages - 1) * hidden_s(self.costs(layout))
-        return self._sending(layout), self.tables.of(layout).step_s + ways_s
+        stated = self._closed_form.stated(layout)
+        ways_s = 2 * (layout.stages - 1) * hidden_s(stated.costs)
+        return _sending(layout, stated), stated.costs.step_s + ways_s
 
-    def _sending(self, layout: Layout) -> Instance:
-        """Return the closed form's problem with the transfers that their senders wait for."""
-        costs, known = self.costs(layout), self._closed_form.instance(layout)
-        waiting_s = costs.waits * costs.transfer_s
-        action_s = costs.boundary_s - costs.transfer_s
-        sending = replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
-        stages = tuple(
-            replace(stage, exposed_s=exposed_s)
-            for stage, exposed_s in zip(known.stages, boundaries_s(sending, layout), strict=True)
-        )
-        return replace(known, stages=stages)
+
+def _sending(layout: Layout, stated: StatedProblem) -> Instance:
+    """Return the closed form's problem with the transfers that their senders wait for."""
+    costs, known = stated
+    waiting_s = costs.waits * costs.transfer_s
+    action_s = costs.boundary_s - costs.transfer_s
+    sending = replace(costs, transfer_s=waiting_s, boundary_s=waiting_s + action_s)
+    stages = tuple(
+        replace(stage, exposed_s=exposed_s)
+        for stage, exposed_s in zip(known.stages, boundaries_s(sending, layout), strict=True)
+    )
+    return replace(known, stages=stages)
 
 
 def transfers(layout: Layout) -> int:

@@ -42,6 +42,7 @@ from planner.documents.tolerances import ROUNDING
 from planner.schedules.critical_path import KINDS, Graph, Path, graph_of
 from planner.schedules.schedule import rank_of_stage
 from planner.search.candidates import Candidates
+from planner.search.configurations import StatedProblem
 from planner.search.rank_problem import RankProblem
 from planner.search.simulated_bounds import hidden_s
 from planner.search.simulated_cuts import Placed, cuts_bound_s
@@ -177,19 +178,22 @@ class Choices:
 
 
 def of_chain(
-    candidates: Candidates, layout: Layout, limit_s: float, *, ways: int, fastest_only: bool = False
+    candidates: Candidates,
+    layout: Layout,
+    stated: StatedProblem,
+    limit_s: float,
+    *,
+    ways: int,
+    fastest_only: bool = False,
 ) -> Choices | None:
     """Return what ranks may hold; None where that is too much, or the layout has what is not known.
 
     Too much are more than `ways` to choose options on a rank.  With `fastest_only` no choice is
     below what there is (`choices_of`).
     """
-    if layout.pipeline == 1:
+    costs, instance = stated
+    if layout.pipeline == 1 or instance.used_bytes is None:
         return None
-    instance = candidates.instance(layout)
-    if instance.used_bytes is None:
-        return None
-    costs = candidates.costs(layout)
     prices = candidates.model, candidates.recompute, costs
     columns = Columns(*prices, layout, instance, limit_s, ways)
 

@@ -5,7 +5,7 @@
                      | Fathomed            nothing is below the cutoff
 
 A chain is a problem on stages of one type (`planner.solver.unequal.unequal`).  Ties of layers and
-hosts that several stages share are kept by `solve_chain`, which is exact too.
+hosts that several stages share are met by `solve_chain`, which is exact too.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from operator import itemgetter
 from planner.documents.plan import Layout
 from planner.documents.tolerances import ROUNDING
 from planner.search.certificate import BOUNDS, CUTS, DOMINATED, MEMORY, PROGRAM, SHARED_ROOM, SOLVED
+from planner.search.configurations import StatedProblem
 from planner.search.dominance import Covering
 from planner.search.effort import NEAR, Effort
 from planner.search.family_bounds import Bounded
@@ -71,6 +72,15 @@ class Spent:
         return {name: self.entries[level] for level, name in enumerate(NAMES)}
 
 
+@dataclass(slots=True)
+class _AnyLoss:
+    """Layouts that differ in how they compute the loss alone, with the bounds that hold for all."""
+
+    stated: StatedProblem
+    memory_s: float | None = None
+    cut_s: float | None = None
+
+
 class SimulatedChain(Families):
     """The families of a chain with bounds of the simulated step."""
 
@@ -84,8 +94,8 @@ class SimulatedChain(Families):
         self._unpiped_s = closed_form_s * (1 - ROUNDING)
         self._polished: dict[Layout, float] = {}
         """What programs have found before their turn."""
-        self._known_choices: dict[Layout, Choices | None] = {}
-        """Of layouts whose cuts were gone through, and whose programs may come."""
+        self._any_loss: dict[Layout, _AnyLoss] = {}
+        """By a layout of those that differ in how they compute the loss alone."""
         self._excluded, self._bounded = Covering(), Covering()
         """Layouts that do not beat the best; those that were bounded within memory."""
 
@@ -148,30 +158,52 @@ class SimulatedChain(Families):
         self._bounded.keep(layout, costs_of(layout))
         least_s, limit_s = self.candidates.communication_s(layout), self.goal.limit_s
         if least_s < limit_s:
-            least_s = self.candidates.memory_s(layout, limit_s)
+            together = self._together(layout)
+            if together.memory_s is None:
+                together.memory_s = self.candidates.within_memory_s(
+                    layout, together.stated, limit_s
+                )
+            else:
+                self._unspend(LAYOUT, layout)
+            least_s = together.memory_s
         return self._bounded_s(layout, least_s)
+
+    def _together(self, layout: Layout) -> _AnyLoss:
+        """Return what is known of the layouts that differ in how they compute the loss alone."""
+        key = replace(layout, loss=None)
+        if key not in self._any_loss:
+            stated = self.closed_form.candidates.stated_of_any_loss(layout)
+            self._any_loss[key] = _AnyLoss(stated)
+        return self._any_loss[key]
 
     def _cut_s(self, layout: Layout) -> float | Lost:
         """Return the least of a layout's cuts by paths; 0 if that is not known."""
         if self._excluded.cover(layout, self.closed_form.costs_of):
             self._unspend(WITHIN_MEMORY, layout)
             return Lost(DOMINATED)
-        limit_s, candidates = self.goal.limit_s, self.closed_form.candidates
-        ways = self.goal.effort.ways
-        loose = of_chain(candidates, layout, limit_s, ways=ways, fastest_only=True)
-        if loose is not None and loose.cut_s(limit_s) >= limit_s:
-            return self._bounded_s(layout, limit_s)
-        choices = self._choices(layout)
-        found_s = 0.0 if choices is None else choices.cut_s(limit_s)
-        if found_s >= limit_s:
-            del self._known_choices[layout]
-        return self._bounded_s(layout, found_s)
+        together = self._together(layout)
+        if together.cut_s is None:
+            together.cut_s = self._cuts_s(layout, together.stated)
+        else:
+            self._unspend(WITHIN_MEMORY, layout)
+        return self._bounded_s(layout, together.cut_s)
+
+    def _cuts_s(self, layout: Layout, stated: StatedProblem) -> float:
+        """Return the least of all cuts of a problem, with the least that options have first."""
+        limit_s, found_s = self.goal.limit_s, 0.0
+        for fastest_only in (True, False):
+            choices = self._choices(layout, stated, fastest_only=fastest_only)
+            found_s = 0.0 if choices is None else choices.cut_s(limit_s)
+            if found_s >= limit_s:
+                break
+        return found_s
 
     def _optimum_s(self, layout: Layout) -> float:
         """Return the least of a layout by its bounds, solved exactly; plans may be found by it."""
         step_s = self.closed_form.candidates.costs(layout).step_s
         most_s = -math.inf
-        for instance, waited_s in self.candidates.instances(layout):
+        stated = self.closed_form.candidates.stated(layout)
+        for instance, waited_s in self.candidates.instances(layout, stated):
             # Sums of bytes are no more than what ranks hold, and quicker.
             relaxed = replace(instance, used_bytes=None)
             solution = self.closed_form.solver(relaxed, self.goal.limit_s - step_s - waited_s)
@@ -191,8 +223,8 @@ class SimulatedChain(Families):
         return self._bounded_s(layout, self._by_program(layout) if known_s is None else known_s)
 
     def _by_program(self, layout: Layout) -> float:
-        choices, effort = self._choices(layout), self.goal.effort
-        del self._known_choices[layout]
+        effort = self.goal.effort
+        choices = self._choices(layout, self.closed_form.candidates.stated(layout))
         if choices is None:
             return 0.0
         return choices.optimum(
@@ -205,13 +237,18 @@ class SimulatedChain(Families):
             until=self.goal.until_s,
         )
 
-    def _choices(self, layout: Layout) -> Choices | None:
+    def _choices(
+        self, layout: Layout, stated: StatedProblem, *, fastest_only: bool = False
+    ) -> Choices | None:
         """Return what the ranks of a layout may hold, if that is known."""
-        if layout not in self._known_choices:
-            self._known_choices[layout] = of_chain(
-                self.closed_form.candidates, layout, self.goal.limit_s, ways=self.goal.effort.ways
-            )
-        return self._known_choices[layout]
+        return of_chain(
+            self.closed_form.candidates,
+            layout,
+            stated,
+            self.goal.limit_s,
+            ways=self.goal.effort.ways,
+            fastest_only=fastest_only,
+        )
 
     def _bounded_s(self, layout: Layout, bound_s: float) -> float:
         """Keep the costs of a layout that does not beat the best, for those that can do no more."""

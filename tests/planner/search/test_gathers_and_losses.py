@@ -18,8 +18,11 @@ from planner.documents.training import Lora
 from planner.errors import DocumentError
 from planner.requests.pins import SHORT_NAMES, read_pins
 from planner.requests.request import Request
+from planner.search.candidates import candidates_of
 from planner.search.savings import Saving
 from planner.search.search import search
+from planner.search.simulated_bounds import SimulatedCandidates
+from planner.search.simulated_program import of_chain
 from planner.search.space import Degrees, complexity, gathers, layouts, losses
 from planner.search.ways_out import written_pin
 from planner.solver.inner import solve
@@ -143,6 +146,31 @@ def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
             assert candidates.memory_s(layout) <= step_s * (1 + 1e-9)
             least_s = min(least_s, step_s)
     assert found.closed_form.objective_s == pytest.approx(least_s)
+
+
+def test_what_bounds_layouts_of_any_loss_bounds_each_of_them() -> None:
+    """Within memory and over all cuts, where the loss in chunks decides what fits."""
+    asked = request("8xa100-sxm-40gb", "pipeline=4", "micro_batch=1")
+    candidates = candidates_of(asked, None, None, ())
+    bounded = SimulatedCandidates.of(candidates)
+    layouts = [one for one in candidates.layouts() if one.loss is None and one.zero == 1][::50]
+    tighter = 0
+
+    for plain in layouts:
+        together = candidates.stated_of_any_loss(plain)
+        least_s = bounded.within_memory_s(plain, together)
+        cuts = of_chain(candidates, plain, together, 1e3, ways=20_000)
+        for loss in losses(candidates.request, plain.schedule):
+            layout = replace(plain, loss=loss)
+            alone = candidates.stated(layout)
+            alone_s = bounded.within_memory_s(layout, alone)
+            assert least_s <= alone_s * (1 + 1e-9)
+            tighter += least_s < alone_s
+            own = of_chain(candidates, layout, alone, 1e3, ways=20_000)
+            if cuts is not None and own is not None:
+                assert cuts.cut_s(1e3) <= own.cut_s(1e3) * (1 + 1e-9)
+
+    assert tighter
 
 
 @pytest.mark.parametrize(

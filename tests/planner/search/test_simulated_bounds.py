@@ -49,7 +49,8 @@ def bounds_of(bounded: Candidates, family: LayoutFamily) -> Iterator[tuple[Layou
 def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:
     """What the best splits of a layout simulate, by several objectives."""
     candidates = bounded._closed_form
-    problems = [bounded.instances(layout)[-1], bounded.likely(layout)]
+    stated = candidates.stated(layout)
+    problems = [bounded.instances(layout, stated)[-1], bounded.likely(layout)]
     for problem, _ in problems:
         solution = solve_chain(problem)
         if isinstance(solution, Solution):

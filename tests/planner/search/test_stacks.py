@@ -333,7 +333,7 @@ def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
             if found.fits
         }
         fastest_s = min(step_s.values(), default=math.inf)
-        choices = of_chain(candidates, layout, 1e3, ways=20_000)
+        choices = of_chain(candidates, layout, candidates.stated(layout), 1e3, ways=20_000)
         if choices is None or fastest_s == math.inf:
             continue
         ratios.append(choices.cut_s(1e3) / fastest_s)
