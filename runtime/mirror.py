@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from runtime.slots import NodeSlots, slots_of_node
 from runtime.snapshot import Box, Snapshot
 
 MEASURED = 3
-"""Copies, the first of them one after each step; their interval follows from the fastest of the
+"""Copies, the first of them one after each step; their interval follows from the mean of the
 last ones."""
 
 
@@ -139,7 +140,9 @@ class Mirror:
         self._copies_s.append(time.perf_counter() - began_s)
         if len(self._copies_s) == MEASURED:
             sent_s = 0.0 if self._node.kept is None else self._node.kept.processor_s / self._ranks
-            self._every = self._agreed((min(self._copies_s) + sent_s) / (COPIES_SHARE * step_s))
+            self._every = self._agreed(
+                (statistics.fmean(self._copies_s) + sent_s) / (COPIES_SHARE * step_s)
+            )
 
     def _agreed(self, every: float) -> int:
         """Return the interval of the rank that copies take the longest, the same on all."""

@@ -17,8 +17,8 @@ from planner.documents.events import Attempt, Event, Incident, PhaseDone, Saved,
 from planner.documents.units import Amount, Rate
 from planner.whatif.economics import SECONDS_PER_HOUR
 
-COPIES_SHARE = 0.005
-"""Of training that copies of its state in memory may take, half of what `--survive` may cost."""
+COPIES_SHARE = 0.0075
+"""Of training that copies of its state in memory may take; `--survive` may cost a hundredth."""
 
 
 def interval_s(checkpoint_s: float, between_failures_s: float) -> float:
