@@ -168,15 +168,6 @@ def test_the_host_holds_what_the_device_would(llama: ModelGraph, node: ClusterSp
     assert on_host == pytest.approx([q * blocks * stored for q in (4, 3, 2, 1)])
 
 
-def solved(
-    llama: ModelGraph, node: ClusterSpec, layout: Layout, activations: tuple[Activations, ...]
-) -> tuple[CostTables, Solution]:
-    tables = CostTables(Request(llama, node, JOB), activations=activations)
-    found = solve(instance_of(llama, node, layout, tables.of(layout)))
-    assert isinstance(found, Solution)
-    return tables, found
-
-
 @pytest.mark.parametrize(
     "layout",
     [
