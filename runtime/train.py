@@ -413,7 +413,7 @@ class Loop:
             return
         from runtime.mirror import MEASURED  # noqa: PLC0415
 
-        if self._mirror is not None and self._used is not None and self._mirror.is_due(step):
+        if self._used is not None and self._mirror.is_due(step):
             begin_s = time.perf_counter()
             self._mirror.copy(
                 self.engine.snapshot(copied=False),
