@@ -274,6 +274,7 @@ def reason(row: Row) -> str | None:
         (row.outside_in and sum(getattr(row, d) > 1 for d in DEGREES) < 2, "one axis has no order"),
         (row.schedule[0] == "pipedream-2bw", "stale weights: tests/runtime/test_stale_pipeline.py"),
         (row.family == OWN and row.tied, "the user's own modules are not tied"),
+        (row.family == OWN and row.context > 1, "the user's own modules take no positions"),
     )
     found = next((why for holds, why in idle if holds), None)
     if found:
