@@ -53,6 +53,7 @@ READS: dict[tuple[str, str], str] = {
     ("profiler/ranks.py", "json.loads"): OURS,
     ("profiler/ranks.py", "read_text"): OURS,
     ("runtime/addresses.py", "read_text"): SYSTEM,
+    ("runtime/hang.py", "read_text"): SYSTEM,
     ("runtime/host_memory.py", "read_text"): SYSTEM,
     ("runtime/near_cores.py", "read_text"): SYSTEM,
     ("runtime/channel.py", "json.loads"): PEER,
