@@ -29,23 +29,27 @@ def traced_call(
     Call it under a FakeTensorMode.  `owned` are parameters and buffers, which count neither as
     stored nor, their gradients, as transient.
 
-    Stored bytes are what autograd saves, each storage once.  Transient bytes are the larger of two
-    peaks: in forward above what remains after it, in backward above what was there before it (the
-    output's gradient included).  `loss` of the outputs belongs to the layer, as in measurements;
-    then it is what is returned.  `saving` is called for each tensor that autograd saves.
+    Stored bytes are what autograd has saved when the forward ends, each storage once.  Transient
+    bytes are the larger of two peaks: in forward above what remains after it, in backward above
+    what was there before it (the output's gradient included).  `loss` of the outputs belongs to the
+    layer, as in measurements; then it is what is returned.  `saving` is called for each tensor
+    that autograd saves.
     """
-    saved: dict[int, int] = {}
+    saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
+    known = {_key(tensor) for tensor in owned}
     flops, forward = FlopCounterMode(display=False), _Allocations()
-    with _saved_storages(saved, {_key(tensor) for tensor in owned}, saving), flops, forward:
+    with _saved_tensors(saved, saving), flops, forward:
         outputs = call()
         handed_on = {_key(one): one.untyped_storage().nbytes() for one in outputs}
         if loss is not None:
             outputs = (loss(*outputs),)
+    # Of those that are there at once, no two storages have one address.
+    stored = {_key(one.tensor): one.tensor.untyped_storage().nbytes() for one in saved}
     needing = [one for one in outputs if one.requires_grad]
     backward_transient = _backward_peak(needing, owned) if needing else 0
     figures = LayerTrace(
         forward_flops=float(flops.get_total_flops()),
-        stored_bytes=sum(saved.values()),
+        stored_bytes=sum(size for key, size in stored.items() if key not in known),
         transient_bytes=max(forward.peak() - forward.remaining(), backward_transient),
         output_bytes=sum(handed_on.values()),
     )
@@ -116,17 +120,26 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class _SavedTensor:
+    """A tensor that autograd saves, as long as it does."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output has its node, which has this one
+
+
 @contextmanager
-def _saved_storages(
-    saved: dict[int, int], owned: set[int], saving: Callable[[], None]
+def _saved_tensors(
+    saved: weakref.WeakSet[_SavedTensor], saving: Callable[[], None]
 ) -> Iterator[None]:
-    """Note the size of the storages that autograd saves while this is open, except `owned`."""
+    """Note the tensors that autograd saves while this is open."""
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> _SavedTensor:
         saving()
-        if _key(tensor) not in owned:
-            saved[_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        one = _SavedTensor(tensor)
+        saved.add(one)
+        return one
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
         yield

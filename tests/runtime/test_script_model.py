@@ -68,6 +68,31 @@ def test_stored_bytes_are_what_autograd_saves() -> None:
     assert found == wanted / 2 + 8 * 4
 
 
+class Dropping(nn.Module):
+    """Makes what nobody reads, whose graph goes before the forward ends."""
+
+    def __init__(self, dropped: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+        self.dropped = dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as a Linear and Tanh do."""
+        for width in range(self.dropped):
+            self.layer(x).repeat(1, width + 1).tanh()
+        return self.layer(x).tanh()
+
+
+def test_what_autograd_lets_go_of_before_the_forward_ends_is_not_stored() -> None:
+    batch = torch.randn(2, 4)
+
+    modules = [nn.Sequential(Dropping(dropped)) for dropped in (0, 3)]
+    graphs = [script_model(one, batch, units=["0"], name="build") for one in modules]
+    stored = [sum(layer.trace.stored_bytes for layer in g.layers if layer.trace) for g in graphs]
+
+    assert stored[0] == stored[1] > 0
+
+
 def test_the_loss_is_of_the_last_layer() -> None:
     batch = torch.randint(0, WORDS, (2, 7))
 
