@@ -220,11 +220,13 @@ def _rank_rows(paced: Paced | None) -> tuple[tuple[str, ...], ...]:
 
 
 def _second_rows(view: RunView) -> Iterator[tuple[str, str, str]]:
-    before = view.expected.seconds if view.expected is not None else {}
+    before = view.expected.seconds if view.expected is not None else None
     if view.seconds.trained_s:
         for name, measured in view.seconds.parts_s.items():
-            if max(before.get(name, 0.0), measured) >= LEAST_S:
-                yield name, seconds_text(before.get(name, 0.0)), seconds_text(measured)
+            expected = 0.0 if before is None else before.get(name, 0.0)
+            if max(expected, measured) >= LEAST_S:
+                predicted = "-" if before is None else seconds_text(expected)
+                yield name, predicted, seconds_text(measured)
 
 
 def case_of(found: Watched, number: int) -> IncidentCase:

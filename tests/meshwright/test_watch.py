@@ -114,6 +114,18 @@ def test_a_run_is_told_with_what_was_predicted(
     assert "restart" in text and "28.0 s, 2 steps again" in text
 
 
+def test_what_was_not_predicted_is_not_said_to_take_no_time(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [one for one in HAPPENED if not isinstance(one, Expected)]
+    events_file(run).write_text("".join(map(json_line, told)))
+
+    text = said(capsys, str(run), "--once")
+
+    seconds = text[text.index("Seconds") :]
+    assert "-" in seconds and "0 µs" not in seconds
+
+
 def test_json_has_the_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, str(run), "--json"))
 
