@@ -715,6 +715,7 @@ def test_nothing_of_the_rendezvous_imports_torch() -> None:
 def test_who_waits_for_a_reason_looks_whether_it_can_come() -> None:
     """The node that has it may stand still, which agents find by its silence."""
     waits: list[int] = []
+    looked = threading.Event()
 
     def meanwhile() -> None:
         if threading.get_ident() in waits:
@@ -726,5 +727,8 @@ def test_who_waits_for_a_reason_looks_whether_it_can_come() -> None:
             waits.append(threading.get_ident())
             with pytest.raises(rendezvous.NodeLeft, match="node 1 does not answer"):
                 joined.await_reason(PATIENCE_S)
+            looked.set()
+        else:  # one that left before node 0 has all nodes would be waited for
+            assert looked.wait(PATIENCE_S)
 
     of_nodes(2, work, meanwhile=meanwhile)
