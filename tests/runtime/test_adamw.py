@@ -198,7 +198,8 @@ def forward_bytes(offload: str) -> tuple[int, int, int]:
     engine.step(cases.global_tokens(0))
     gc.collect()
     with LiveMemory(existing=engine.state().values()) as live:
-        engine._parts[0].module(micro=MicroBatch((cases.global_tokens(1)[:4, :-1],)))
+        tokens = cases.global_tokens(1)[:4]
+        engine._parts[0].module(micro=MicroBatch((tokens[:, :-1], tokens[:, 1:])))
     sizes = [4 * layer.parameters for _, layer in graph.chain]
     return live.peak_bytes, max(sizes), sum(sizes)
 

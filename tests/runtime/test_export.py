@@ -89,7 +89,7 @@ def test_the_library_computes_what_was_trained(name: str, tmp_path: Path) -> Non
     tokens = cases.global_tokens(7)
     with torch.no_grad():
         logits = library(tokens[:, :-1]).logits
-        ours = alone._parts[0].module(micro=MicroBatch((tokens[:, :-1],)))
+        ours = alone._parts[0].module(micro=MicroBatch((tokens[:, :-1], tokens[:, 1:])))
     assert type(library).__name__ == exported_class(family)
     assert torch.allclose(logits, ours, rtol=1e-4, atol=1e-5)
     assert cases.library_loss(library, tokens).item() == pytest.approx(trained[0], rel=1e-5)
