@@ -16,7 +16,7 @@ from meshwright.replan import leave_out, planned_again
 from planner.costs.predict import predict as predict_plan
 from planner.documents import document
 from planner.documents.cluster import ClusterSpec
-from planner.documents.events import Decision, Expected, PlanSource
+from planner.documents.events import Decision, Expected, PlanSource, Reaction
 from planner.documents.model import ModelGraph, is_factory
 from planner.documents.plan import Plan
 from planner.documents.prediction import Prediction
@@ -162,16 +162,7 @@ def _shrunk(
         )
     else:
         here = f"the plan is for {given.plan.mesh.devices} devices ({cluster}), and {left} are here"
-    if not quiet:
-        print(f"meshwright: shrink, because {here}", file=sys.stderr)
-    return Decision(
-        at_unix_s=time.time(),
-        reaction="shrink",
-        why=here,
-        devices=fit.plan.mesh.devices,
-        plan=fit.plan.digest,
-        plan_source=fit.source,
-    )
+    return _decision("shrink", here, fit, quiet=quiet)
 
 
 def hand_over(noticed: Sequence[int], failed: LaunchError) -> None:
@@ -203,20 +194,32 @@ def _reacted(
 
 def decided(output: Path, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
     """Write down what is done about an end, and say it."""
-    known = account_of(output)
-    decision = Decision(
+    start_s = account_of(output).start_s
+    decision = _decision(found.reaction, found.why, fit, start_s, quiet=quiet)
+    append_record(decision, events_file(output))
+
+
+def _decision(
+    reaction: Reaction,
+    why: str,
+    fit: LaunchablePlan,
+    predicted_s: float | None = None,
+    *,
+    quiet: bool,
+) -> Decision:
+    """Return the record of a reaction after which training goes on under a plan, and say it."""
+    if not quiet:
+        until = f" in {seconds_text(predicted_s)}" if predicted_s else ""
+        print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
+    return Decision(
         at_unix_s=time.time(),
-        reaction=found.reaction,
-        why=found.why,
-        predicted_s=known.start_s,
+        reaction=reaction,
+        why=why,
+        predicted_s=predicted_s,
         devices=fit.plan.mesh.devices,
         plan=fit.plan.digest,
         plan_source=fit.source,
     )
-    append_record(decision, events_file(output))
-    if not quiet:
-        until = f" in {seconds_text(known.start_s)}" if known.start_s else ""
-        print(f"meshwright: {found.reaction}, because {found.why}{until}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

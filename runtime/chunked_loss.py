@@ -163,7 +163,7 @@ def _passed(
     dx = torch.empty_like(x) if wanted[0] else None
     dw = torch.zeros_like(weight) if wanted[1] else None
     db = torch.zeros_like(bias) if wanted[2] and bias is not None else None
-    columns = parts(weight)
+    columns = parts(weight, *weight.shape)
     for start in range(0, len(x), rule.rows):
         part = slice(start, start + rule.rows)
         a, target = x[part], targets[part]

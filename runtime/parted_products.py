@@ -25,17 +25,20 @@ WORTH = 2**20
 """Elements of a matrix from which two products take less than a slow one."""
 
 
-def parts(weight: Tensor) -> list[slice]:
-    """Return the outputs of a weight [output, input] that are multiplied together: one or two."""
+def parts(like: Tensor, outputs: int, inputs: int) -> list[slice]:
+    """Return the outputs of a matrix that are multiplied together: one slice or two.
+
+    `like` has its device and type.
+    """
     if (
-        weight.device.type != "cuda"
+        like.device.type != "cuda"
         or torch.version.hip is not None
         or torch.compiler.is_compiling()
-        or isinstance(weight, DTensor)
-        or weight.numel() < WORTH
+        or isinstance(like, DTensor)
+        or outputs * inputs < WORTH
     ):
-        return [slice(0, len(weight))]
-    return on_grid(len(weight), weight.element_size())
+        return [slice(0, outputs)]
+    return on_grid(outputs, like.element_size())
 
 
 def on_grid(outputs: int, element_bytes: int) -> list[slice]:
@@ -57,28 +60,36 @@ class Parted:
     @staticmethod
     def output(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return x W^T + b."""
-        found = [
+        columns = parts(weight, *weight.shape)
+        if len(columns) == 1:
+            return PLAIN.output(x, weight, scale, bias)
+        made = (
             functional.linear(x, weight[part], None if bias is None else bias[part])
-            for part in parts(weight)
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+            for part in columns
+        )
+        return torch.cat(tuple(made), -1)
 
     @staticmethod
     def of_input(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """Return grad W."""
-        first, *rest = parts(weight)
+        columns = parts(weight, *weight.shape)
+        if len(columns) == 1:
+            return PLAIN.of_input(grad, weight, scale)
+        first, rest = columns
         made = grad[..., first].contiguous() @ weight[first]
-        for part in rest:
-            made.flatten(0, -2).addmm_(grad[..., part].flatten(0, -2), weight[part])
+        made.flatten(0, -2).addmm_(grad[..., rest].flatten(0, -2), weight[rest])
         return made
 
     @staticmethod
     def of_weight(x: Tensor, grad: Tensor) -> Tensor:
         """Return grad^T x."""
-        rows, made = x.flatten(0, -2), x.new_empty(grad.shape[-1], x.shape[-1])
-        for part in parts(made):
-            columns = grad[..., part].contiguous().flatten(0, -2)
-            torch.mm(columns.t(), rows, out=made[part])
+        columns = parts(x, grad.shape[-1], x.shape[-1])
+        if len(columns) == 1:
+            return PLAIN.of_weight(x, grad)
+        made = x.new_empty(grad.shape[-1], x.shape[-1])
+        for part in columns:
+            own = grad[..., part].contiguous().flatten(0, -2)
+            torch.mm(own.t(), x.flatten(0, -2), out=made[part])
         return made
 
 
@@ -88,7 +99,8 @@ PARTED = Parted()
 def products_for(unit: nn.Module, device: torch.device, tensor: int) -> Products:
     """Return how the Linears of a unit multiply that are in no fewer bits than its parameters.
 
-    `tensor` ranks may divide their outputs.
+    `tensor` ranks may divide their outputs.  Multiples of GRID_BYTES outputs are on the grid in any
+    type; which others are in their own shows when they are multiplied.
     """
     off = (
         one.out_features % (GRID_BYTES * tensor) and one.weight.numel() >= WORTH * tensor

@@ -434,12 +434,13 @@ def _figures(
     """
     count = len(kinds)
     found: list[_TracedLayer] = []
+    made: dict[Hashable, _TracedLayer] = {}
     with recorder.without_data(batch) as (module, given):
         exchanged = _exchanges(module)
         with noted() as named, _KeysOfAttention() as any_attention:
             for at, kind in enumerate(kinds):
-                if kind in kinds[:at]:
-                    found.append(found[kinds.index(kind)])
+                if kind in made:
+                    found.append(made[kind])
                     continue
                 taken = found[-1].passed if found else ()
                 is_last = at == count - 1
@@ -457,7 +458,8 @@ def _figures(
                     notes.clear()
                 if is_last and isinstance(loss, token_loss):
                     shares = replace(shares, without_loss=_last(module, recorder, given))
-                found.append(_TracedLayer(trace, shares, passed))
+                made[kind] = _TracedLayer(trace, shares, passed)
+                found.append(made[kind])
     return found
 
 

@@ -351,3 +351,18 @@ def test_a_head_is_priced_for_the_products_that_its_loss_runs(gradients: LossGra
     only_products = DeviceRates(peak_flops=1, memory_bytes_per_s=1e30, curve=curve)
     found = passes(head, "none", only_products)
     assert found.forward_s + found.backward_s == pytest.approx(counted.get_total_flops(), rel=1e-3)
+
+
+def test_logits_in_two_parts_are_copied_together_and_apart_again() -> None:
+    sized = cases.transformer(layers=1).architecture
+    assert sized is not None
+
+    def moved(vocabulary: int) -> tuple[float, float]:
+        a = sized.model_copy(update={"vocab_size": vocabulary})
+        table = ends.head(a, Setting(micro_batch=2, seq_len=64, precision="bf16"))
+        [product] = [one for one in table.operators if one.name == "logits"]
+        by_hand = 2 * (128 * a.hidden_size + vocabulary * a.hidden_size + 128 * vocabulary)
+        return product.moved_bytes - by_hand, product.backward_moved_bytes - 2 * by_hand
+
+    assert moved(50264) == (0, 0)
+    assert moved(50257) == (2 * 2 * 128 * 50257, 2 * 2 * 128 * 50257)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.documents.profile import LossGradients
 from runtime import chunked_loss, parted_products
 from runtime.parted_products import GRID_BYTES, PARTED, on_grid, parts, products_for
-from runtime.weight_gradients import PLAIN, defer
+from runtime.weight_gradients import PLAIN, Products, defer
+from tests.runtime.ranks import on_ranks
 
 
 class Seen(TorchDispatchMode):
@@ -37,8 +40,8 @@ class Seen(TorchDispatchMode):
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Part products on the device at hand too."""
 
-    def everywhere(weight: Tensor) -> list[slice]:
-        return on_grid(len(weight), weight.element_size())
+    def everywhere(like: Tensor, outputs: int, inputs: int) -> list[slice]:
+        return on_grid(outputs, like.element_size())
 
     monkeypatch.setattr(parted_products, "parts", everywhere)
     monkeypatch.setattr(chunked_loss, "parts", everywhere)
@@ -117,6 +120,31 @@ def test_no_product_in_parts_is_off_the_grid(dtype: torch.dtype) -> None:
     assert not odd(seen.sides) | odd(chunks.sides)
 
 
+def placements_of_products() -> list[tuple[Any, Any]]:
+    mesh = init_device_mesh("cpu", (1,))
+    x, weight, grad = (
+        distribute_tensor(torch.randn(*sides), mesh, [where])
+        for sides, where in (((3, 5), Replicate()), ((7, 5), Shard(0)), ((3, 7), Shard(1)))
+    )
+
+    def found(products: Products) -> list[Any]:
+        made = (
+            products.output(x, weight, None, None),
+            products.of_input(grad, weight, None),
+            products.of_weight(x, grad),
+        )
+        return [cast(DTensor, one).placements for one in made]
+
+    return list(zip(found(PARTED), found(PLAIN), strict=True))
+
+
+@pytest.mark.ranks
+def test_divided_matrices_stay_divided() -> None:
+    [found] = on_ranks(1, placements_of_products)
+    for parted, plain in found:
+        assert parted == plain
+
+
 def test_small_matrices_those_on_the_grid_and_other_devices_are_whole() -> None:
     head = nn.Linear(768, 50257, device="meta")
     assert products_for(head, torch.device("cuda"), 1) is PARTED
@@ -125,4 +153,4 @@ def test_small_matrices_those_on_the_grid_and_other_devices_are_whole() -> None:
     padded = nn.Linear(768, 50304, device="meta")
     assert products_for(padded, torch.device("cuda"), 1) is PLAIN
     assert products_for(nn.Linear(768, 50264, device="meta"), torch.device("cuda"), 2) is PARTED
-    assert parts(torch.empty(50257, 768)) == [slice(0, 50257)]
+    assert parts(torch.empty(()), 50257, 768) == [slice(0, 50257)]
