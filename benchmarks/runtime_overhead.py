@@ -1,18 +1,22 @@
 """A step of the runtime against the shortest script in plain PyTorch for the same layout.
 
-    PYTHONPATH=$PWD python benchmarks/runtime_overhead.py [-o benchmarks/results]
+    PYTHONPATH=$PWD python benchmarks/runtime_overhead.py [-o benchmarks/results] [--pairs 60]
 
 Two ranks of one core each on this machine, fp32.  The scripts below use torch's own DDP,
-fully_shard, parallelize_module and Schedule1F1B on the same layers, with AdamW and clipping; each
-pair of steps is taken one right after the other, so that a slow minute meets both.  Reported is the
-median of the pairs' ratios.  Writes runtime_overhead.json and docs/overhead.md.
+fully_shard, parallelize_module and Schedule1F1B on the same layers, with AdamW and clipping.  Both
+trainings are in the same two processes and take steps in turn, A B B A; what is measured are CPU
+seconds of the two ranks, since other programs move these little, and a slow minute meets both.
+Reported is the median of the pairs' ratios, with its standard error, and the peak of live tensors
+in a step of its own.  Writes runtime_overhead.json and docs/overhead.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -42,15 +46,17 @@ from planner.documents.document import write_text
 from planner.documents.model import Architecture, ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage, Training
 from planner.layers.parameters import graph_of
+from planner.process.collector import uncollected
 from profiler.ranks import result_of
 from runtime import reference
 from runtime.adapter import Head
 from runtime.context import WHOLE
+from runtime.live_memory import LiveMemory
 from runtime.train import token_engine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
 CPU = torch.device("cpu")
-SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 256, 8, 4096, 6
+SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 128, 8, 4096, 6
 ARCHITECTURE = Architecture(
     family="reference",
     hidden_size=512,
@@ -62,7 +68,8 @@ ARCHITECTURE = Architecture(
     vocab_size=VOCABULARY,
     gated_mlp=True,
 )
-WARM_UP, PAIRS = 2, 7
+WARM_UP = 3
+"""Steps before; the last of them is watched for its memory."""
 Step = Callable[[Tensor], float]
 """Trains on tokens [sample of this rank's data, position + 1]; returns the loss it saw."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -245,42 +252,80 @@ PLAIN = {
 # --- both --------------------------------------------------------------------------------------
 
 
-def work(
-    arguments: dict[str, Any], tell: Callable[[str, float], None]
-) -> dict[str, list[list[float]]]:
-    """Return seconds [pair] of (runtime, plain) by layout; every rank calls it."""
+def work(arguments: dict[str, Any], tell: Callable[[str, float], None]) -> dict[str, Any]:
+    """Return what `compared` does by layout; every rank calls it."""
     torch.set_num_threads(1)
     results = {}
-    for index, (name, layout) in enumerate(LAYOUTS.items()):
-        tell(name, index / len(LAYOUTS))
-        results[name] = pairs(name, layout)
+    for index, name in enumerate(arguments["layouts"]):
+        tell(name, index / len(arguments["layouts"]))
+        results[name] = compared(name, LAYOUTS[name], pairs=arguments["pairs"])
     return results
 
 
-def pairs(name: str, layout: dict[str, Any]) -> list[list[float]]:
+def compared(name: str, layout: dict[str, Any], *, pairs: int) -> dict[str, list[Any]]:
+    """Return CPU seconds [pair] of (runtime, plain) and their peak bytes [rank]."""
     model = graph_of(ARCHITECTURE, name="overhead")
-    engine = token_engine(plan_of(model, layout), model, device=CPU)
-    plain = PLAIN[name](layout["micro_batches"])
-    result = []
-    for index in range(WARM_UP + PAIRS):
+    plan = plan_of(model, layout)
+    degree = plan.mesh.data_shard * plan.mesh.data_replicate
+    own = dist.get_rank() if degree > 1 else 0
+
+    def tokens(index: int) -> Tensor:
         generator = torch.Generator().manual_seed(index)
         shape = (GLOBAL_BATCH, SEQ_LEN + 1)
-        tokens = torch.randint(VOCABULARY, shape, generator=generator)
-        tokens = tokens.chunk(engine.slices)[engine.slice_rank]
-        both = [timed(lambda t: engine.step(t).loss, tokens), timed(plain, tokens)]
-        if index >= WARM_UP:
-            result.append(both)
-    return result
+        return torch.randint(VOCABULARY, shape, generator=generator).chunk(degree)[own]
+
+    def runtime() -> Step:
+        engine = token_engine(plan, model, device=CPU)
+        return lambda tokens: engine.step(tokens).loss
+
+    both = [
+        warmed(make, tokens) for make in (runtime, lambda: PLAIN[name](layout["micro_batches"]))
+    ]
+    seconds = []
+    with uncollected():
+        for index in range(pairs):
+            batch, pair = tokens(WARM_UP + index), [0.0, 0.0]
+            for at in (0, 1) if index % 2 == 0 else (1, 0):
+                pair[at] = cpu_s(both[at][0], batch)
+            seconds.append(pair)
+            gc.collect()
+    return {"seconds": seconds, "peak_bytes": [peaks for _, peaks in both]}
 
 
-def timed(step: Step, tokens: Tensor) -> float:
-    """Return the slower rank's seconds of one step."""
+def warmed(make: Callable[[], Step], tokens: Callable[[int], Tensor]) -> tuple[Step, list[int]]:
+    """Make a training, take its first steps, and return the peak bytes of the last one [rank]."""
+    with LiveMemory() as live:
+        step = make()
+        for index in range(WARM_UP):
+            gc.collect()
+            dist.barrier()
+            live.reset_peak()
+            step(tokens(index))
+    peaks = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    peaks[dist.get_rank()] = live.peak_bytes
+    dist.all_reduce(peaks)
+    return step, peaks.tolist()
+
+
+def cpu_s(step: Step, tokens: Tensor) -> float:
+    """Return the CPU seconds of both ranks in one step, those of all their threads."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin = time.process_time()
     step(tokens)
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    seconds = torch.tensor(time.process_time() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds)
     return seconds.item()
+
+
+def middle(values: list[float]) -> tuple[float, float]:
+    """Return the median and its standard error, of which quartiles tell the spread.
+
+    >>> [round(one, 2) for one in middle([1.0, 2.0, 3.0, 4.0, 5.0])]
+    [3.0, 1.25]
+    """
+    low, median, high = statistics.quantiles(values, n=4)
+    spread = (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75))
+    return median, math.sqrt(math.pi / 2 / len(values)) * spread
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -291,22 +336,26 @@ def markdown(result: dict[str, Any]) -> str:
         "A step of the runtime's engine beside a step of the shortest script with torch's own DDP, "
         "fully_shard, parallelize_module or Schedule1F1B on the same layers: two ranks of one core "
         f"each, fp32, {LAYERS} blocks of width {ARCHITECTURE.hidden_size}, sequence {SEQ_LEN}, "
-        f"global batch {GLOBAL_BATCH}. Steps are timed in pairs, one right after the other; the "
-        f"last column is the median ratio of {PAIRS} pairs, with quartiles.",
+        f"global batch {GLOBAL_BATCH}. Both trainings are in the same two processes and take steps "
+        'in turn. CPU seconds are those of both ranks, the median step; "over plain" is the '
+        f"median ratio of {result['pairs']} pairs with its standard error. Memory is the peak of "
+        "live tensors in a step, on the rank that has most.",
         "",
         f"`PYTHONPATH=$PWD {result['command']}`, {result['date']}, torch {torch.__version__}, "
         f"{os.cpu_count()} cores, load average {result['load'][0]:.0f} before and "
         f"{result['load'][1]:.0f} after.",
         "",
-        "| layout | runtime | plain PyTorch | runtime over plain |",
-        "|---|---|---|---|",
+        "| layout | runtime | plain PyTorch | over plain | runtime | plain PyTorch | over plain |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, both in result["seconds"].items():
-        ours, theirs = (statistics.median(column) for column in zip(*both, strict=True))
-        low, middle, high = statistics.quantiles([a / b - 1 for a, b in both], n=4)
+    for name, found in result["layouts"].items():
+        columns = list(zip(*found["seconds"], strict=True))
+        ours, theirs = (statistics.median(column) for column in columns)
+        ratio, error = middle([a / b - 1 for a, b in found["seconds"]])
+        peak, plain_peak = (max(peaks) / 2**20 for peaks in found["peak_bytes"])
         lines.append(
-            f"| {name} | {ours:.2f} s | {theirs:.2f} s | {100 * middle:+.1f} % "
-            f"({100 * low:+.1f} to {100 * high:+.1f}) |"
+            f"| {name} | {ours:.2f} s | {theirs:.2f} s | {100 * ratio:+.1f} ± {100 * error:.1f} % "
+            f"| {peak:.1f} MiB | {plain_peak:.1f} MiB | {100 * (peak / plain_peak - 1):+.1f} % |"
         )
     return "\n".join([*lines, ""])
 
@@ -314,21 +363,30 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", default="benchmarks/results")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
     before = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"
-    seconds = result_of(
-        "benchmarks.runtime_overhead:work", {}, ranks=2, device="cpu", title="overhead"
+    layouts = result_of(
+        "benchmarks.runtime_overhead:work",
+        {"pairs": options.pairs, "layouts": options.layouts},
+        ranks=2,
+        device="cpu",
+        title="overhead",
     )
-    priority = os.sched_getscheduler(0) == os.SCHED_FIFO
     result = {
         "date": datetime.date.today().isoformat(),
-        "command": f"{'chrt -f 10 ' if priority else ''}python benchmarks/runtime_overhead.py",
+        "command": "python benchmarks/runtime_overhead.py",
         "load": [before, os.getloadavg()[0]],
-        "seconds": seconds,
+        "pairs": options.pairs,
+        "layouts": layouts,
     }
-    write_text(json.dumps(result, indent=1) + "\n", Path(options.output) / "runtime_overhead.json")
-    write_text(markdown(result), DOCUMENT)
+    print(markdown(result))
+    if layouts.keys() == LAYOUTS.keys():
+        text = json.dumps(result, indent=1) + "\n"
+        write_text(text, Path(options.output) / "runtime_overhead.json")
+        write_text(markdown(result), DOCUMENT)
 
 
 if __name__ == "__main__":

@@ -87,9 +87,23 @@ class Notes:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note all calls between units while this is open."""
-        called, applied = nn.Module.__call__, vars(torch.autograd.Function)["apply"]
-        notes = self
+        """Note all calls of units and between them while this is open."""
+        applied = vars(torch.autograd.Function)["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.function(applied.__get__(None, cls), args, kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        try:
+            with self.units_called(), _Operators(self), _Functions(self):
+                yield
+        finally:
+            torch.autograd.Function.apply = applied  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def units_called(self) -> Iterator[None]:
+        """Note all calls of units while this is open."""
+        called, notes = nn.Module.__call__, self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = notes._paths.get(id(module))
@@ -97,20 +111,11 @@ class Notes:
                 return called(module, *args, **kwargs)
             return notes._noted(lambda *a, **k: called(module, *a, **k), path, args, kwargs)
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = applied.__get__(None, cls)
-            if notes._depth:
-                return whole(*args, **kwargs)
-            return notes._noted(whole, None, args, kwargs)
-
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         try:
-            with _Operators(self), _Functions(self):
-                yield
+            yield
         finally:
             nn.Module.__call__ = called  # type: ignore[method-assign]
-            torch.autograd.Function.apply = applied  # type: ignore[method-assign]
 
     def function(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function between units, and note it if it makes or changes tensors."""
@@ -153,7 +158,8 @@ class Notes:
         where = _here()
         name = self._name(unit) if unit is not None else f"{called_name(call)}@{len(self._nodes)}"
         references = tuple(self._reference(leaf, name, where) for leaf in leaves)
-        self._refuse_changes(changed, name, where)
+        if changed:
+            self._refuse_changes(changed, name, where)
         changes_held = any(
             isinstance(self._references.get(id(tensor)), ModuleTensor) for tensor in changed
         )

@@ -34,7 +34,7 @@ def recorder_of(
         )
         for name in names
     }
-    batch = (tokens, tokens, tokens) if documents else (tokens, tokens)
+    batch = tuple(torch.empty_like(tokens) for _ in range(3 if documents else 2))
     return Recorder(_Outline(layers, chunks=chunks), batch, tuple, units=names, ours=True)
 
 
@@ -43,13 +43,14 @@ class _LayerShape(nn.Module):
 
     def __init__(self, like: Tensor, *, results: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(()))
+        self.scale = nn.Parameter(torch.empty((), device="meta"))
         """What makes a unit a layer: a parameter."""
         self._shape, self._dtype, self._results = like.shape, like.dtype, results
 
     def forward(self, *taken: Tensor) -> Tensor | tuple[Tensor, ...]:
         made = tuple(
-            torch.empty(self._shape, dtype=self._dtype) * self.scale for _ in range(self._results)
+            torch.empty(self._shape, dtype=self._dtype, device="meta") * self.scale
+            for _ in range(self._results)
         )
         return made if len(made) > 1 else made[0]
 

@@ -11,6 +11,7 @@ them runs once on the real ones.  What is noted of it: runtime/forward_notes.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,9 +56,9 @@ class Recorder:
     ) -> None:
         """`batch` may hold tensors without data.  `dtype` is the type of computation.
 
-        `whole` makes the module one unit.  One of `ours` has no state that a forward changes, and
-        routes nothing.  Raises RecordError where `units` names no module, or the
-        forward cannot be recorded.
+        `whole` makes the module one unit.  One of `ours` has no data and no state that a forward
+        changes, and calls nothing but units: it is run as it is.  Raises RecordError where `units`
+        names no module, or the forward cannot be recorded.
         """
         self.example = batch
         """The batch of `first`."""
@@ -66,11 +67,10 @@ class Recorder:
         self.inputs = inputs or _default_inputs(module)
         self._dtype, self._ours = dtype, ours
         self._modes = {name: part.training for name, part in module.named_modules()}
-        self.aliases = _aliases(module)
         self.opened = frozenset() if whole else _opened(module, units)
         # In a rehearsal tensors have no data already, and modes do not mix.
         self._fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-        self._module = self._skeleton(module)
+        self._module = module if ours else self._skeleton(module)
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
         try:
@@ -88,6 +88,13 @@ class Recorder:
                 raise
             except Exception as error:
                 raise _failed(module, error) from error
+
+    @functools.cached_property
+    def aliases(self) -> dict[str, str]:
+        """The first name of each parameter by all the names that it has: ties."""
+        first: dict[int, str] = {}
+        pairs = self._module.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(parameter), name) for name, parameter in pairs}
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -163,15 +170,13 @@ class Recorder:
         """
         built = self._module if self._real is None else self._real
         with contextlib.ExitStack() as stack:
-            if not self._ours:
-                stack.enter_context(untouched(built, self.inputs))
+            stack.enter_context(untouched(built, self.inputs))
             module = copied(built)
             for name, part in module.named_modules():
                 part.training = self._modes[name]
             if self._real is None:
                 stack.enter_context(self._fake)
-                if not self._ours:
-                    stack.enter_context(even_routing(module))
+                stack.enter_context(even_routing(module))
                 batch = tree_map(self._leaf, batch)
             else:
                 batch = own_tensors(batch)
@@ -198,6 +203,10 @@ class Recorder:
         return made
 
     def _recorded(self, batch: Any, *, training: bool) -> Recording:
+        if self._ours:
+            notes = Notes(self._module, self.opened, batch)
+            with torch.enable_grad(), notes.units_called():
+                return notes.recording(self._module(*self.inputs(batch)))
         with self.without_data(batch) as (module, given):
             if not training:
                 module.eval()
@@ -230,13 +239,6 @@ def key_of(batch: Any) -> Any:
         for leaf in leaves
     )
     return (*words, str(spec))
-
-
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter by all the names that it has: ties."""
-    first: dict[int, str] = {}
-    pairs = module.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in pairs}
 
 
 def _default_inputs(module: nn.Module) -> Inputs:

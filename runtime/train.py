@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from runtime.mirror import Mirror, MirroredState
     from runtime.replay import Replays
     from runtime.save_schedule import SaveSchedule
+    from runtime.saving import Saver
     from runtime.token_model import TokenModel
 
 COLLECTED_EVERY = 50
@@ -263,12 +264,14 @@ class Loop:
             if held_out
             else None
         )
-        self._now_s = now_s
         self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
-        engine.end_when(self._out_of_time)
-        self._ahead = ThreadPoolExecutor(
-            1, thread_name_prefix="batch", initializer=_on_this_device(orders.device)
-        )
+        if orders.max_seconds is not None:
+            ends_s = orders.started_unix_s + orders.max_seconds
+            engine.end_when(lambda: now_s() >= ends_s)
+        on_device: Callable[[], object] | None = None
+        if orders.device == "cuda":  # a new thread would begin on device 0
+            on_device = functools.partial(torch.cuda.set_device, engine.device)
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="batch", initializer=on_device)
         self._coming: tuple[int, Future[tuple[Tensor, ...]]] | None = None
         self._used = UsedSamples(engine.slice_rank) if orders.checkpoint else None
         replays = mirror is not None and can_replay(plan)
@@ -343,30 +346,33 @@ class Loop:
     def _run(self) -> RankRecord:
         first = self.steps_done + 1
         watched = min(first + MEMORY_STEP - 1, self.orders.steps)
-        metrics = self._metrics(first)
-        schedule = self._save_schedule()
+        metrics = self._metrics(first) if self.rank == 0 else None
+        schedule = self._save_schedule(self._saver) if self._saver is not None else None
         step_s: list[float] = []
         compiler = self.engine.compiler
         peak = _Peak(self.orders.device, compiled=compiler is not None)
-        stopped: Stopped = "steps"
+        ends: Stopped | None = None
         loss = 0.0
-        while self.steps_done < self.orders.steps:
+        while ends is None and self.steps_done < self.orders.steps:
             step = self.steps_done + 1
             begin = time.perf_counter()
-            result = self._watched_step(peak) if step == watched else self._step()
+            result = self._step() if step != watched else peak.of(self._step, self.engine.state())
             step_s.append(time.perf_counter() - begin)
             self._check(step, result)
             self.steps_done = step
-            ends: Stopped | None = "max_seconds" if result.out_of_time else None
+            ends = "max_seconds" if result.out_of_time else None
             if result.noticed and self._saver is not None and step < self.orders.steps:
                 ends = "notice"
             self._beacon.tell(step, "evaluate")
-            eval_loss = self._eval_loss(last=ends == "max_seconds") if ends != "notice" else None
+            held_out = self._held_out if ends != "notice" else None
+            last = ends == "max_seconds"
+            eval_loss = None if held_out is None else self._eval_loss(held_out, last=last)
             if not result.skipped:
                 loss = result.loss
             if metrics is not None and not result.skipped:
                 metrics.write(self._record(result, step_s[-1], eval_loss, peak.so_far_bytes()))
-            self._copy(step, step_s)
+            if self._mirror is not None:
+                self._copy(self._mirror, step, step_s)
             if self._saver is not None and schedule is not None:
                 self._saver.check()
                 if ends or step == self.orders.steps or schedule.due(step):
@@ -379,9 +385,6 @@ class Loop:
                     if ends is None and step < self.orders.steps and _ends_to_grow():
                         ends = "grow"
                 schedule.stepped(step, step_s, metrics)
-            if ends is not None:
-                stopped = ends
-                break
             if self.steps_done % COLLECTED_EVERY == 0:
                 gc.collect(1)
         self._beacon.tell(self.steps_done, "end")
@@ -401,21 +404,18 @@ class Loop:
             not_compiled=compiler.fallbacks if compiler else {},
             peak_memory_bytes=peak.so_far_bytes(),
             memory_source=peak.source,
-            reserved_memory_bytes=peak.reserved_bytes(),
-            device_memory_bytes=peak.device_bytes(),
-            stopped=stopped,
+            **(peak.of_device() if self.orders.device == "cuda" else {}),
+            stopped=ends or "steps",
             checkpoint=str(saved) if saved else None,
         )
 
-    def _copy(self, step: int, step_s: Sequence[float]) -> None:
+    def _copy(self, mirror: Mirror, step: int, step_s: Sequence[float]) -> None:
         """Copy the state where it outlives this process."""
-        if self._mirror is None:
-            return
         from runtime.mirror import MEASURED  # noqa: PLC0415
 
-        if self._used is not None and self._mirror.is_due(step):
+        if self._used is not None and mirror.is_due(step):
             begin_s = time.perf_counter()
-            self._mirror.copy(
+            mirror.copy(
                 self.engine.snapshot(copied=False),
                 used=self._used.digest(),
                 began_s=begin_s,
@@ -424,36 +424,24 @@ class Loop:
             if self._replays is not None:
                 self._replays.copied(step)
 
-    def _save_schedule(self) -> SaveSchedule | None:
-        """Return when this run is saved from here on; None where it is not."""
-        if self._saver is None:
-            return None
+    def _save_schedule(self, saver: Saver) -> SaveSchedule:
+        """Return when this run is saved from here on."""
         from runtime.save_schedule import SaveSchedule  # noqa: PLC0415
 
-        return SaveSchedule(self.orders, self._saver, after_step=self.steps_done)
+        return SaveSchedule(self.orders, saver, after_step=self.steps_done)
 
-    def _metrics(self, first: int) -> Metrics | None:
-        """Return what rank 0 writes from step `first` on."""
-        if self.rank != 0:
-            return None
-        orders = self.orders
-        loggers = self._loggers(first)
-        return Metrics(
-            orders.output, loggers, predicted_s=orders.predicted_step_s, before=self._before
-        )
-
-    def _loggers(self, first: int) -> list[Logger]:
-        """Return what gets the figures of the run, from step `first` on."""
-        output = self.orders.output
+    def _metrics(self, first: int) -> Metrics:
+        """Return what is written from step `first` on, and for which loggers."""
+        orders, output = self.orders, self.orders.output
         config = self.plan.model_dump(mode="json", exclude={"stages"}, exclude_none=True)
-        result: list[Logger] = []
-        if self.orders.tensorboard:
-            result.append(TensorBoard(run.tensorboard_folder(output), first=first))
-        if self.orders.wandb is not None:
-            result.append(WeightsAndBiases(self.orders.wandb, output=output, config=config))
-        for name in self.orders.logger:
-            result.append(loaded("loggers", name)(output=output, first=first, config=config))
-        return result
+        loggers: list[Logger] = []
+        if orders.tensorboard:
+            loggers.append(TensorBoard(run.tensorboard_folder(output), first=first))
+        if orders.wandb is not None:
+            loggers.append(WeightsAndBiases(orders.wandb, output=output, config=config))
+        for name in orders.logger:
+            loggers.append(loaded("loggers", name)(output=output, first=first, config=config))
+        return Metrics(output, loggers, predicted_s=orders.predicted_step_s, before=self._before)
 
     def _own_batch(self, samples: CorpusSamples | PackedSamples, first: int) -> tuple[Tensor, ...]:
         """Return this data rank's part of the global batch that starts at sample `first`.
@@ -518,22 +506,16 @@ class Loop:
             torch.cuda.synchronize()
         return result
 
-    def _watched_step(self, peak: _Peak) -> StepResult:
-        return peak.of(self._step, held=self.engine.state().values())
-
-    def _eval_loss(self, *, last: bool) -> float | None:
+    def _eval_loss(self, held_out: CorpusSamples | PackedSamples, *, last: bool) -> float | None:
         """Return the mean loss on held-out text, at the steps where it is due."""
         step, every = self.steps_done, self.orders.evaluate_every
-        due = last or step == self.orders.steps or (every is not None and step % every == 0)
-        if self._held_out is None or not due:
+        if not (last or step == self.orders.steps or (every is not None and step % every == 0)):
             return None
         batch_tokens = self.plan.global_batch * self.plan.seq_len
-        whole = self._held_out.corpus.tokens // batch_tokens
+        whole = held_out.corpus.tokens // batch_tokens
         count = min(self.orders.evaluate_batches, max(1, whole))
         losses = [
-            self.engine.evaluate(
-                self._own_batch(self._held_out, batch * self.plan.global_batch)
-            ).loss
+            self.engine.evaluate(self._own_batch(held_out, batch * self.plan.global_batch)).loss
             for batch in range(count)
         ]
         return sum(losses) / count
@@ -605,11 +587,6 @@ class Loop:
             expert_load=result.expert_load,
         )
 
-    def _out_of_time(self) -> bool:
-        """Say whether the seconds are used up, by this rank's clock."""
-        used_s = self._now_s() - self.orders.started_unix_s
-        return self.orders.max_seconds is not None and used_s >= self.orders.max_seconds
-
     def _last_saved(self) -> Path | None:
         """Return the last complete checkpoint, when all that was begun is written."""
         return (self._saver.finish() if self._saver else None) or self.resumed
@@ -645,13 +622,6 @@ def _ends_to_grow() -> bool:
     return bool(asked)
 
 
-def _on_this_device(device: run.Device) -> Callable[[], object]:
-    """Return what lets a new thread use this rank's device; it would begin on device 0."""
-    if device == "cpu":
-        return lambda: None
-    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-
-
 class _Peak:
     """The most memory of training at once on this rank.
 
@@ -669,7 +639,7 @@ class _Peak:
         self._bytes: int | None = None
         self._counting = False
 
-    def of(self, step: Callable[[], StepResult], *, held: Iterable[Tensor]) -> StepResult:
+    def of(self, step: Callable[[], StepResult], held: Mapping[str, Tensor]) -> StepResult:
         """Take the step and watch it; `held` are weights and optimizer state."""
         if self._blind:
             return step()
@@ -677,7 +647,7 @@ class _Peak:
             torch.cuda.reset_peak_memory_stats()
             self._counting = True
             return step()
-        with LiveMemory(existing=held) as live:
+        with LiveMemory(existing=held.values()) as live:
             result = step()
         self._bytes = live.peak_bytes
         return result
@@ -686,16 +656,13 @@ class _Peak:
         """Return the peak, or None before the watched step."""
         return torch.cuda.max_memory_allocated() if self._counting else self._bytes
 
-    def reserved_bytes(self) -> int | None:
-        """Return the most that the allocator took from the device, with what lies unused in it."""
-        return None if self.slows or self._blind else torch.cuda.max_memory_reserved()
-
-    def device_bytes(self) -> int | None:
-        """Return what the device has in use now: by contexts, libraries and other programs too."""
-        if self.slows or self._blind:
-            return None
+    def of_device(self) -> dict[str, int]:
+        """Return what RankRecord has of a device's memory, that of its other users too."""
         free, total = torch.cuda.mem_get_info()
-        return total - free
+        return {
+            "reserved_memory_bytes": torch.cuda.max_memory_reserved(),
+            "device_memory_bytes": total - free,
+        }
 
 
 def step_seed(seed: int, *, step: int, stage: int, data_rank: int) -> int:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case
+from benchmarks.gpu.single_device import LEFT_OUT, TINY, Case, most_bytes
 from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.predict import predict
 from planner.documents.document import write
@@ -41,7 +41,6 @@ from planner.documents.model import Architecture, ModelGraph
 from planner.documents.plan import Mesh, PlacedLayer, Plan, PlannedModel, Stage
 from planner.documents.profile import ChunkedLoss
 from planner.layers.parameters import graph_of
-from runtime.live_memory import LiveMemory
 from runtime.train import token_engine
 
 Row = dict[str, Any]
@@ -300,10 +299,8 @@ def _steps(plan: Plan, model: ModelGraph, at: Setting) -> Row:
     vocabulary = model.architecture.vocab_size if model.architecture else 256
     tokens = torch.randint(vocabulary, (plan.global_batch, plan.seq_len + 1))
     seconds = at.seconds(lambda: engine.step(tokens))
-    living = [b for layer in engine.units.values() for b in layer.buffers()]
-    with LiveMemory([*engine.state().values(), *living], device=at.device) as live:
-        engine.step(tokens)
-    found: Row = {"measured_s": seconds, "allocated_bytes": live.peak_bytes}
+    peak_bytes = most_bytes(engine, lambda: engine.step(tokens))
+    found: Row = {"measured_s": seconds, "allocated_bytes": peak_bytes}
     if at.kind == "cuda":
         free, total = torch.cuda.mem_get_info()
         found |= {"reserved_bytes": torch.cuda.max_memory_reserved(), "device_bytes": total - free}

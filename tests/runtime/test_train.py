@@ -61,6 +61,7 @@ class Averaging:
         self.mean = torch.zeros(1, dtype=torch.float64)
         self.seen: list[torch.Tensor] = []
         self.next_sample = 0
+        self.out_of_time: Callable[[], bool] = lambda: False
 
     def end_when(self, out_of_time: Callable[[], bool]) -> None:
         self.out_of_time = out_of_time
