@@ -56,7 +56,7 @@ from runtime.train import token_engine
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "overhead.md"
 CPU = torch.device("cpu")
-SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 128, 8, 4096, 6
+SEQ_LEN, GLOBAL_BATCH, VOCABULARY, LAYERS = 128, 8, 2048, 4
 ARCHITECTURE = Architecture(
     family="reference",
     hidden_size=512,

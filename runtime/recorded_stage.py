@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -334,7 +335,7 @@ class RecordedStage(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where this stage computes."""
-        for tensor in (*self.parameters(), *self.buffers()):
+        for tensor in itertools.chain(self.parameters(), self.buffers()):
             return tensor.device
         return torch.device("cpu")
 

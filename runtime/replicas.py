@@ -12,7 +12,7 @@ is FSDP's to do (runtime/parallelize.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -37,35 +37,40 @@ class _Bucket:
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup
     flat: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    """Where in `flat` each gradient lies, in the order in memory that its parameter has.
+
+    torch's fused optimizers run through memory and look at no strides: a convolution's weight in
+    channels_last would be updated by another element's gradient."""
     given: list[Tensor | None] = field(default_factory=list)
     """The gradients that lie in `flat`, as autograd knows them."""
     added: list[int] = field(default_factory=list)
     """Backwards that added to each gradient."""
+    complete: int = 0
+    """Gradients to which all of a step's backwards have added."""
     work: dist.Work | None = None
 
     def __post_init__(self) -> None:
         self.empty()
 
     def empty(self) -> None:
-        self.flat, self.work = None, None
+        self.flat, self.views, self.work = None, [], None
         self.given = [None] * len(self.parameters)
-        self.added = [0] * len(self.parameters)
+        self.added, self.complete = [0] * len(self.parameters), 0
 
     @property
     def size_bytes(self) -> int:
         return sum(_local(parameter).nbytes for parameter in self.parameters)
 
-    def views(self) -> list[Tensor]:
-        """Return where each gradient lies, in the order in memory that its parameter has.
-
-        torch's fused optimizers run through memory and look at no strides: a convolution's weight
-        in channels_last would be updated by another element's gradient.
-        """
-        assert self.flat is not None
+    def begin(self) -> Tensor:
+        """Make room for the gradients of a step, and for the flags, which say that all are made."""
         locals_ = [_local(parameter) for parameter in self.parameters]
         sizes = [local.numel() for local in locals_]
-        parts = self.flat.split([*sizes, len(sizes)])
-        return [_laid_out(part, local) for part, local in zip(parts, locals_, strict=False)]
+        self.flat = locals_[0].new_empty(sum(sizes) + len(sizes), requires_grad=False)
+        *parts, flags = self.flat.split([*sizes, len(sizes)])
+        self.views = [_laid_out(part, one) for part, one in zip(parts, locals_, strict=True)]
+        flags.fill_(1.0)
+        return self.flat
 
     def take(self, index: int) -> None:
         """Let the gradient of a parameter lie in the bucket, if it does not yet."""
@@ -74,10 +79,8 @@ class _Bucket:
         if grad is None or grad is self.given[index]:
             return
         if self.flat is None:
-            count = sum(_local(one).numel() for one in self.parameters)
-            self.flat = _local(grad).new_empty(count + len(self.parameters))
-            self.flat[count:].fill_(1.0)
-        view = self.views()[index]
+            self.begin()
+        view = self.views[index]
         view.copy_(_local(grad))
         self.given[index] = parameter.grad = _like(grad, view)
 
@@ -128,15 +131,9 @@ class Replicas:
                 if parameter.grad is None:
                     lacking.append((bucket, index))
         for bucket, index in lacking:
-            if bucket.flat is None:  # not even one of its gradients was made here
-                size = sum(_local(one).numel() for one in bucket.parameters)
-                bucket.flat = torch.zeros(
-                    size + len(bucket.parameters),
-                    dtype=bucket.parameters[0].dtype,
-                    device=_local(bucket.parameters[0]).device,
-                )
-            bucket.views()[index].zero_()
-            bucket.flat[index - len(bucket.parameters)] = 0.0
+            flat = bucket.begin() if bucket.flat is None else bucket.flat
+            bucket.views[index].zero_()
+            flat[index - len(bucket.parameters)] = 0.0
         for bucket in self._buckets[self._sent :]:
             self._send(bucket)
         for bucket in self._buckets:
@@ -146,7 +143,7 @@ class Replicas:
             assert bucket.flat is not None
             if bucket.flat[index - len(bucket.parameters)] > 0:
                 parameter = bucket.parameters[index]
-                parameter.grad = _like(parameter, bucket.views()[index])
+                parameter.grad = _like(parameter, bucket.views[index])
         for bucket in self._buckets:
             bucket.empty()  # the gradients keep its memory until the optimizer drops them
         self._sent = 0
@@ -161,23 +158,23 @@ class Replicas:
             self._squares.append(torch.dot(own, own))
         bucket.send()
 
-    def _noticing(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
-        @torch.no_grad()
+    def _noticing(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
+        backwards = (self._backwards or 0) * self._stages[bucket.parameters[index]]
+
         def notice(parameter: Tensor) -> None:
             bucket.take(index)
             bucket.added[index] += 1
+            if bucket.added[index] != backwards:
+                return
+            bucket.complete += 1
             # In one order on all ranks, whatever order backward has.
-            while self._sent < len(self._buckets) and self._full(self._buckets[self._sent]):
-                self._send(self._buckets[self._sent])
+            for one in self._buckets[self._sent :]:
+                if one.complete < len(one.parameters):
+                    break
+                self._send(one)
                 self._sent += 1
 
         return notice
-
-    def _full(self, bucket: _Bucket) -> bool:
-        if self._backwards is None:
-            return False
-        pairs = zip(bucket.parameters, bucket.added, strict=True)
-        return all(added == self._backwards * self._stages[one] for one, added in pairs)
 
 
 def _buckets(parameters: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> list[_Bucket]:
