@@ -241,6 +241,7 @@ class Engine:
         self._whole: tuple[dict[Slot, Tensor], StepMeasurement] | None = None
         """Gradients that were asked for, made whole and scaled."""
         modules = [part.module for part in parts]
+        own = isinstance(model, OwnModel)  # a language model's layers have no BatchNorm
         self._passes = StepPasses(
             plan,
             self._place,
@@ -249,9 +250,9 @@ class Engine:
             example=example,
             loss=loss,
             gradients=self._optimizers,
-            statistics=RunningStatistics(modules, self._place, kind=batch_norm),
+            statistics=RunningStatistics(modules, self._place, kind=batch_norm) if own else None,
             sums=model.sums,
-            compares=isinstance(model, OwnModel),
+            compares=own,
             device=device,
         )
         self._late: LateUpdates | None = None
@@ -284,7 +285,7 @@ class Engine:
         self.next_sample = 0
         """The first sample that no step has had; snapshots and checkpoints have it."""
         self._begun_s: float | None = None
-        self._records = ScriptRecords.of_this_process() if self.leads else None
+        self._records = ScriptRecords.of_this_process() if own and self.leads else None
 
     def _mean_over_replicas(self) -> Mean | None:
         if self._place.replicas == 1 or not reduces_in_step(self.plan):
@@ -543,8 +544,8 @@ class Engine:
 
     def refuse_drifted(self) -> None:
         """Compare replicas now; LaunchError, on all ranks, where one has drifted."""
-        assert self._optimizers.agreement is not None
-        self._optimizers.agreement.refuse_drifted()
+        if self._optimizers.agreement is not None:
+            self._optimizers.agreement.refuse_drifted()
 
     def configuration(self) -> str | None:
         """Return the config.json of the model as a library has it, if one does."""

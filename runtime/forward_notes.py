@@ -13,6 +13,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ class Notes:
             derived=self._derived(nodes),
             tensors=tensors,
         )
-        return recording.with_layers(self._layers(recording, parameters))
+        return replace(recording, layers=self._layers(recording, parameters))
 
     def _derived(self, nodes: Sequence[Node]) -> frozenset[int]:
         """Return the nodes whose results follow from the batch alone, without parameters."""

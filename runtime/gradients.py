@@ -135,9 +135,12 @@ class Gradients:
     def agree(self, state: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
         """Agree with all ranks on what they hold and sum; compare replicas every `every` steps.
 
-        `state` returns what is resident beside what is trained.  See Agreement.
+        `state` returns what is resident beside what is trained.  See Agreement.  A rank
+        that is alone has nobody to agree with.
         """
         place = self.place
+        if place.degrees.devices == 1:
+            return
         declared = [
             Declared(slot.name, ranks, described(slot.parameter))
             for ranks, slots in self._tied.items()
@@ -167,7 +170,8 @@ class Gradients:
         A sum over ranks has zeros in place of a gradient that this rank has not made.
         """
         for slot in self.slots:
-            _add_copies(slot)
+            if slot.copies_here:
+                _add_copies(slot)
         grads = {
             slot: _local_grad(slot.parameter)
             for slot in self.slots

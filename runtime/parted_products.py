@@ -25,14 +25,18 @@ WORTH = 2**20
 """Elements of a matrix from which two products take less than a slow one."""
 
 
+def reads_on_grid(device: torch.device) -> bool:
+    """Tell whether kernels of a device read rows on a grid; those of AMD's take any size."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def parts(like: Tensor, outputs: int, inputs: int) -> list[slice]:
     """Return the outputs of a matrix that are multiplied together: one slice or two.
 
     `like` has its device and type.
     """
     if (
-        like.device.type != "cuda"
-        or torch.version.hip is not None
+        not reads_on_grid(like.device)
         or torch.compiler.is_compiling()
         or isinstance(like, DTensor)
         or outputs * inputs < WORTH
@@ -96,8 +100,8 @@ class Parted:
 PARTED = Parted()
 
 
-def products_for(unit: nn.Module, device: torch.device, tensor: int) -> Products:
-    """Return how the Linears of a unit multiply that are in no fewer bits than its parameters.
+def products_for(unit: nn.Module, tensor: int) -> Products:
+    """Return how the Linears of a unit multiply, in its parameters' bits, where rows have a grid.
 
     `tensor` ranks may divide their outputs.  Multiples of GRID_BYTES outputs are on the grid in any
     type; which others are in their own shows when they are multiplied.
@@ -107,4 +111,4 @@ def products_for(unit: nn.Module, device: torch.device, tensor: int) -> Products
         for one in unit.modules()
         if type(one) is nn.Linear
     )
-    return PARTED if device.type == "cuda" and any(off) else PLAIN
+    return PARTED if any(off) else PLAIN

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,10 +178,6 @@ class Recording:
 
     def _own(self, layer: RecordedLayer) -> list[Node]:
         return [self.nodes[at] for at in range(layer.first, layer.last) if at not in self.derived]
-
-    def with_layers(self, layers: tuple[RecordedLayer, ...]) -> Recording:
-        """Return the same, cut into layers."""
-        return replace(self, layers=layers)
 
     def sent(self, layer: int) -> tuple[Tensor, ...]:
         """Return meta tensors of what layer number `layer` hands on, if a stage ends with it."""

@@ -58,12 +58,13 @@ class StepPasses:
         example: Any,
         loss: Callable[[Any, Any], Any],
         gradients: Gradients,
-        statistics: RunningStatistics,
+        statistics: RunningStatistics | None,
         sums: bool,
         compares: bool = True,
         device: torch.device,
     ) -> None:
-        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled.
+        """`example` is a batch that no batch exceeds; `gradients` know how sums are scaled;
+        `statistics` are those of BatchNorms, where there may be some.
 
         `sums` says that the module asks for sums over the batch, and `compares` that batches and
         loss are a user's own: ranks may not have them alike, and there may be metrics.
@@ -111,7 +112,8 @@ class StepPasses:
         self._counts = None
         cut = batches.micro_batches(batch, size=size, count=count)
         batches.check_lengths(batch, self._most)
-        self._agree(batch)
+        if self._compares:
+            self._agree(batch)
         return self._micros(cut, step=step, drawing=drawing)
 
     def cut_any(self, batch: Any, *, step: int, drawing: bool = False) -> list[MicroBatch]:
@@ -121,7 +123,8 @@ class StepPasses:
         a sample that counts for nothing, so that all ranks run as many.
         """
         batches.check_lengths(batch, self._most)
-        self._agree(batch, any_size=True)
+        if self._compares:
+            self._agree(batch, any_size=True)
         found = batches.samples_in(batch)
         counts = torch.zeros(self._place.data_degree, device=self._device)
         counts[self._place.data_rank] = found
@@ -156,8 +159,6 @@ class StepPasses:
         Values are compared once, shapes each time: messages between stages have that of the batch,
         and a loss over the whole batch gathers it.
         """
-        if not self._compares:
-            return
         gathers = isinstance(self._loss, whole_batch) and self._place.data_degree > 1
         gathers = gathers and not any_size
         if self._plan.mesh.pipeline * self._plan.mesh.tensor == 1 and not gathers:
@@ -201,7 +202,8 @@ class StepPasses:
         host.summed()
         if self._replicas is not None:
             self._replicas.finish()
-        self._statistics.apply()
+        if self._statistics is not None:
+            self._statistics.apply()
 
     def evaluate(self, micros: Sequence[MicroBatch]) -> None:
         """Note the losses of all micro-batches of `cut_any` in eval mode, and learn nothing."""
@@ -282,7 +284,8 @@ class StepPasses:
         finally:
             self._surveyed = None
         self._let_go()
-        self._statistics.forget()
+        if self._statistics is not None:
+            self._statistics.forget()
         sums.finish(self._of_all_slices)
         if not isinstance(self._loss, whole_batch):
             sums.loss_count = counts[1]
@@ -348,7 +351,8 @@ class StepPasses:
             for head in heads:
                 head.active = True
         self._let_go()
-        self._statistics.forget()
+        if self._statistics is not None:
+            self._statistics.forget()
         return made
 
     def _whole_gradients(self, loss: whole_batch, micros: Sequence[MicroBatch]) -> None:

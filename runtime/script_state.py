@@ -96,8 +96,8 @@ class ScriptState:
         Raises LaunchError, on all ranks, where replicas have drifted or where the state of one
         rank's own is no plain data.
         """
-        assert self._optimizers.agreement is not None
-        self._optimizers.agreement.refuse_drifted()
+        if self._optimizers.agreement is not None:
+            self._optimizers.agreement.refuse_drifted()
         beside = {}
         with agreed():
             if self._place.stage == 0 and self._place.along("tensor") == 0:

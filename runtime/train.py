@@ -244,7 +244,6 @@ class Loop:
         self.samples = samples_of(corpus, seq_len=plan.seq_len, seed=plan.training.seed)
         self.steps_done = 0
         self.resumed: Path | None = None
-        self._frozen = checkpoint.frozen_weights(plan, orders.weights)
         self._saver = (
             Saver(
                 orders.checkpoint,
@@ -278,6 +277,11 @@ class Loop:
         self._replays = Replays(plan, orders.device) if replays else None
         if replays:
             engine.measure_own_gradient()
+
+    @functools.cached_property
+    def _frozen(self) -> str | None:
+        """Which weights stay as they are, if adapters are trained."""
+        return checkpoint.frozen_weights(self.plan, self.orders.weights)
 
     def resume(self, saved: Path) -> None:
         """Go on where a checkpoint ends."""

@@ -30,7 +30,6 @@ from runtime import (
     experts,
     gathered_experts,
     lora,
-    parted_products,
     relayed_experts,
     tensor,
 )
@@ -55,6 +54,7 @@ from runtime.parallelize import (
     replicated,
     shards,
 )
+from runtime.parted_products import products_for, reads_on_grid
 from runtime.participation import BackwardOrder, Participation
 from runtime.published import Weights
 from runtime.recompute import wrapped
@@ -127,6 +127,8 @@ class Staged:
     """Parameters whose gradients runtime.replicas sums, and over which ranks; in order."""
     chunked: ChunkedHead | None = None
     """The head of a user's own module, where it returns its loss."""
+    traffic: HostTraffic | None = None
+    """Copies to the host and back, of all layers whose stored tensors do not stay."""
     narrow: NarrowWeights | None = None
     """Weights that are gathered in 8 bits, where the plan says so."""
 
@@ -192,9 +194,6 @@ def language_stage(
     adapter.tie(layers)
     _check_parameters(layers, adapter)
     module = RecordedStage(tree_of(layers), recorder, *plan.span_of_stage(stage))
-    apart = reduces_apart(plan, place)
-    reduces = place.replicas > 1 and not (reduces_in_step(plan) or apart)
-    wraps = reduces or wants_mesh(plan) or _wraps_experts(plan, place)
     return transformed(
         Staged(
             plan=plan,
@@ -204,9 +203,15 @@ def language_stage(
             module=module,
             of=LanguageRules(adapter=adapter, weights=weights),
             compiler=compiler,
-            wrapped=place.mesh is not None and wraps,
+            wrapped=place.mesh is not None and _wraps(plan, place),
         )
     )
+
+
+def _wraps(plan: Plan, place: Place) -> bool:
+    """Tell whether data parallelism or mixed precision wraps layers."""
+    reduces = place.replicas > 1 and not (reduces_in_step(plan) or reduces_apart(plan, place))
+    return reduces or wants_mesh(plan) or _wraps_experts(plan, place)
 
 
 def _wraps_experts(plan: Plan, place: Place) -> bool:
@@ -242,8 +247,7 @@ def transformed(staged: Staged) -> Staged:
     """
     plan, place, described = staged.plan, staged.place, isinstance(staged.of, LanguageRules)
     adapts = plan.training.lora is not None and described
-    # Kernels of a device read rows on a grid, off which a vocabulary may be.
-    otherwise = plan.precision in EIGHT_BITS or staged.device.type == "cuda"
+    otherwise = plan.precision in EIGHT_BITS or reads_on_grid(staged.device)
     multiplies = otherwise or schedule_of(plan.schedule).splits_backward
     spreads = plan.mesh.expert > 1
     for asked, technique in (
@@ -256,15 +260,13 @@ def transformed(staged: Staged) -> Staged:
     ):
         if asked:
             technique(staged)
-    placed, traffic = staged.placed, HostTraffic(staged.device)
-    ends = activations.row_ends(item.activations for item in placed)
     done: dict[int, nn.Parameter] = {}
-    for at, (item, end) in enumerate(zip(placed, ends, strict=True)):
+    for at, item in enumerate(staged.placed):
         packing: activations.Packing | None = None
         if described:
             _first_values(staged, item, done)  # whole for one layer at a time
         if item.activations != "keep":
-            packing = _packing(staged, item, traffic, end)
+            packing = _packing(staged, at)
         if item.recompute != "none":
             _recomputation(staged, item, packing)
         if staged.compiler is not None:
@@ -314,8 +316,8 @@ def _products(staged: Staged) -> None:
     for name in staged.module.called_units:
         unit = staged.module.part(name)
         products = products_of(plan.precision, plan.scales) if staged.is_block(name) else PLAIN
-        if products is PLAIN:
-            products = parted_products.products_for(unit, staged.device, plan.mesh.tensor)
+        if products is PLAIN and reads_on_grid(staged.device):
+            products = products_for(unit, plan.mesh.tensor)
         store = staged.store if name in staged.units else None
         if store is not None or products is not PLAIN:
             defer(unit, store, products)
@@ -417,13 +419,16 @@ def _first_values(staged: Staged, item: PlacedLayer, done: dict[int, nn.Paramete
         layer.get_submodule(owner)._buffers[attribute] = value.to(device)
 
 
-def _packing(
-    staged: Staged, item: PlacedLayer, traffic: HostTraffic, end: tuple[bool, bool]
-) -> activations.Packing | None:
+def _packing(staged: Staged, at: int) -> activations.Packing | None:
     """Return what becomes of a layer's stored tensors, if they do not stay."""
+    item = staged.placed[at]
     if staged.keeps_gradients(item):
         return None
-    return staged.module.packing(item.layer, item.activations, traffic, first=end[0], last=end[1])
+    if staged.traffic is None:
+        staged.traffic = HostTraffic(staged.device)
+    first, last = activations.row_ends(one.activations for one in staged.placed)[at]
+    choice, traffic = item.activations, staged.traffic
+    return staged.module.packing(item.layer, choice, traffic, first=first, last=last)
 
 
 def _recomputation(staged: Staged, item: PlacedLayer, packing: activations.Packing | None) -> None:

@@ -395,22 +395,28 @@ def _to_experts(
     """Return how tokens of a traced layer come to experts of other ranks, and back.
 
     Sent to each of their experts they take c b bytes, b those of a rank's tokens and c the choices
-    of each.  Relayed, a copy goes to every node and from there to every rank that has some of them.
-    Gathered, all ranks' tokens come to each, whose buffers have rows for min(c, own experts) of
-    each token: what of those is not filled is held beside the trace.
+    of each; those that arrive are what experts read, and those that return what weights multiply,
+    both of which the trace has stored.  Relayed, a copy goes to every node and from there to every
+    rank that has some of them.  Gathered, all ranks' tokens come to each, whose buffers have rows
+    for min(c, own experts) of each token: what of those is not filled is held beside the trace.
     """
     sent = experts.exchanged_bytes * scale
     tokens = sent / experts.per_token
 
     def moved(
-        made: str, size: float, axis: GroupAxis, kind: OperatorKind = "all_to_all"
+        made: str,
+        size: float,
+        axis: GroupAxis,
+        kind: OperatorKind = "all_to_all",
+        *,
+        stores: bool = True,
     ) -> Operator:
         return Operator(
             name=f"{name}_{made}",
             kind=kind,
             inputs=(),
             outputs={made: size},
-            saved=(made,),
+            saved=(made,) if stores else (),
             moved_bytes=size,
             backward_moved_bytes=size,
             axis=axis,
@@ -432,13 +438,13 @@ def _to_experts(
         )
         gathered = moved("gathered", every, "expert", "all_gather")
         scattered = replace(
-            moved("scattered", every, "expert", "reduce_scatter"),
+            moved("scattered", every, "expert", "reduce_scatter", stores=False),
             outputs={"scattered": tokens},
-            saved=(),
         )
         return [gathered, held], [scattered]
     if not setting.relays:
-        return [moved("sent", sent, "expert")], [moved("returned", sent, "expert")]
+        out, home = (moved(way, sent, "expert", stores=False) for way in ("sent", "returned"))
+        return [out], [home]
     routing = Routing(experts.count, experts.per_token)
     nodes, ranks = (copies * tokens for copies in routing.hops(setting.expert, setting.relay))
     there = moved("at_nodes", nodes, "experts_across"), moved("at_ranks", ranks, "experts_inside")

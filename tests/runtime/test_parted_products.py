@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.documents.profile import LossGradients
 from runtime import chunked_loss, parted_products
-from runtime.parted_products import GRID_BYTES, PARTED, on_grid, parts, products_for
+from runtime.parted_products import GRID_BYTES, PARTED, on_grid, parts, products_for, reads_on_grid
 from runtime.weight_gradients import PLAIN, Products, defer
 from tests.runtime.ranks import on_ranks
 
@@ -147,10 +147,11 @@ def test_divided_matrices_stay_divided() -> None:
 
 def test_small_matrices_those_on_the_grid_and_other_devices_are_whole() -> None:
     head = nn.Linear(768, 50257, device="meta")
-    assert products_for(head, torch.device("cuda"), 1) is PARTED
-    assert products_for(head, torch.device("cpu"), 1) is PLAIN
-    assert products_for(nn.Linear(768, 10), torch.device("cuda"), 1) is PLAIN
+    assert reads_on_grid(torch.device("cuda"))
+    assert not reads_on_grid(torch.device("cpu"))
+    assert products_for(head, 1) is PARTED
+    assert products_for(nn.Linear(768, 10), 1) is PLAIN
     padded = nn.Linear(768, 50304, device="meta")
-    assert products_for(padded, torch.device("cuda"), 1) is PLAIN
-    assert products_for(nn.Linear(768, 50264, device="meta"), torch.device("cuda"), 2) is PARTED
+    assert products_for(padded, 1) is PLAIN
+    assert products_for(nn.Linear(768, 50264, device="meta"), 2) is PARTED
     assert parts(torch.empty(()), 50257, 768) == [slice(0, 50257)]

@@ -118,6 +118,69 @@ class Named(Wide):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
+class Routed(nn.Module):
+    """Two of four experts for each token, in a loop over those that were hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 4 * WIDTH, WIDTH) / 8)
+        self.down_proj = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(4):
+            tokens, choice = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[tokens] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = (self.act_fn(gate) * up) @ self.down_proj[expert].T
+            result = result.index_add(0, tokens, made * top_k_weights[tokens, choice, None])
+        return result
+
+
+class Mixed(Wide):
+    """A block whose tokens go to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4)
+        self.down = Routed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        flat = self.norm2(x).flatten(0, 1)
+        weights, index = self.up(flat).softmax(-1).topk(2)
+        return x + self.down(flat, index, weights).view_as(x)
+
+
+class Mixtures(Language):
+    def __init__(self) -> None:
+        super().__init__(Mixed, blocks=4, words=WORDS, width=WIDTH)
+
+
+@pytest.mark.matrix
+def test_experts_over_ranks_take_what_is_predicted() -> None:
+    batch = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+    fix = ["dp=2", "expert=2", "zero=2", "tensor=1", "pp=1", "micro_batch=4", "recompute=none"]
+    plan = meshwright.plan(Mixtures, "local:2", batch=batch, loss=loss, optimizer=adamw, fix=fix)
+
+    found = script_peak_bytes(
+        lambda of: meshwright.Engine(
+            Mixtures, of, loss=loss, optimizer=adamw, batch=batch, device="cpu"
+        ),
+        plan,
+        batch,
+        rank=0,
+    )
+
+    told = meshwright.predict(plan).stages[0].peak_memory_bytes
+    assert told == pytest.approx(found, rel=WITHIN)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "fix", [["context=2"], ["dp=2", "context=1", "loss=recomputed/32"]], ids=" ".join

@@ -80,6 +80,9 @@ def test_tokens_go_to_experts_and_come_back() -> None:
 
     sent = [op.moved_bytes for op in table.operators if op.axis == "expert"]
     assert sent == [2 * 2**23 / 2 / 2] * 2  # of a rank's positions
+    # What arrives and returns is what experts read and weights multiply: the trace has both.
+    alone = traced(BLOCK, setting(context=2))
+    assert table.stored_bytes("none") == alone.stored_bytes("none")
     assert local_parameters(MODEL, BLOCK, expert=4) == (4_000_000, 15_000_000)
     assert local_parameters(MODEL, BLOCK) == (64_000_000, 0.0)
 
