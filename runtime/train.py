@@ -32,6 +32,7 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
+from planner.process.heap import keep_freed
 from runtime import checkpoint, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon, own_seconds
@@ -139,6 +140,8 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
         loop.go_on_from(kept, after_saved=saved_step)
     elif orders.resumed:
         loop.resume(orders.resumed)
+    if orders.device == "cpu":  # whose tensors are on the heap
+        keep_freed()
     return loop.run()
 
 
