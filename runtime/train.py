@@ -227,7 +227,7 @@ class Loop:
         orders: RankOrders,
         rank: int,
         mirror: Mirror | None = None,
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if orders.checkpoint:
             from runtime import companions  # noqa: PLC0415 - of runs that are saved
@@ -267,6 +267,9 @@ class Loop:
             else None
         )
         self._now_s = now_s
+        # From here on by a clock that nobody sets.
+        used_s = max(0.0, time.time() - orders.started_unix_s)
+        self._started_s = now_s() - used_s
         self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
         engine.end_when(self._out_of_time)
         self._ahead = ThreadPoolExecutor(
@@ -610,7 +613,7 @@ class Loop:
 
     def _out_of_time(self) -> bool:
         """Say whether the seconds are used up, by this rank's clock."""
-        used_s = self._now_s() - self.orders.started_unix_s
+        used_s = self._now_s() - self._started_s
         return self.orders.max_seconds is not None and used_s >= self.orders.max_seconds
 
     def _last_saved(self) -> Path | None:
