@@ -1,29 +1,32 @@
-"""What `--survive` costs while nothing fails: processor seconds a step, with it over without.
+"""What `--survive` costs while nothing fails: processor seconds a step, each part within one run.
 
-    python -m benchmarks.survive_cost                   # 12 runs of half a minute, and one of one
-    python -m benchmarks.survive_cost --pairs 0         # that one alone: what the calls take
+    python -m benchmarks.survive_cost                   # three runs of two ranks
 
-Two ranks train a model of 4 million parameters; runs with and without `--survive` alternate, so
-that what else the machine does meets both.  Counted are ranks, launcher and zygote between two
-steps, behind the start and the book of plans, which one process of the lowest priority solves once.
-Behind them one run with `--survive` counts what its added calls take by themselves, in ranks and in
-the launcher, over what their processes take: it hardly depends on what else the machine does, and
-leaves out what a call does to the work behind it.
+Two ranks train a model of 4 million parameters.  One run counts what the calls take that only
+`--survive` makes, in ranks and in the launcher, over what their processes take.  In two more blocks
+of steps, each of which is copied, alternate with blocks without copies: what a copy takes with what
+it does to the work behind it, over its calls alone.  In each of these one of both ranks, with equal
+work, is forked as `--survive` has it, and the other started afresh.  Page faults are counted with
+the seconds.  Whatever else the machine does meets both sides of each comparison, which pairs of
+whole runs do not have: they differ by more than what is sought.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
-import random
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,14 @@ from runtime import partner
 from runtime.beacon import Beacon
 from runtime.looks import Looks
 from runtime.replay import Replays
-from runtime.run import metrics_file
 from runtime.step_line import ProgressLine
 from runtime.train import Loop
-from runtime.zygote import Zygote
+from runtime.zygote import ForkedRank, Zygote
 from tests.runtime.forked import ForkedLauncher, nursery
 from tests.runtime.rooms import Room
 
 HIDDEN, LAYERS, VOCABULARY, SEQ_LEN, BATCH = 256, 5, 258, 256, 8
-FROM_STEP, TO_STEP = 25, 65
+FROM_STEP, BLOCK_STEPS = 25, 10
 COUNTED_STEPS = 80
 """Of the run whose calls are counted: a state is copied every few steps."""
 PATIENCE_S = 600.0
@@ -94,65 +96,24 @@ def planned(folder: Path) -> Path:
     return folder / "plan.yaml"
 
 
-def step_cpu_s(
-    folder: Path,
-    forks: Zygote,
-    plan: Path,
-    *,
-    survives: bool,
-    steps: int = TO_STEP - FROM_STEP,
-    begins_with: str = "",
-) -> float:
-    """Return processor seconds of a step, of all processes of a run."""
-    (folder / "logs").mkdir()
+def run(folder: Path, forks: Zygote, plan: Path, *, steps: int, begins_with: str) -> None:
+    """Train under `--survive`; launcher and forked ranks run some code before all else."""
+    (folder / "logs").mkdir(parents=True)
     room = Room(folder)
     room.text.write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
-    options = ["launch", str(plan), "--data", str(room.text), "--steps", "1000"]
+    options = ["launch", str(plan), "--data", str(room.text), "--steps", str(steps), "--survive"]
     options += ["--checkpoint", str(folder / "saved"), "--checkpoint-every", "100000"]
-    options += ["--output", str(folder / "out"), *(["--survive"] if survives else [])]
+    options += ["--output", str(folder / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_SECRET": "of this alone"}
     log = folder / "logs" / "launcher.log"
     launcher = ForkedLauncher(forks, options, environment, log=log, begins_with=begins_with)
     try:
-        _wait_for(room, FROM_STEP, launcher, log)
-        end_s = time.monotonic() + PATIENCE_S
-        while any(name == "book.log" for name, _ in _used(folder)) and time.monotonic() < end_s:
-            time.sleep(0.1)
-        first, before = _steps(room), sum(used for _, used in _used(folder))
-        _wait_for(room, first + steps, launcher, log)
-        last, after = _steps(room), sum(used for _, used in _used(folder))
-        return (after - before) / (last - first)
+        if launcher.wait(PATIENCE_S) != 0:
+            raise RuntimeError(log.read_text()[-2000:])
     finally:
         launcher.kill()
         launcher.wait()
         room.wait_until_empty()
-
-
-def _steps(room: Room) -> int:
-    metrics = metrics_file(room.folder / "out")
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
-def _wait_for(room: Room, step: int, launcher: ForkedLauncher, log: Path) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while _steps(room) < step:
-        if launcher.poll() is not None or time.monotonic() > end_s:
-            raise RuntimeError(log.read_text()[-2000:])
-        time.sleep(0.05)
-
-
-def _used(folder: Path) -> list[tuple[str, float]]:
-    """Return the log of each process of a run, and the processor seconds that it has used."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            log = (process / "fd" / "1").readlink()
-            if log.is_relative_to(folder):
-                threads = (one.read_text() for one in process.glob("task/*/schedstat"))
-                found.append((log.name, sum(int(one.split()[0]) for one in threads) / 1e9))
-        except OSError:
-            continue
-    return found
 
 
 def count_calls(folder: Path) -> None:
@@ -218,45 +179,166 @@ def calls_of(folder: Path) -> tuple[Counter[str], float]:
     return took, whole_s
 
 
-def main() -> int:
-    """Print a line for each pair, the middle of all, and what calls take."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=6)
-    args = parser.parse_args()
+def note_steps(folder: Path, kind: str) -> None:
+    """Note, behind each step of a rank that starts as this process, what was used until then.
+
+    Steps of every second block are copied, each of them.
+    """
+    copy, took_s, lines = Loop._copy, 0.0, None
+
+    def noting(loop: Loop, step: int, step_s: Sequence[float]) -> None:
+        nonlocal took_s, lines
+        if lines is None:
+            lines = (folder / f"rank-{loop.rank}-{kind}.jsonl").open("a", buffering=1)
+        copies = step // BLOCK_STEPS % 2 == 1
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        told = (step, copies, time.process_time(), used.ru_minflt, took_s)
+        lines.write(json.dumps(told) + "\n")
+        assert loop._mirror is not None
+        loop._mirror._every = 1
+        begin_s = time.thread_time()
+        if copies:
+            copy(loop, step, step_s)
+        took_s += time.thread_time() - begin_s
+
+    Loop._copy = noting  # type: ignore[method-assign]
+
+
+def start_afresh(folder: Path, rank: int) -> None:
+    """Let launchers that run in this process start one of their ranks as a new program."""
+    start = Zygote.start
+    code = (
+        f"import sys; from pathlib import Path; from runtime import rank\n"
+        f"from benchmarks.survive_cost import note_steps\n"
+        f"note_steps(Path({str(folder)!r}), 'afresh')\n"
+        f"rank.leave(rank.main(sys.argv[1:]))"
+    )
+
+    class Afresh(ForkedRank):
+        def __init__(self, zygote: Zygote, program: subprocess.Popen[bytes]) -> None:
+            super().__init__(zygote)
+            self._program, self.process = program, program.pid
+
+        def poll(self) -> int | None:
+            return self._program.poll()
+
+        def wait(self) -> int:
+            return self._program.wait()
+
+    def starting(
+        zygote: Zygote,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        log: Path,
+        inherits: Sequence[int] = (),
+    ) -> ForkedRank:
+        if environment["RANK"] != str(rank):
+            return start(zygote, arguments, environment, log=log, inherits=inherits)
+        zygote.warm(environment, log=log)
+        with log.open("ab") as out:
+            program = subprocess.Popen(
+                [sys.executable, "-c", code, *arguments],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=inherits,
+                start_new_session=True,
+            )
+        return Afresh(zygote, program)
+
+    Zygote.start = starting  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What steps of a rank took, from the end of one to the end of the next: means."""
+
+    steps: int
+    processor_s: float
+    error_s: float
+    """Its standard error."""
+    faults: float
+    calls_s: float
+    """Of it the calls that copy."""
+
+
+def used_of(notes: Path) -> dict[bool, Used]:
+    """Return what steps of a rank took that began with a copy, and the others."""
+    rows = [json.loads(line) for line in notes.read_text().splitlines()]
+    rows = [row for row in rows if row[0] >= FROM_STEP]
+    found = {}
+    for copies in (False, True):
+        pairs = [(a, b) for a, b in itertools.pairwise(rows) if a[1] is copies]
+        spent = [b[2] - a[2] for a, b in pairs]
+        found[copies] = Used(
+            steps=len(pairs),
+            processor_s=statistics.fmean(spent),
+            error_s=statistics.stdev(spent) / len(spent) ** 0.5,
+            faults=statistics.fmean(b[3] - a[3] for a, b in pairs),
+            calls_s=statistics.fmean(b[4] - a[4] for a, b in pairs),
+        )
+    return found
+
+
+def blocks(folder: Path, forks: Zygote, plan: Path, *, steps: int) -> tuple[float, float]:
+    """Print what steps took with and without copies, and ranks that are forked and started afresh.
+
+    Returns the seconds of a copy over those of its calls alone, and the share of a step that a
+    forked rank takes more than one that was started afresh.
+    """
+    whole_s = calls_s = 0.0
     ratios = []
+    for fresh in (1, 0):
+        own = folder / f"afresh-{fresh}"
+        (notes := own / "notes").mkdir(parents=True)
+        begins_with = (
+            "from pathlib import Path; from benchmarks import survive_cost\n"
+            f"survive_cost.note_steps(Path({str(notes)!r}), 'forked')\n"
+            f"survive_cost.start_afresh(Path({str(notes)!r}), {fresh})"
+        )
+        run(own / "run", forks, plan, steps=FROM_STEP + steps, begins_with=begins_with)
+        plain_s: dict[str, float] = {}
+        for file in sorted(notes.iterdir()):
+            used = used_of(file)
+            plain_s[file.stem.rpartition("-")[2]] = used[False].processor_s
+            whole_s += used[True].processor_s - used[False].processor_s
+            calls_s += used[True].calls_s
+            for copies, one in used.items():
+                print(
+                    f"{file.stem}, {one.steps} steps {'with copies' if copies else 'without'}: "
+                    f"{1e3 * one.processor_s:.1f} ms (standard error {1e3 * one.error_s:.1f}), "
+                    f"{1e3 * one.calls_s:.1f} in calls that copy, {one.faults:.0f} page faults",
+                    flush=True,
+                )
+        ratios.append(plain_s["forked"] / plain_s["afresh"] - 1)
+    return whole_s / calls_s, statistics.fmean(ratios)
+
+
+def main() -> int:
+    """Print what steps and calls take, and what that is in all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=160, help="of each run with blocks")
+    args = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as name, nursery(Path(name)) as forks:
         plan = planned(Path(name))
-        for pair in range(args.pairs):
-            took = {}
-            for survives in random.Random(pair).sample((False, True), 2):
-                folder = Path(name) / f"{pair}-{survives}"
-                folder.mkdir()
-                took[survives] = step_cpu_s(folder, forks, plan, survives=survives)
-            ratios.append(took[True] / took[False] - 1)
-            load = os.getloadavg()[0]
-            print(
-                f"{1e3 * took[False]:.1f} ms a step, with --survive {1e3 * took[True]:.1f} ms: "
-                f"{100 * ratios[-1]:+.2f} %, load {load:.1f}",
-                flush=True,
-            )
-        if ratios:
-            middle, spread = statistics.median(ratios), statistics.pstdev(ratios)
-            print(
-                f"median {100 * middle:+.2f} % of {len(ratios)} pairs, "
-                f"standard error {100 * spread / len(ratios) ** 0.5:.2f} %",
-                flush=True,
-            )
-        folder = Path(name) / "calls"
-        folder.mkdir()
+        behind, forked = blocks(Path(name), forks, plan, steps=args.steps)
+        print(f"a copy takes {behind:.2f} times its calls; a forked rank {100 * forked:+.2f} %")
+        (counted := Path(name) / "calls").mkdir()
         counts = "from pathlib import Path; from benchmarks.survive_cost import count_calls\n"
-        counts += f"count_calls(Path({str(folder)!r}))"
+        counts += f"count_calls(Path({str(counted)!r}))"
         # Ranks write behind the step, and the launcher once a second.
-        steps = COUNTED_STEPS + 10
-        step_cpu_s(folder, forks, plan, survives=True, steps=steps, begins_with=counts)
-        took, whole_s = calls_of(folder)
+        steps = FROM_STEP + COUNTED_STEPS + 10
+        run(Path(name) / "counted", forks, plan, steps=steps, begins_with=counts)
+        took, whole_s = calls_of(counted)
     for kind, seconds in took.items():
         print(f"{kind}: {100 * seconds / whole_s:.3f} % of {whole_s:.0f} processor seconds")
+    in_all = took.total() + (behind - 1) * took["copies"]
     print(f"calls in all: {100 * took.total() / whole_s:.2f} %")
+    print(f"with what copies do behind them: {100 * in_all / whole_s:.2f} %")
+    print(f"load {os.getloadavg()[0]:.1f}")
     return 0
 
 

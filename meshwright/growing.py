@@ -30,7 +30,7 @@ class Growth:
     ) -> None:
         """`fit` is what the epoch trains by, and `planned` what the run was started with."""
         self._planned, self._fit, self._run, self._agent = planned, fit, run, agent
-        self._next_s = 0.0
+        self._next_s, self._begin_s = 0.0, time.monotonic()
         self.asked = False
         """Whether ranks were asked to end after their next save."""
         self.nodes = len(agent.epoch.members)
@@ -44,7 +44,8 @@ class Growth:
             return
         self._next_s = now_s + LOOK_S
         epoch = self._agent.epoch
-        since_s = time.time() - epoch.changed_unix_s
+        # The clock may have been set back since then; this epoch is no older than the change.
+        since_s = max(time.time() - epoch.changed_unix_s, now_s - self._begin_s)
         if len(epoch.members) >= self._planned.nodes or since_s < self._run.grow_after:
             return
         there = min(self._planned.nodes, len(epoch.members) + len(self._agent.spares()))

@@ -62,7 +62,7 @@ def launch(asked: Launch) -> RunReport | None:
     Nodes other than the one with rank 0 return nothing.  With `survive` RanksHang names a rank that
     hangs.
     """
-    started_unix_s = time.time()
+    started_unix_s, started_s = time.time(), time.monotonic()
     node_rank, agent = asked.node_rank, asked.agent
     check = functools.partial(
         preflight,
@@ -113,7 +113,7 @@ def launch(asked: Launch) -> RunReport | None:
             looks = Looks(ready, shown, asked)
             looks.telemetry = held.enter_context(_telemetry(ready))
             _supervise(ready, rendezvous, shared, looks, asked)
-            return _report(ready, rendezvous, orders, started_unix_s)
+            return _report(ready, rendezvous, orders, started_s)
         except KeyboardInterrupt:
             raise LaunchError(f"interrupted {shown.after}{way_on(ready)}") from None
         except OSError as error:
@@ -258,7 +258,7 @@ def _supervise(
 
 
 def _report(
-    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_unix_s: float
+    ready: Preflight, rendezvous: Rendezvous, orders: RankOrders, started_s: float
 ) -> RunReport | None:
     """Return the report on the node with rank 0, from the records of all nodes."""
     own = {
@@ -286,7 +286,7 @@ def _report(
         orders,
         ranks=ranks,
         steps=list(run.read_records(run.metrics_file(ready.output))),
-        wall_s=time.time() - started_unix_s,
+        wall_s=time.monotonic() - started_s,
         files=(str(run.metrics_file(ready.output)), str(ready.output / "logs")),
         cost=run.account_of(ready.output),
         before=run.expected_of(ready.output),

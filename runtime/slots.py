@@ -30,6 +30,9 @@ MAGIC = b"mw-slot1"
 _HEADER = struct.Struct("=8sQQII")
 _KEPT = struct.Struct("=QQQ")
 """Run, step, nanoseconds of processors."""
+_ROOM_BYTES = 2**16
+"""Slots grow by multiples of it: labels grow by a digit now and then, and each time that a slot
+is mapped anew every page of it faults."""
 
 
 class Slots:
@@ -142,7 +145,7 @@ class StateSlot:
             with self._file.open("r+b") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size < least:
-                    opened.truncate(least)
+                    opened.truncate(-(-least // _ROOM_BYTES) * _ROOM_BYTES)
                 # Views of a shorter one keep it as long as they are there.
                 self._memory = mmap.mmap(opened.fileno(), 0) if max(size, least) else None
         return self._memory

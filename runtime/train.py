@@ -32,6 +32,7 @@ from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
 from planner.errors import LaunchError
 from planner.process.collector import uncollected
+from planner.process.heap import keep_freed
 from runtime import checkpoint, growth, near_cores, run
 from runtime.agreement import COMPARED_EVERY
 from runtime.beacon import Beacon, own_seconds
@@ -140,6 +141,8 @@ def train(orders: RankOrders, *, rank: int, local_rank: int) -> RankRecord:
         loop.go_on_from(kept, after_saved=saved_step)
     elif orders.resumed:
         loop.resume(orders.resumed)
+    if orders.device == "cpu":  # whose tensors are on the heap
+        keep_freed()
     return loop.run()
 
 
@@ -225,7 +228,7 @@ class Loop:
         orders: RankOrders,
         rank: int,
         mirror: Mirror | None = None,
-        now_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if orders.checkpoint:
             from runtime import companions  # noqa: PLC0415 - of runs that are saved
@@ -265,7 +268,8 @@ class Loop:
         )
         self._beacon = Beacon(int(os.environ.get("LOCAL_RANK", "0")))
         if orders.max_seconds is not None:
-            ends_s = orders.started_unix_s + orders.max_seconds
+            # From here on by a clock that nobody sets.
+            ends_s = now_s() + orders.max_seconds - max(0.0, time.time() - orders.started_unix_s)
             engine.end_when(lambda: now_s() >= ends_s)
         on_device: Callable[[], object] | None = None
         if orders.device == "cuda":  # a new thread would begin on device 0

@@ -127,3 +127,15 @@ def test_the_longer_it_is_run_the_more_pays() -> None:
     assert not growth.pays(left_s=79.0, **case_s)
     assert growth.pays(left_s=81.0, **case_s)
     assert not growth.pays(left_s=1e9, step_s=1.0, larger_step_s=1.0, cost_s=1.0)
+
+
+def test_a_clock_that_was_set_back_does_not_keep_a_run_from_growing(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.spares, case.since_s = 2, -86400.0
+    made = case.growth()
+    monkeypatch.setattr(made, "_begin_s", time.monotonic() - 3600.0)
+
+    made.look()
+
+    assert made.asked

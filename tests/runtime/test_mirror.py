@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -169,9 +168,9 @@ def damaged(memory: dict[str, str]) -> int | None:
     if dist.get_rank() == 1:
         pair = mirror._node.own[1]
         found = max(pair, key=lambda slot: (slot.read() or ({},))[0]["step"])
-        with found._file.open("r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            opened.write(b"\xff")
+        sealed = found.sealed()
+        assert sealed is not None
+        sealed[1][-1] ^= 0xFF
     dist.barrier()
     return found_by(mirror_of(memory, run="f2"), dist.get_rank())
 

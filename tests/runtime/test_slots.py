@@ -130,3 +130,16 @@ def test_less_may_follow_more(slots: tuple[tuple[StateSlot, ...], ...]) -> None:
 
     assert read is not None
     assert (read[0], bytes(read[1])) == ({"step": 8}, b"")
+
+
+def test_a_label_that_grows_by_some_digits_does_not_map_a_slot_anew(
+    slots: tuple[tuple[StateSlot, ...], ...],
+) -> None:
+    slot = slots[0][0]
+    slot.write({"used": 0}, PIECES)
+    mapped = slot._memory
+
+    for digits in range(1, 100):
+        slot.write({"used": 10**digits}, PIECES)
+
+    assert slot._memory is mapped

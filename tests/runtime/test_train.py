@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +168,7 @@ def loop(
             "corpus": str(corpus.folder),
             "device": "cpu",
             "steps": steps,
-            "started_unix_s": 1000.0,
+            "started_unix_s": time.time(),
             **orders,
         }
     )
@@ -179,7 +180,7 @@ def loop(
         orders=told,
         rank=engine.slice_rank,
         mirror=mirror,
-        now_s=lambda: 1000.0 + 10.0 * len(engine.seen),
+        now_s=lambda: 10.0 * len(engine.seen),
     )
 
 
@@ -376,6 +377,20 @@ def test_the_step_in_which_the_seconds_are_over_is_the_last(corpus: Corpus, tmp_
 
     assert (len(engine.seen), record.stopped) == (3, "max_seconds")
     assert record.checkpoint == str(tmp_path / "saved" / "step-000003")
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_clock_that_is_set_ends_no_run(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    engine = Averaging()
+    made = loop(engine, corpus, tmp_path / "out", 99, max_seconds=25.0)
+    wall_s = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_s() + jump_s * bool(engine.seen))
+
+    made.run()
+
+    assert len(engine.seen) == 3
 
 
 def test_each_step_leaves_one_line(corpus: Corpus, tmp_path: Path) -> None:
