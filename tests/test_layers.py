@@ -1,6 +1,7 @@
 """The packages import each other in one direction, and the planner lives without torch."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -16,8 +17,14 @@ LINE = ("planner", "runtime", "profiler", "meshwright")
 HEAVY = {"torch", "transformers", "safetensors"}
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return a file as several tests read it."""
+    return ast.parse(source)
+
+
 def imports(file: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(file.read_text())
+    tree = parsed(file.read_text())
     names = set()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -32,9 +39,9 @@ def test_a_package_imports_only_packages_below_it(package: str) -> None:
     above = set(LINE[LINE.index(package) + 1 :])
 
     offenders = {
-        str(file.relative_to(ROOT)): sorted(imports(file) & above)
+        str(file.relative_to(ROOT)): sorted(found)
         for file in (ROOT / package).rglob("*.py")
-        if imports(file) & above
+        if (found := imports(file) & above)
     }
 
     assert offenders == {}
@@ -98,7 +105,7 @@ PRIVATE_AND_STABLE = {
 def private_names(file: Path) -> set[str]:
     """Return what a file imports of torch that is not public."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module not in PRIVATE_AND_STABLE:
@@ -153,7 +160,7 @@ def place_of(file: str, rows: Mapping[str, int]) -> str | None:
 
 def imported(source: str, files: Mapping[str, str]) -> Iterator[str]:
     """Yield the files of planner/ that a source imports anywhere, inside functions too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -89,6 +89,7 @@ def test_tables(held: Outcome) -> None:
     assert ratios_text([early]) == ""
 
 
+@pytest.mark.matrix
 def test_published_gains_of_eight_bits_and_of_wider_memory() -> None:
     """torchtitan's and torchao's tables: each within 20 %, ratios within 10.
 

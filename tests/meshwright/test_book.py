@@ -46,6 +46,7 @@ def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("change", ["another plan", "another left", "a changed plan", "half"])
+@pytest.mark.long("half", "another left")
 def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) -> None:
     fit = planned(tmp_path)
     (entry,) = filled(fit, tmp_path, [(1, None)])

@@ -186,6 +186,7 @@ def test_a_layout_says_which_devices_are_idle(
     assert whole["idle_devices"] == 0 and whole["notes"] == []
 
 
+@pytest.mark.matrix
 def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +397,7 @@ def test_a_part_of_an_answer_is_no_success(
     assert "Interrupted: 0 done, 1 not looked at." in capfd.readouterr().out
 
 
+@pytest.mark.matrix
 def test_plans_are_compared_with_the_fastest_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,7 @@ READ_ONLY = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_what_does_not_train_works_from_the_figures_in_the_plan(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -92,7 +92,7 @@ def test_what_does_not_train_works_from_the_figures_in_the_plan(
     assert not planned()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_received_plan_without_figures_is_refused_and_nothing_run(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -120,7 +120,7 @@ def test_figures_that_are_not_those_of_the_digest_are_refused(
     assert "model: its graph has sha256:" in error(capfd, "show", "plan.yaml")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_file_of_a_name_that_none_can_have_is_not_there(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -181,6 +181,7 @@ def test_a_comment_changes_the_files_digest_and_not_the_models(
 
 
 @pytest.mark.parametrize("file", ["mine.py", "parts/middle.py"])
+@pytest.mark.long("parts/middle.py")
 def test_a_file_that_changed_is_launched_only_if_it_is_trusted(
     file: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_each_kind_of_layer_is_measured_and_the_plan_is_made_with_that(
     assert answer.plan.batch is not None
 
 
+@pytest.mark.matrix
 def test_a_file_says_the_same_as_the_function(source: str) -> None:
     script = OwnScript.of_file(source)
 

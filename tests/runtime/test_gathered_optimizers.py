@@ -68,7 +68,7 @@ def graph(optimizer: Any) -> ModelGraph:
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_of_gathers_and_broadcasts(name: str) -> None:
     layout, fields = LAYOUTS[name]

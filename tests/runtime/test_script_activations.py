@@ -102,7 +102,7 @@ def gradients(kind: str, layout: dict[str, Any]) -> dict[str, Tensor]:
     return dict(engine.gradients())
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("kind", ["resnet", "diffusion", "two_towers", "lstm", "t5", "experts"])
 def test_layers_of_every_kind_store_their_tensors_on_the_host(

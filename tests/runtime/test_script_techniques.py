@@ -142,6 +142,7 @@ BOUNDS = {"bf16": 1e-3, "fp16": 1e-4}
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_gradients_that_travel_in_fewer_bytes_lose_little() -> None:
     wires: list[dict[str, Any]] = [
         {"gradient_wire": "bf16", "zero": 3},
@@ -270,6 +271,7 @@ def stale_plainly() -> Run:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_pipeline_that_never_drains_follows_its_rule() -> None:
     expected = stale_plainly()
 
@@ -287,6 +289,7 @@ def late_alone() -> str:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_late_step_is_not_taken_apart() -> None:
     (said, _) = on_ranks(2, late_alone)
 

@@ -68,6 +68,7 @@ def _refused(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.long("zero 3")
 def test_gradients_that_wait_are_used_by_nobody_else(layout: dict[str, Any]) -> None:
     on_ranks(2, _refused, layout)
 

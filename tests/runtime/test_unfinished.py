@@ -118,7 +118,7 @@ def pending(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_whole_files_count_as_if_nobody_had_died(tmp_path: Path, whole: Path, moment: str) -> None:

@@ -93,7 +93,7 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("stack", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-8b"])
 def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack: str) -> None:

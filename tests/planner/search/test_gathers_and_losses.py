@@ -94,6 +94,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
         ("gemma-2-2b", "4xrtx-4090", 4096, 16),
     ],
 )
+@pytest.mark.matrix
 def test_no_loss_that_can_be_fixed_is_faster_than_the_answer(
     model: str, cluster: str, seq_len: int, batch: int
 ) -> None:

@@ -103,7 +103,7 @@ def asked(*texts: str, **fixed: object) -> Request:
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
@@ -143,6 +143,7 @@ def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> N
     assert answer.prediction.fits
 
 
+@pytest.mark.matrix
 def test_with_one_stage_and_several_the_faster_is_chosen() -> None:
     text = "at most 3 layers on stage 0"
 

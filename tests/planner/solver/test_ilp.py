@@ -130,7 +130,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_solvers_agree_on_a_model_of_each_family(family: str) -> None:
     answer = agree(FAMILIES[family])

@@ -109,7 +109,7 @@ def least_s(instance: Instance) -> float:
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("start", range(0, 120, 30))
 @pytest.mark.parametrize("solver", [solve_chain, ilp.solve], ids=["exact", "program"])
 def test_ties_are_kept_and_nothing_that_keeps_them_is_faster(start: int, solver) -> None:

@@ -271,6 +271,7 @@ def test_a_curve_of_what_a_cluster_has_not_is_left_out() -> None:
     assert answers(found) == ["Step by step, device memory saves nothing."]
 
 
+@pytest.mark.matrix
 def test_ranked_by_carbon_the_clean_grid_comes_before_the_fast_cluster() -> None:
     """By hand: kWh at the meter times 30.1 g in Norway and 369.5 g in the USA."""
     offers = [

@@ -103,7 +103,7 @@ def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
     return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "seed", [*range(1, 6), *(pytest.param(s, marks=pytest.mark.matrix) for s in (0, *range(6, 16)))]
 )
@@ -488,7 +488,7 @@ def test_what_does_not_fit_and_an_unknown_solver_are_told() -> None:
         search(Request(unet(), resolve_cluster(TWO), JOB), solver="simplex")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
 @pytest.mark.parametrize("seed", [0, 4])
 def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> None:
@@ -517,6 +517,7 @@ def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() 
 
 
 @pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+@pytest.mark.long("1xa100-sxm-40gb+1xv100-sxm-32gb")
 def test_what_is_required_of_layers_is_kept_on_graphs(cluster: str) -> None:
     model = unet(2)
     names = [name for name, _ in model.chain]
