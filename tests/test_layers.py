@@ -18,15 +18,16 @@ HEAVY = {"torch", "transformers", "safetensors"}
 
 
 @functools.cache
-def parsed(source: str) -> ast.Module:
-    """Return a file as several tests read it."""
-    return ast.parse(source)
+def imports_of(source: str, *, top_level_only: bool = False) -> tuple[ast.AST, ...]:
+    """Return the statements that import, as several tests read them."""
+    tree = ast.parse(source)
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def imports(file: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = parsed(file.read_text())
     names = set()
-    for node in tree.body if top_level_only else ast.walk(tree):
+    for node in imports_of(file.read_text(), top_level_only=top_level_only):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -105,7 +106,7 @@ PRIVATE_AND_STABLE = {
 def private_names(file: Path) -> set[str]:
     """Return what a file imports of torch that is not public."""
     found = set()
-    for node in ast.walk(parsed(file.read_text())):
+    for node in imports_of(file.read_text()):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module not in PRIVATE_AND_STABLE:
@@ -160,7 +161,7 @@ def place_of(file: str, rows: Mapping[str, int]) -> str | None:
 
 def imported(source: str, files: Mapping[str, str]) -> Iterator[str]:
     """Yield the files of planner/ that a source imports anywhere, inside functions too."""
-    for node in ast.walk(parsed(source)):
+    for node in imports_of(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

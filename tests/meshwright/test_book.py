@@ -70,6 +70,7 @@ def test_nodes_are_lost_whole_and_devices_one_by_one(tmp_path: Path) -> None:
     assert sizes(many) == [(11, None), (10, None), (8, None), (4, None)]
 
 
+@pytest.mark.matrix
 def test_a_device_less_on_each_node_is_in_the_book(tmp_path: Path) -> None:
     fit = planned(tmp_path, cluster="2x2xa10g", data=4)
     assert sizes(fit) == [(1, None), (2, 1)]

@@ -197,6 +197,7 @@ def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
     assert "note      4 of 8 devices are idle" in capfd.readouterr().out
 
 
+@pytest.mark.matrix
 def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +209,7 @@ def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
     assert result["notes"] == ["1 of 3 devices is idle"]
 
 
+@pytest.mark.matrix
 def test_a_pin_without_effect_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ("plan", "gpt2", "--cluster", "4xa100-sxm-80gb", "--fix", "schedule=1f1b,pp=1")
 

@@ -124,6 +124,7 @@ def test_two_stages_are_planned_where_two_are_asked_for() -> None:
     assert plan.model.source == "script:GPT"
 
 
+@pytest.mark.matrix
 def test_a_module_without_a_recording_is_one_layer() -> None:
     plan = meshwright.plan(Undecided, "local:2", batch=torch.randn(8, 8))
 

@@ -47,15 +47,32 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     yield said
 
 
+def write_files(folder: Path) -> None:
+    """Write a user's file and one that it imports; both leave a mark when they are run."""
+    (folder / "parts").mkdir()
+    (folder / "parts" / "__init__.py").touch()
+    (folder / "parts" / "middle.py").write_text(MIDDLE + MARK)
+    (folder / "mine.py").write_text(MODEL + MARK)
+
+
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a plan of those files, which is the same in every folder."""
+    folder = tmp_path_factory.mktemp("planned")
+    write_files(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAN", str(folder / "ran"))
+        patch.setenv("MESHWRIGHT_DEFAULTS", "")
+        patch.chdir(folder)
+        assert cli.main(["plan", "mine.py:factory", *LOCAL, "-o", "plan.yaml"]) == 0
+    assert (folder / "ran").exists(), "the user named the file"
+    return (folder / "plan.yaml").read_text()
+
+
 @pytest.fixture
-def planned(ran: Callable[[], bool], tmp_path: Path) -> Callable[[], bool]:
-    """A plan of a user's file and of one that it imports; both leave a mark when they are run."""
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").touch()
-    (tmp_path / "parts" / "middle.py").write_text(MIDDLE + MARK)
-    (tmp_path / "mine.py").write_text(MODEL + MARK)
-    assert cli.main(["plan", "mine.py:factory", *LOCAL, "-o", "plan.yaml"]) == 0
-    assert ran(), "the user named the file"
+def planned(ran: Callable[[], bool], plan_text: str, tmp_path: Path) -> Callable[[], bool]:
+    write_files(tmp_path)
+    (tmp_path / "plan.yaml").write_text(plan_text)
     return ran
 
 

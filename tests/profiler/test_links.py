@@ -26,6 +26,7 @@ def measured(degree: int) -> tuple[list[CollectiveCurve], list[float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_every_operation_has_a_curve_and_all_ranks_know_the_same() -> None:
     (curves, told), (other, _) = on_ranks(2, measured, 2)
 

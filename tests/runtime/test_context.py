@@ -176,6 +176,7 @@ def _kept(graph: ModelGraph, precision: str, recompute: str, context: Context) -
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_block_keeps_what_the_planner_counts() -> None:
     expected = []
     for family, changes, precision in KEPT:

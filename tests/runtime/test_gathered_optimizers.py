@@ -106,6 +106,7 @@ def request_job() -> Any:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["zero 1", "tensor"])
+@pytest.mark.matrix
 def test_they_take_their_time_once_per_step(name: str) -> None:
     layout, _ = LAYOUTS[name]
     found = {}

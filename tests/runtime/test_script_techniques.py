@@ -164,6 +164,7 @@ def gradients(fields: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_matrices_travel_by_low_rank_and_vectors_whole() -> None:
     whole = gradients({})
 
@@ -322,6 +323,7 @@ def test_products_in_eight_bits_stay_beside_sixteen_and_follow_no_plan() -> None
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_weights_gathered_in_eight_bits_change_no_value() -> None:
     """They are rounded before the gather in place of behind it."""
     every = [

@@ -247,6 +247,7 @@ def resumed(folder: str) -> tuple[int, float]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_another_plan_goes_on_from_its_checkpoint(tmp_path: Any) -> None:
     graph = cases.transformer()
     alone = token_engine(cases.plan(graph), graph, device=CPU)

@@ -155,6 +155,7 @@ def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
     assert fastest_s[1, 0] == pytest.approx(min(m.forward_s + m.backward_s for m in block))
 
 
+@pytest.mark.matrix
 def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
 

@@ -257,6 +257,7 @@ def test_the_search_keeps_plans_that_fit_with_what_is_asked_for(
     assert (found.fit_probability or 0.0) >= probability - 1e-9
 
 
+@pytest.mark.matrix
 def test_surer_plans_are_no_faster() -> None:
     steps_s = [
         search(

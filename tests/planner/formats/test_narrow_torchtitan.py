@@ -74,6 +74,7 @@ def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, clus
         assert own.get("recipe_name", "tensorwise") == plan.scales
 
 
+@pytest.mark.matrix
 def test_the_release_with_python_has_scales_of_rows_alone() -> None:
     machine = resolve_cluster(H100)
     usual = planned("fp8", "tp=1")

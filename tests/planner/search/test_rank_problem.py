@@ -329,6 +329,7 @@ def test_a_solution_holds_what_its_prediction_says(
     assert 0.85 * closed_s <= predicted.step_time_s <= 1.15 * closed_s
 
 
+@pytest.mark.matrix
 def test_zero_bubble_plans_that_fit_are_found(node: ClusterSpec) -> None:
     """Stages of 9, 8, 9 and 8 layers, nothing recomputed, fill 67 of 80 GiB.
 

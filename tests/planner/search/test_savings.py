@@ -72,6 +72,7 @@ def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float |
     assert answer.prediction.fits
 
 
+@pytest.mark.matrix
 def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=4)
     pins = Pins(tensor=1, context=1, pipeline=1, loss="plain", prefetch=0, allowed=HOST)

@@ -171,6 +171,7 @@ def test_what_no_numbers_of_layers_keep_is_told() -> None:
         ("interleaved", "layers block.7..block.8 on stage 3"),
     ],
 )
+@pytest.mark.matrix
 def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
     one = asked(text, schedule=schedule, virtual_stages=2, micro_batch=1, recompute="none")
     request = replace(one, cluster=resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-32gb"))

@@ -42,6 +42,7 @@ def agree(instance: Instance) -> Solution | Infeasible:
 
 
 @pytest.mark.parametrize("start", range(1000, 1060, 20))
+@pytest.mark.long("1020", "1000")
 def test_random_problems_have_one_optimum(start: int) -> None:
     answers = [
         agree(random_instance(seed, sync_by_option=seed % 2 == 0, forward_apart=seed % 3 == 0))

@@ -150,6 +150,7 @@ def test_without_ties_the_program_is_the_exact_solver(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(300, 420, 40))
+@pytest.mark.long("380", "300")
 def test_hosts_with_devices_of_one_stage_need_no_program(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

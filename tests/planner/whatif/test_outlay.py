@@ -166,6 +166,7 @@ def test_tokens_in_a_budget_are_of_hours_that_are_paid(
     assert outcome.tokens_in_budget == pytest.approx(rate * hours, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_is_bought_for_a_budget_is_surely_paid() -> None:
     def size(budget: float, **goal: float) -> int:
         asked = bought({"budget_usd": budget, **goal}, cluster="{n}x4xa10g", solve="afford")

@@ -49,6 +49,7 @@ def test_the_largest_cluster_under_a_power_cap() -> None:
     assert [c.devices for c in candidates_of(study(**question))] == [8 * 52]
 
 
+@pytest.mark.matrix
 def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
     left_open = study(offers=[{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "4xt4"}])
     plans = [evaluate(left_open, "gpt2", each).plan for each in candidates_of(left_open)]

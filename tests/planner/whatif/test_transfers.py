@@ -87,6 +87,7 @@ def test_tokens_in_budget_pay_for_transfers_first() -> None:
     assert rented.tokens_in_budget == pytest.approx(by_hand)
 
 
+@pytest.mark.matrix
 def test_futures_draw_both_prices() -> None:
     """A cluster without transfers at 2.30 an hour against one with them at 2.00."""
     moved = {"value": 50.0, "low": 10.0, "high": 120.0, "source": "lists"}
@@ -113,6 +114,7 @@ def test_futures_draw_both_prices() -> None:
     assert found[0] == pytest.approx(won / futures, abs=0.015)
 
 
+@pytest.mark.matrix
 def test_the_answer_says_what_they_are_of_the_cost() -> None:
     found = outcomes()
     ranks = {"gpt2": ranked(study(), found)}

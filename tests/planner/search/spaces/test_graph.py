@@ -353,6 +353,7 @@ def test_the_widest_boundary_is_the_widest_of_all_splits(seed: int) -> None:
     assert widest_bytes(model, outputs) == pytest.approx(widest)
 
 
+@pytest.mark.matrix
 def test_branches_are_worth_taking_apart() -> None:
     model = towers(6, 5)
     pins = Pins(pipeline=4, schedule="1f1b", micro_batch=1)
@@ -502,6 +503,7 @@ def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> 
     assert program.certificate.lower_bound_s <= exact.certificate.objective_s * (1 + 1e-6)
 
 
+@pytest.mark.matrix
 def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() -> None:
     for seed in range(4):
         answer = searched(random_model(seed), TWO)

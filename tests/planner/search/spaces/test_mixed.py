@@ -406,6 +406,7 @@ def test_devices_that_only_hold_the_others_back_are_left_out() -> None:
     assert answer.plan.mesh.devices == 4
 
 
+@pytest.mark.matrix
 def test_of_plans_close_to_the_best_the_fastest_simulated_is_the_answer() -> None:
     found = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)).search()
 
@@ -496,6 +497,7 @@ def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     assert {layout.pipeline for layout in layouts} <= {5}
 
 
+@pytest.mark.matrix
 def test_faster_devices_take_more_micro_batches_and_end_with_the_others() -> None:
     case = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 2, Pins(pipeline=1, tensor=1), 96)
 
