@@ -38,7 +38,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 ROWS = list(itertools.product(EXAMPLES, PLANS))
-SOME = [(name, list(PLANS)[at % len(PLANS)]) for at, name in enumerate(EXAMPLES[::2])]
+SOME = [(name, list(PLANS)[at % len(PLANS)]) for at, name in enumerate(EXAMPLES[::3])]
 
 
 def everywhere(rows: list[tuple[str, str]]) -> dict[str, Trained]:
@@ -60,7 +60,7 @@ def test_examples_train_under_any_plan_as_their_plain_loops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     muon_without_rounding(monkeypatch)
-    expected = {name: importlib.import_module(f"examples.{name}").plain() for name in EXAMPLES}
+    expected = {name: importlib.import_module(f"examples.{name}").plain() for name in dict(rows)}
 
     for found in on_ranks(2, everywhere, rows):
         for case, (losses, weights) in found.items():

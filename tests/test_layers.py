@@ -1,6 +1,7 @@
 """The packages import each other in one direction, and the planner lives without torch."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -16,10 +17,17 @@ LINE = ("planner", "runtime", "profiler", "meshwright")
 HEAVY = {"torch", "transformers", "safetensors"}
 
 
+@functools.cache
+def imports_of(source: str, *, top_level_only: bool = False) -> tuple[ast.AST, ...]:
+    """Return the statements that import, as several tests read them."""
+    tree = ast.parse(source)
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(file: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(file.read_text())
     names = set()
-    for node in tree.body if top_level_only else ast.walk(tree):
+    for node in imports_of(file.read_text(), top_level_only=top_level_only):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -32,9 +40,9 @@ def test_a_package_imports_only_packages_below_it(package: str) -> None:
     above = set(LINE[LINE.index(package) + 1 :])
 
     offenders = {
-        str(file.relative_to(ROOT)): sorted(imports(file) & above)
+        str(file.relative_to(ROOT)): sorted(found)
         for file in (ROOT / package).rglob("*.py")
-        if imports(file) & above
+        if (found := imports(file) & above)
     }
 
     assert offenders == {}
@@ -98,7 +106,7 @@ PRIVATE_AND_STABLE = {
 def private_names(file: Path) -> set[str]:
     """Return what a file imports of torch that is not public."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in imports_of(file.read_text()):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module not in PRIVATE_AND_STABLE:
@@ -153,7 +161,7 @@ def place_of(file: str, rows: Mapping[str, int]) -> str | None:
 
 def imported(source: str, files: Mapping[str, str]) -> Iterator[str]:
     """Yield the files of planner/ that a source imports anywhere, inside functions too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in imports_of(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -35,7 +35,7 @@ def figures(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", make.EXAMPLES)
 def test_an_example_is_computed_again_to_the_same_documents(name: str) -> None:
     types: dict[str, type[Document]] = {

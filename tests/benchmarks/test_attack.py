@@ -11,12 +11,15 @@ import pytest
 from benchmarks.attack import Attack
 from benchmarks.attack_plans import LARGEST_MICRO_BATCH, Draft
 from benchmarks.attack_requests import REQUESTS
+from planner.catalog.expressions import resolve_cluster, resolve_model
 from planner.costs.layout_costs import CostTables
 from planner.documents.plan import Layout, ScheduleName
 from planner.documents.profile import ChunkedLoss
+from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.certificate import LEFT_OUT
 from planner.search.formulation import instance_of
+from planner.search.search import search
 from planner.solver.instance import priced
 
 PLANS = 200
@@ -30,7 +33,7 @@ def attack_on(name: str) -> Attack:
     return Attack(REQUESTS[name])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.long(
     "unequal-v100",
     "mixtral-16",
@@ -83,7 +86,7 @@ def test_an_attack_draws_devices_that_are_idle_and_micro_batches_of_any_size() -
 def test_a_proof_says_what_an_attack_finds_outside_of_its_space(
     changes: dict[str, Any], reason: str | None
 ) -> None:
-    attack = attack_on("deep-3b")
+    attack = attack_on("8b-8")
     draft = attack.starts[0]
 
     found = attack.outside(replace(draft, layout=replace(draft.layout, **changes)))
@@ -148,9 +151,18 @@ def test_an_attack_sees_an_answer_that_is_too_slow() -> None:
     assert outcome.simulation_hits
 
 
+@cache
+def attack_on_a_pipeline() -> Attack:
+    """Return an attack on a pinned plan, which is there at once."""
+    target = REQUESTS["gpt2-xl-4090"]
+    pins = Pins(pipeline=4, schedule="1f1b", micro_batch=2, recompute="none", compile="none")
+    model, cluster = resolve_model(target.model), resolve_cluster(target.cluster)
+    return Attack(target, answer=search(Request(model, cluster, target.job, pins)))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_any_cuts_have_the_objective_that_the_search_gives_them(schedule: ScheduleName) -> None:
-    attack = attack_on("gpt2-xl-4090")
+    attack = attack_on_a_pipeline()
     layout = Layout(pipeline=4, schedule=schedule, micro_batch=2, micro_batches=32)
     tables = CostTables(Request(attack.model, attack.cluster, attack.job))
     costs = tables.of(layout)

@@ -12,6 +12,7 @@ EXPONENT, LARGE, LOWEST = 29, 30, 0
 
 
 @pytest.mark.parametrize("where", ["weight", "moment", "mean of gradients"])
+@pytest.mark.long("weight", "moment")
 def test_what_one_replica_alone_has_is_found_and_named(where: Where) -> None:
     flip = Flip(where=where, step=30, replica=1, at=0.3, bit=EXPONENT)
 

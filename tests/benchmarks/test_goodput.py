@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from benchmarks.goodput import compared, drawn, of_counts, read
 
 
+@pytest.mark.matrix
 def test_failures_at_random_are_predicted() -> None:
     trace = drawn("random", 0.01, devices=16, failures=60, seed=3)
 

@@ -76,6 +76,7 @@ def test_no_placement_has_a_lower_largest_load(seed: int) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_problems_that_are_left_over_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dnn_inference, "_WORK", 1)
     monkeypatch.setattr(dnn_inference, "_LEAST", 1)

@@ -24,7 +24,7 @@ def test_there_are_many_layouts_each_with_a_source_and_degrees_that_fill_its_dev
         assert "dp" not in degrees or devices == used, row["name"]
 
 
-@pytest.mark.spread(12)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_published_layout_fits_and_takes_about_what_was_published(name: str) -> None:
     found = outcome(ROWS[name])

@@ -89,6 +89,7 @@ def test_tables(held: Outcome) -> None:
     assert ratios_text([early]) == ""
 
 
+@pytest.mark.matrix
 def test_published_gains_of_eight_bits_and_of_wider_memory() -> None:
     """torchtitan's and torchao's tables: each within 20 %, ratios within 10.
 
@@ -123,6 +124,7 @@ def test_published_gains_of_eight_bits_and_of_wider_memory() -> None:
     assert len(peaks) == 9
 
 
+@pytest.mark.matrix
 def test_published_ratios_of_devices_and_of_counts_hold_within_a_tenth() -> None:
     """MLPerf Training 5.0 and 5.1, Llama-3.1-405B: H200, B200 and GB200 against H100, and 512 to
     8,192 devices; none of these runs was fitted to."""

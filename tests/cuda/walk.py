@@ -310,6 +310,9 @@ COVERED = (
     "zero 3, within groups",
     "compiled, zero bubble",
     "compiled, tensor in pieces",
+    "narrow gradients",
+    "zero bubble",
+    "profile: pipeline, first rank",
 )
 """Paths whose every part is in another one: `-m matrix` walks them."""
 

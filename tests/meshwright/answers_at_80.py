@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
         f"plan llama-3.1-8b {EIGHT} --backend torchtitan --seq-len 8192 --global-batch 64 "
         "-o titan.yaml"
     ),
-    "plan-does-not-fit": "plan llama-3.1-70b --cluster 4xrtx-4090",
+    "plan-does-not-fit": "plan llama-3.1-8b --cluster rtx-4090",
     "predict": f"predict llama-3.1-8b {EIGHT} --layout tp=4,pp=2 --global-batch 64",
     "show": "show plan.yaml",
     "export": "export titan.yaml -o config.py",

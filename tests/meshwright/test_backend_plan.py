@@ -32,6 +32,7 @@ def test_a_plan_is_written_shown_predicted_and_exported(
     assert "torchtitan reads it" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.matrix
 def test_text_says_how_the_configuration_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +45,7 @@ def test_text_says_how_the_configuration_is_written(
     assert document.read(Plan, output).backend == "megatron"
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

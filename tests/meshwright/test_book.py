@@ -46,6 +46,7 @@ def test_what_is_lost_is_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("change", ["another plan", "another left", "a changed plan", "half"])
+@pytest.mark.long("half", "another left")
 def test_what_is_of_something_else_is_solved_again(tmp_path: Path, change: str) -> None:
     fit = planned(tmp_path)
     (entry,) = filled(fit, tmp_path, [(1, None)])
@@ -69,6 +70,7 @@ def test_nodes_are_lost_whole_and_devices_one_by_one(tmp_path: Path) -> None:
     assert sizes(many) == [(11, None), (10, None), (8, None), (4, None)]
 
 
+@pytest.mark.matrix
 def test_a_device_less_on_each_node_is_in_the_book(tmp_path: Path) -> None:
     fit = planned(tmp_path, cluster="2x2xa10g", data=4)
     assert sizes(fit) == [(1, None), (2, 1)]

@@ -186,6 +186,7 @@ def test_a_layout_says_which_devices_are_idle(
     assert whole["idle_devices"] == 0 and whole["notes"] == []
 
 
+@pytest.mark.matrix
 def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_plan_on_a_larger_cluster_says_which_devices_are_idle(
     assert "note      4 of 8 devices are idle" in capfd.readouterr().out
 
 
+@pytest.mark.matrix
 def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_plan_that_leaves_a_kind_of_device_out_says_so(
     assert result["notes"] == ["1 of 3 devices is idle"]
 
 
+@pytest.mark.matrix
 def test_a_pin_without_effect_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ("plan", "gpt2", "--cluster", "4xa100-sxm-80gb", "--fix", "schedule=1f1b,pp=1")
 
@@ -396,6 +399,7 @@ def test_a_part_of_an_answer_is_no_success(
     assert "Interrupted: 0 done, 1 not looked at." in capfd.readouterr().out
 
 
+@pytest.mark.matrix
 def test_plans_are_compared_with_the_fastest_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

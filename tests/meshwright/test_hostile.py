@@ -40,8 +40,8 @@ def found(count: int, *, first: int = 0) -> dict[str, str]:
     return result["findings"]
 
 
-def test_25_hostile_inputs_end_in_a_message() -> None:
-    assert found(25) == {}
+def test_10_hostile_inputs_end_in_a_message() -> None:
+    assert found(10) == {}
 
 
 @pytest.mark.matrix
@@ -163,7 +163,7 @@ RIGHT = [
 
 
 @pytest.mark.long(*(" ".join(words) for words in RIGHT if words[0] == "tune"))
-@pytest.mark.spread(10)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("arguments", RIGHT, ids=" ".join)
 def test_what_the_cases_break_is_right(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

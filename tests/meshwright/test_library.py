@@ -113,6 +113,7 @@ def test_a_module_is_planned_by_the_one_search(tmp_path: Path) -> None:
     assert meshwright.predict(file).step_time_s == told.step_time_s
 
 
+@pytest.mark.matrix
 def test_two_stages_are_planned_where_two_are_asked_for() -> None:
     batch = torch.randint(0, WORDS, (8, 7))
     plan = meshwright.plan(GPT, "local:2", batch=batch, fix=["pp=2"])
@@ -123,6 +124,7 @@ def test_two_stages_are_planned_where_two_are_asked_for() -> None:
     assert plan.model.source == "script:GPT"
 
 
+@pytest.mark.matrix
 def test_a_module_without_a_recording_is_one_layer() -> None:
     plan = meshwright.plan(Undecided, "local:2", batch=torch.randn(8, 8))
 
@@ -142,6 +144,7 @@ def test_a_module_without_a_recording_is_one_layer() -> None:
         ({"fix": ["tp=2"]}, "tp=2 stands in the way"),
     ],
 )
+@pytest.mark.long("changes5-tp=2 stands in the way")
 def test_what_a_module_cannot_be_planned_with_is_said(
     changes: dict[str, Any], message: str
 ) -> None:

@@ -297,7 +297,7 @@ CASES = {
 }
 
 
-@pytest.mark.spread(60)
+@pytest.mark.spread(30)
 @pytest.mark.parametrize("name", CASES)
 def test_each_wrong_input_gets_one_clear_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

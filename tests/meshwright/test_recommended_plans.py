@@ -46,6 +46,7 @@ def request(backend: str) -> Request:
 
 
 @pytest.mark.parametrize("backend", FULL)
+@pytest.mark.long("transformers")
 def test_a_plan_above_its_devices_memory_fits_on_terms_that_are_said(backend: str) -> None:
     """Of any layout, as its devices are made smaller and smaller."""
     asked = request(backend)
@@ -87,7 +88,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -190,7 +191,7 @@ def test_a_layout_that_its_backend_cannot_run_is_priced_with_the_reason(layout: 
 LAYERS = ("recompute=none", "recompute=selective", "recompute=full", "activations=offload")
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "gpt2", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("pin", LAYERS)
 def test_blocks_are_priced_as_they_are_pinned_or_the_pin_is_refused(pin: str, model: str) -> None:

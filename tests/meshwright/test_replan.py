@@ -207,6 +207,7 @@ def test_what_fits_no_fewer_devices_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("needed", [None, 1.5])
+@pytest.mark.long("1.5")
 def test_a_plan_that_ran_out_of_memory_is_replaced_by_one_that_needs_less(
     tmp_path: Path, needed: float | None
 ) -> None:

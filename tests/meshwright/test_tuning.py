@@ -195,6 +195,7 @@ def test_a_line_that_was_cut_off_is_tried_again(machine: Machine) -> None:
     assert machine.tried[1] == machine.tried[2]
 
 
+@pytest.mark.matrix
 def test_trials_of_another_job_are_refused(machine: Machine) -> None:
     tuned(budget="1 trials")
 

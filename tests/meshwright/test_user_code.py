@@ -47,15 +47,32 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     yield said
 
 
+def write_files(folder: Path) -> None:
+    """Write a user's file and one that it imports; both leave a mark when they are run."""
+    (folder / "parts").mkdir()
+    (folder / "parts" / "__init__.py").touch()
+    (folder / "parts" / "middle.py").write_text(MIDDLE + MARK)
+    (folder / "mine.py").write_text(MODEL + MARK)
+
+
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a plan of those files, which is the same in every folder."""
+    folder = tmp_path_factory.mktemp("planned")
+    write_files(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAN", str(folder / "ran"))
+        patch.setenv("MESHWRIGHT_DEFAULTS", "")
+        patch.chdir(folder)
+        assert cli.main(["plan", "mine.py:factory", *LOCAL, "-o", "plan.yaml"]) == 0
+    assert (folder / "ran").exists(), "the user named the file"
+    return (folder / "plan.yaml").read_text()
+
+
 @pytest.fixture
-def planned(ran: Callable[[], bool], tmp_path: Path) -> Callable[[], bool]:
-    """A plan of a user's file and of one that it imports; both leave a mark when they are run."""
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").touch()
-    (tmp_path / "parts" / "middle.py").write_text(MIDDLE + MARK)
-    (tmp_path / "mine.py").write_text(MODEL + MARK)
-    assert cli.main(["plan", "mine.py:factory", *LOCAL, "-o", "plan.yaml"]) == 0
-    assert ran(), "the user named the file"
+def planned(ran: Callable[[], bool], plan_text: str, tmp_path: Path) -> Callable[[], bool]:
+    write_files(tmp_path)
+    (tmp_path / "plan.yaml").write_text(plan_text)
     return ran
 
 
@@ -81,7 +98,7 @@ READ_ONLY = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_what_does_not_train_works_from_the_figures_in_the_plan(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -92,7 +109,7 @@ def test_what_does_not_train_works_from_the_figures_in_the_plan(
     assert not planned()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_received_plan_without_figures_is_refused_and_nothing_run(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -120,7 +137,7 @@ def test_figures_that_are_not_those_of_the_digest_are_refused(
     assert "model: its graph has sha256:" in error(capfd, "show", "plan.yaml")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", READ_ONLY)
 def test_a_file_of_a_name_that_none_can_have_is_not_there(
     name: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
@@ -181,6 +198,7 @@ def test_a_comment_changes_the_files_digest_and_not_the_models(
 
 
 @pytest.mark.parametrize("file", ["mine.py", "parts/middle.py"])
+@pytest.mark.long("parts/middle.py")
 def test_a_file_that_changed_is_launched_only_if_it_is_trusted(
     file: str, planned: Callable[[], bool], capfd: pytest.CaptureFixture[str]
 ) -> None:

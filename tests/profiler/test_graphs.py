@@ -78,7 +78,7 @@ def test_a_network_is_measured_cut_planned_and_trains_like_one_process(name: str
         np.testing.assert_allclose(weights[parameter], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long("resnet50", "unet", "vit", "encoder_decoder")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
     network = chain(name)
@@ -107,6 +107,7 @@ def test_stored_bytes_are_those_that_autograd_saves(name: str) -> None:
             assert held[layer].stored == sum(saved.values()), layer
 
 
+@pytest.mark.matrix
 def test_of_layers_that_are_alike_two_are_run() -> None:
     model = graph_of_factory(f"{chains.__file__}:factory", seq_len=cases.SEQ_LEN)
     network = Chain(model, seq_len=cases.SEQ_LEN, precision="fp32", tensor=1, device=CPU)

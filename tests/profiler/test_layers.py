@@ -205,7 +205,9 @@ def test_the_short_chain_has_two_layers_of_each_kind_in_order() -> None:
     }
 
 
-def measured(tensor_degrees: tuple[int, ...]) -> list[LayerMeasurement]:
+def measured(
+    tensor_degrees: tuple[int, ...], micro_batches: tuple[int, ...]
+) -> list[LayerMeasurement]:
     chains = [
         Chain(cases.transformer(), seq_len=SEQ_LEN, precision="fp32", tensor=degree, device=CPU)
         for degree in tensor_degrees
@@ -213,15 +215,19 @@ def measured(tensor_degrees: tuple[int, ...]) -> list[LayerMeasurement]:
     cases_wanted = [
         Case(tensor=tensor, micro_batch=micro_batch, recompute=recompute)
         for tensor in tensor_degrees
-        for micro_batch in (1, 2)
+        for micro_batch in micro_batches
         for recompute in RECOMPUTES
     ]
     return layers.measurements(chains, cases_wanted, budget_s=0.1)
 
 
 @pytest.mark.ranks
-def test_every_kind_is_measured_under_every_case_and_all_ranks_agree() -> None:
-    first, second = on_ranks(2, measured, (1, 2))
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("micro_batches", [(2,), (1, 2)], ids=str)
+def test_every_kind_is_measured_under_every_case_and_all_ranks_agree(
+    micro_batches: tuple[int, ...],
+) -> None:
+    first, second = on_ranks(2, measured, (1, 2), micro_batches)
 
     assert first == second
     found = {(m.kind, m.tensor, m.micro_batch, m.recompute) for m in first}
@@ -229,7 +235,7 @@ def test_every_kind_is_measured_under_every_case_and_all_ranks_agree() -> None:
         (kind, tensor, micro_batch, recompute)
         for kind in ("embedding", "block", "head")
         for tensor in (1, 2)
-        for micro_batch in (1, 2)
+        for micro_batch in micro_batches
         for recompute in ("none", "selective", "full")
     }
     # Three rounds, two ranks, two blocks.

@@ -26,6 +26,7 @@ def measured(degree: int) -> tuple[list[CollectiveCurve], list[float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_every_operation_has_a_curve_and_all_ranks_know_the_same() -> None:
     (curves, told), (other, _) = on_ranks(2, measured, 2)
 
@@ -37,6 +38,7 @@ def test_every_operation_has_a_curve_and_all_ranks_know_the_same() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_eight_megabytes_take_longer_than_a_kilobyte() -> None:
     # A machine that others use stalls measurements; the least of several is of the links.
     least: dict[str, list[float]] = {}
@@ -51,6 +53,7 @@ def test_eight_megabytes_take_longer_than_a_kilobyte() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_groups_of_two_among_four_ranks_measure_at_the_same_time() -> None:
     results = on_ranks(4, measured, 2)
 

@@ -1,7 +1,9 @@
 """A whole profile of a tiny model by real ranks, and what becomes of it in the planner."""
 
+import contextlib
 import doctest
 import importlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from planner.errors import DocumentError, LaunchError
 from planner.layers.architecture import graph_of
 from planner.requests.request import Request
 from profiler import profile as profiles
-from profiler import ranks
+from profiler import rank, ranks
 from profiler.machine import joined
 from profiler.overheads import tiny_model
+from runtime.supervise import BadEnd, supervised
 from tests.runtime import cases
+from tests.runtime.forked_zygote import ForkedZygote
 
 JOB = Job(seq_len=8, global_batch=4, precision="fp32")
 
@@ -29,13 +33,32 @@ def tiny() -> ModelGraph:
     return graph_of(cases.architecture(), name="tiny-reference")
 
 
+@contextlib.contextmanager
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let ranks be forked from this process, which has imported what they import."""
+
+    def main(arguments: Sequence[str]) -> int:
+        monkeypatch.setattr("sys.argv", ["rank", *arguments])
+        return rank.main()
+
+    def supervised_here(command: Sequence[str], *args: Any, **options: Any) -> BadEnd | None:
+        words = [word.replace("profiler.rank", "runtime.rank") for word in command]
+        return supervised(words, *args, **options, zygote=zygote)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.rank.main", main)
+        patch.setattr(ranks, "supervised", supervised_here)
+        with ForkedZygote() as zygote:
+            yield
+
+
 @pytest.mark.ranks
 def test_a_profile_of_this_machine_serves_the_planner_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     model = tiny()
-
-    first = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
+    with forked(monkeypatch):
+        first = profiles.profile(model, "local:2", JOB, budget_s=0.5, quiet=True)
 
     kept = [file.name for file in cache.rglob("profile*.json")]
     monkeypatch.setattr(profiles, "result_of", lambda *_, **__: pytest.fail("ranks start"))
@@ -109,7 +132,6 @@ def failing(arguments: dict[str, Any], tell: ranks.Tell) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.matrix
 def test_what_a_rank_refuses_is_the_error_of_the_whole() -> None:
     with pytest.raises(LaunchError, match="no luck here"):
         ranks.result_of(

@@ -104,6 +104,7 @@ def test_each_kind_of_layer_is_measured_and_the_plan_is_made_with_that(
     assert answer.plan.batch is not None
 
 
+@pytest.mark.matrix
 def test_a_file_says_the_same_as_the_function(source: str) -> None:
     script = OwnScript.of_file(source)
 
@@ -117,6 +118,7 @@ def test_a_file_says_the_same_as_the_function(source: str) -> None:
     assert model_of(source).optimizer_bytes == 0  # of plain SGD
 
 
+@pytest.mark.matrix
 def test_samples_of_ranks_and_of_large_micro_batches_are_those_of_the_example(source: str) -> None:
     script = OwnScript.of_file(source)
     chain = Chain(script.graph(), seq_len=1, precision="bf16", device=CPU, script=script)

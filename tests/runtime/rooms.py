@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from planner.documents.document import write
 from planner.documents.model import Architecture, Layer, ModelGraph
 from planner.documents.plan import Plan, Training
+from planner.errors import MeshwrightError
 from runtime import run as files_of
 from runtime.launch import launch
 from runtime.launch_record import Launch
@@ -96,6 +100,68 @@ def slow(step_s: float) -> str:
     return SLOW.replace("SECONDS", str(step_s))
 
 
+def launched(plan: Path | str, asked: LaunchRun, **options: Any) -> None:
+    """Launch as a command does; what goes wrong is its last message."""
+    # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        launch(Launch(plan, asked, **options))
+    except MeshwrightError as error:
+        sys.exit(str(error))
+
+
+class ForkedLaunch:
+    """A launch in a process that is forked from this one: what tests ask of subprocess.Popen."""
+
+    def __init__(self, plan: Path, asked: LaunchRun, log: Path) -> None:
+        self.returncode: int | None = None
+        self._log = log
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._become(plan, asked)
+
+    def _become(self, plan: Path, asked: LaunchRun) -> NoReturn:
+        code = 1
+        try:
+            warnings.resetwarnings()  # to a test they are errors
+            os.dup2(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            with ForkedZygote() as ranks:
+                launched(plan, asked, model=MODEL, zygote=ranks)
+            code = 0
+        except SystemExit as end:
+            print(end.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # a forked child must not run the parent's exit handlers
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end_s = time.monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired("launch", timeout or 0.0)
+            time.sleep(0.02)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        self.wait(timeout)
+        return None, self._log.read_text()
+
+
 @dataclass
 class Room:
     """A folder with a text, where plans are launched."""
@@ -139,48 +205,44 @@ class Room:
         fields = {name: options.pop(name) for name in [*options] if name in LaunchRun.model_fields}
         return LaunchRun(**{"data": self.text, "output": self.folder / "out", **fields})
 
-    def start(self, plan: Plan, *, step: int = 3, **options: object) -> subprocess.Popen[str]:
-        """Launch from a process of its own and wait for a step; 0 waits for nothing."""
-        write(MODEL, self.folder / "model.yaml")
+    def start(self, plan: Plan, *, step: int = 3, **options: object) -> Any:
+        """Launch from a process of its own and wait for a step; 0 waits for nothing.
+
+        The process is forked from the test's, but where it begins with code of a test.
+        """
         told: dict[str, Any] = {**options}
         asked = self.asked(told)
         assert not told
-        program = (
-            "import signal, sys\n"
-            # A shell's background jobs inherit an ignored interrupt; a launch at a terminal not.
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from planner.documents.document import read\n"
-            "from planner.errors import MeshwrightError\n"
-            "from planner.documents.model import ModelGraph\n"
-            "from runtime.launch import launch\n"
-            "from runtime.launch_record import Launch\n"
-            "from runtime.run import LaunchRun\n"
-            "try:\n"
-            "    model = read(ModelGraph, sys.argv[2])\n"
-            "    asked = LaunchRun.model_validate_json(sys.argv[3])\n"
-            "    launch(Launch(sys.argv[1], asked, model=model))\n"
-            "except MeshwrightError as error:\n"
-            "    sys.exit(str(error))\n"
-        )
-        launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                program,
-                str(self.plan(plan)),
-                str(self.folder / "model.yaml"),
-                asked.model_dump_json(),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(self.python_path)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        path = self.plan(plan)
+        if self.python_path == (str(ROOT),):
+            launcher: Any = ForkedLaunch(path, asked, self.folder / "launcher.log")
+        else:
+            launcher = self._begun(path, asked)
         self.started.append(launcher)
         if step:
             self.wait_for_step(step, while_running=launcher)
         return launcher
 
-    def wait_for_step(self, step: int, *, while_running: subprocess.Popen[str] | None) -> None:
+    def _begun(self, plan: Path, asked: LaunchRun) -> subprocess.Popen[str]:
+        write(MODEL, self.folder / "model.yaml")
+        program = (
+            "import sys\n"
+            "from planner.documents.document import read\n"
+            "from planner.documents.model import ModelGraph\n"
+            "from runtime.run import LaunchRun\n"
+            "from tests.runtime.rooms import launched\n"
+            "model = read(ModelGraph, sys.argv[2])\n"
+            "launched(sys.argv[1], LaunchRun.model_validate_json(sys.argv[3]), model=model)\n"
+        )
+        model = str(self.folder / "model.yaml")
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(plan), model, asked.model_dump_json()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(self.python_path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for_step(self, step: int, *, while_running: Any) -> None:
         metrics = files_of.metrics_file(self.folder / "out")
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:

@@ -306,7 +306,7 @@ def test_compressed_bytes_are_a_quarter_and_the_scales() -> None:
     assert stored == plain / 4 + plain / GROUP
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["reference", "llama", "gpt2", "mixtral"])
 def test_offload_trains_bit_by_bit_like_keeping(family: str, recompute: str) -> None:
@@ -324,7 +324,7 @@ GRADIENT_BOUND = 0.01
 """Relative Frobenius error of the whole first gradient; measured up to 0.005."""
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["reference", "gpt2", "mixtral"])
 def test_compression_stays_within_its_bounds(family: str, recompute: str) -> None:

@@ -117,7 +117,7 @@ def check(found: Sequence[Distance]) -> None:
     assert not bad, f"{len(bad)} of {len(found)} rows:\n" + "\n".join(bad)
 
 
-SOME = [one for one in ROWS if one.name == "llama" and one.ranks == 2][::2]
+SOME = [one for one in ROWS if one.name == "llama" and one.ranks == 2][::4]
 """What `make test` launches; `tests/runtime/test_families.py` launches one plan of each family."""
 
 
@@ -186,7 +186,7 @@ def test_a_setting_that_is_a_hundredth_off_leaves_the_bound(setting: str) -> Non
     assert apart(found.losses, oracle(one).losses) > BOUNDS["fp32"].loss
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bound_of_bf16_is_what_the_library_loses_by_it(name: str) -> None:
     whole, half = (oracle(row(name, "fp32", precision=p)) for p in ("fp32", "bf16"))

@@ -34,7 +34,7 @@ HELD = {
 
 
 Held = tuple[str, str]
-SOME: list[Held] = [("data", WEIGHT), ("data x tensor", WEIGHT), ("zero 3 x tensor", WEIGHT)]
+SOME: list[Held] = [("data x tensor", WEIGHT), ("zero 3 x tensor", WEIGHT)]
 
 
 def damaged(keys: list[Held]) -> dict[Held, str | None]:

@@ -73,7 +73,7 @@ def test_two_stages_train_like_one_process(name: str, schedule: str) -> None:
     equals_one_process(cases.plan(graph(name), pipeline=2, schedule=schedule), name)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -110,6 +110,7 @@ def test_other_layouts_train_like_one_process(name: str, layout: dict[str, Any])
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [pytest.param("two_towers", marks=pytest.mark.matrix), "unet"])
+@pytest.mark.matrix
 def test_branches_on_two_kinds_of_devices_train_like_one_process(name: str) -> None:
     plain = cases.plan(graph(name))
     pins = Pins(pipeline=3, data=1, tensor=1, micro_batch=1, schedule="1f1b")
@@ -120,6 +121,7 @@ def test_branches_on_two_kinds_of_devices_train_like_one_process(name: str) -> N
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_activations_in_8_bits_stay_near_one_process() -> None:
     plan = cases.plan(graph("unet"), pipeline=2, activations="compress")
 
@@ -130,6 +132,7 @@ def test_activations_in_8_bits_stay_near_one_process() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_layers_may_be_taken_in_any_order_that_runs() -> None:
     model = graph("two_towers")
     order = ["pixels", "picture0", "words", "picture1", "text0", "text1", "both"]
@@ -219,6 +222,7 @@ def test_what_the_search_plans_trains_like_one_process(name: str, schedule: Sche
     equals_one_process(plan, name)
 
 
+@pytest.mark.matrix
 def test_the_network_of_the_documents_can_be_planned(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (block,) = re.findall(r"```python\n(# unet\.py\n.*?)```", text, flags=re.DOTALL)

@@ -88,6 +88,7 @@ def check_my_part(windowed: bool, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.long("4-True", "4-False")
 def test_a_divided_sequence_attends_like_a_whole_one(degree: int, windowed: bool) -> None:
     on_ranks(degree, check_my_part, windowed, torch.float32, 5e-6)
 
@@ -175,6 +176,7 @@ def _kept(graph: ModelGraph, precision: str, recompute: str, context: Context) -
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_block_keeps_what_the_planner_counts() -> None:
     expected = []
     for family, changes, precision in KEPT:

@@ -34,7 +34,7 @@ def found(module: nn.Module, batch: Any, degree: int = 2) -> DerivedStyles:
     return DerivedStyles(module, Recorder.of(module, batch, inputs), batch)
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", MODULES)
 def test_what_can_be_divided_is_found(kind: str) -> None:
     torch.manual_seed(0)
@@ -48,6 +48,7 @@ def styles_of(module: nn.Module, batch: Any) -> TensorStyles:
 
 
 @pytest.mark.parametrize("kind", SIZED)
+@pytest.mark.long("fused", "grouped")
 def test_code_with_sizes_of_the_whole_stays_whole_and_says_what_to_write(kind: str) -> None:
     build, example = SIZED[kind]
     styles = styles_of(build(), example())
@@ -107,6 +108,7 @@ def test_what_draws_stays_whole_and_has_styles_to_write_where_they_are_right() -
     assert "draws random numbers" not in wrong.whole["blocks.*.up"]
 
 
+@pytest.mark.matrix
 def test_a_plan_whose_figures_divide_more_than_can_be_divided_is_refused() -> None:
     build, example = MODULES["fused"]
     batch = example()

@@ -120,6 +120,7 @@ def trained(kind: str, layout: dict[str, Any]) -> tuple[list[tuple[float, float]
         *(pytest.param(kind, 4, marks=pytest.mark.matrix) for kind in MODULES),
     ],
 )
+@pytest.mark.long("sums-2", "whole-2")
 def test_positions_over_ranks_train_as_on_one_rank(kind: str, ranks: int) -> None:
     for layout in OVER_TWO if ranks == 2 else OVER_FOUR:
         slices = ranks // layout["context"] // layout.get("pipeline", 1)

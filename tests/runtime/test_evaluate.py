@@ -60,7 +60,7 @@ def test_the_loss_of_the_next_step_is_known_before() -> None:
     assert engine.evaluate(batch).loss < before
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.long("zbv, zero 2", "zero 1")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -76,6 +76,7 @@ def test_every_plan_evaluates_like_one_process(name: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_graphs_are_evaluated_through_a_pipeline_too() -> None:
     model = graph_of_factory(f"{networks.__file__}:encoder_decoder", seq_len=cases.SEQ_LEN)
     alone = train_and_evaluate({}, model)

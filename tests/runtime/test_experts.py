@@ -30,8 +30,6 @@ SPLIT = {"schedule": "zbv", "virtual_stages": 2}
 
 TWO = (
     case("zero 3, selective", model=SHARED, expert=2, data_shard=2, zero=3, recompute="selective"),
-    case("over tensor", model=SHARED, expert=2, tensor=2, recompute="full"),
-    case("gathered", model=SHARED, expert=2, data_shard=2, zero=3, dispatch="allgather"),
     case("over context", model=SHARED, expert=2, context=2),
 )
 FOUR = (
@@ -49,6 +47,8 @@ FOUR = (
     case("over tensor and context", "qwen3_moe", expert=4, tensor=2, context=2, zero=1),
 )
 MORE_ON_TWO = (
+    case("over tensor", model=SHARED, expert=2, tensor=2, recompute="full"),
+    case("gathered", model=SHARED, expert=2, data_shard=2, zero=3, dispatch="allgather"),
     case("mixture, tensor, selective", model=SHARED, tensor=2, recompute="selective"),
     case("gathered, over tensor", "mixtral", expert=2, tensor=2, **GATHERED),
     case("zero 2", "qwen3_moe", expert=2, data_shard=2, zero=2),

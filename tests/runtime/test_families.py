@@ -113,7 +113,7 @@ def _one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 # --- in one process ---------------------------------------------------------------------------
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_trains_like_the_library(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(published(family))

@@ -68,7 +68,7 @@ def graph(optimizer: Any) -> ModelGraph:
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_of_gathers_and_broadcasts(name: str) -> None:
     layout, fields = LAYOUTS[name]
@@ -106,6 +106,7 @@ def request_job() -> Any:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["zero 1", "tensor"])
+@pytest.mark.matrix
 def test_they_take_their_time_once_per_step(name: str) -> None:
     layout, _ = LAYOUTS[name]
     found = {}

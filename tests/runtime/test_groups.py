@@ -131,6 +131,7 @@ def test_unequal_shares_train_like_one_process(
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_shares_that_the_search_plans_train_like_one_process() -> None:
     plan = planned(1, 2, Pins(pipeline=1, data=3, tensor=1))
     assert plan.shares is not None
@@ -141,6 +142,7 @@ def test_shares_that_the_search_plans_train_like_one_process() -> None:
     assert on_ranks(3, held_out_loss, plan) == pytest.approx([expected] * 3, rel=TOLERANCE)
 
 
+@pytest.mark.matrix
 def test_each_rank_is_told_the_device_of_its_stages_group(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

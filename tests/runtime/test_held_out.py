@@ -98,6 +98,7 @@ def module(build: Any, layout: dict[str, Any]) -> nn.Module:
 @pytest.mark.spread(1)
 @pytest.mark.long("two stages", "replicated")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.matrix
 def test_evaluation_of_any_size_is_that_of_one_process(layout: dict[str, Any]) -> None:
     for rank in on_ranks(2, _answers, layout):
         with torch.no_grad():

@@ -89,6 +89,7 @@ def test_a_family_trains_like_the_library(
     assert names == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.matrix
 def test_first_weights_have_the_library_spread() -> None:
     """Standard deviations of our first weights are those of the library's, kind by kind."""
     torch.manual_seed(0)
@@ -110,7 +111,7 @@ def test_first_weights_have_the_library_spread() -> None:
             assert ours.mean().item() == mean, name
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "axes"),

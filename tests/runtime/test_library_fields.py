@@ -151,6 +151,7 @@ def test_the_vector_of_the_padding_learns_as_in_the_library(family: str, tmp_pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data_shard": 2, "zero": 3}])
+@pytest.mark.long("layout0")
 def test_the_padding_is_on_the_rank_that_has_its_row(
     layout: dict[str, int], tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_each_document_turns_by_the_factors_of_its_own_length(family: str, tmp_p
 @pytest.mark.parametrize(
     ("family", "layout"), [("phi3", {"pipeline": 2, "recompute": "full"}), ("llama", {"tensor": 2})]
 )
+@pytest.mark.long("phi3-layout0")
 def test_ranks_turn_documents_alike(family: str, layout: dict[str, Any], tmp_path: Path) -> None:
     folder = long_rope(family, tmp_path / "model")
     graph = resolve_model(str(folder))

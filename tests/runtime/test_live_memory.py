@@ -290,6 +290,7 @@ def bytes_at_each_forward(
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_stage_holds_its_activations_once_per_micro_batch_in_flight() -> None:
     gpipe, stored = on_ranks(2, bytes_at_each_forward, "gpipe")[0]
     alternating, _ = on_ranks(2, bytes_at_each_forward, "1f1b")[0]

@@ -245,6 +245,7 @@ def trained_and_saved(model: ModelGraph, made: Plan, folder: str) -> float:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.long("llama")
 def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> None:
     """Merged by peft's rule, W + (alpha / r) B A, the library's model gives the trained loss."""
     model = cases.transformer(family)
@@ -274,6 +275,7 @@ def test_adapters_are_written_as_peft_has_them(family: str, tmp_path: Path) -> N
         to_huggingface(tmp_path / "saved", tmp_path / "whole")
 
 
+@pytest.mark.matrix
 def test_adapters_go_on_under_another_plan(tmp_path: Path) -> None:
     model = cases.transformer("llama")
     on_ranks(2, trained_and_saved, model, plan(model, data_shard=2, zero=3), str(tmp_path))

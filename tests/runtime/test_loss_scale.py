@@ -142,6 +142,7 @@ def saved_and_loaded(folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_the_scale_is_in_the_checkpoint_and_harms_no_other_precision(tmp_path: Path) -> None:
     graph = cases.transformer()
     untrained = token_engine(cases.plan(graph), graph, device=CPU).step(cases.global_tokens(1)).loss

@@ -120,7 +120,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout",

@@ -134,6 +134,7 @@ OVER_FOUR: list[tuple[Any, dict[str, Any]]] = [
         *(pytest.param(build, 4, marks=pytest.mark.matrix) for build in (Net, mixture)),
     ],
 )
+@pytest.mark.long("mixture-2")
 def test_positions_and_experts_over_ranks_train_as_one_process(build: Any, ranks: int) -> None:
     rows = DIVIDED if ranks == 2 else OVER_FOUR
     layouts = [fields for of, fields in rows if of is build]

@@ -59,7 +59,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", MODULES)
 def test_replay_in_stages_equals_the_module(kind: str) -> None:
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_replay_in_stages_equals_the_module(kind: str) -> None:
     )
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", MODULES)
 def test_every_cut_can_be_made(kind: str) -> None:
     torch.manual_seed(0)
@@ -260,7 +260,7 @@ def test_a_backward_of_the_users_own_is_kept() -> None:
     assert_same(list(gradients(module).values()), list(gradients(plain).values()))
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("kind", ["gpt_tied", "resnet", "t5", "changing"])
 def test_recomputed_layers_have_the_same_gradients(kind: str, recompute: Any) -> None:

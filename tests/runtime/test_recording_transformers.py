@@ -143,7 +143,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
 }
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", MODELS)
 def test_two_stages_equal_the_model(family: str) -> None:
     torch.manual_seed(0)

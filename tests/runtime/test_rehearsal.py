@@ -138,6 +138,7 @@ def test_the_first_of_a_thousand_ranks_holds_its_share_of_every_row() -> None:
     assert found.activations_bytes > 0
 
 
+@pytest.mark.matrix
 def test_kinds_of_one_rank_are_counted_whole() -> None:
     graph = cases.transformer(**FIGURES)
     plan = cases.plan(graph)

@@ -89,6 +89,7 @@ def both_exchanges() -> dict[str, list[tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_by_nodes_each_token_gets_what_it_gets_from_each_expert() -> None:
     for found in on_ranks(4, both_exchanges):
         assert set(found) == set(LIKELY)

@@ -48,7 +48,7 @@ def of_two_ranks(bucket_bytes: int, backwards: int | None) -> list[list[Tensor |
     return steps
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20])
 @pytest.mark.parametrize("backwards", [2, None])

@@ -102,7 +102,7 @@ def of_blocks(block: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("block", "reason"),

@@ -22,7 +22,7 @@ from runtime.script_model import SAMPLES, check_module, check_replay, few_sample
 from tests.runtime.own_modules import GPT, MODULES, WIDTH, WORDS, Undecided
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", MODULES)
 def test_layers_add_up_to_the_module(kind: str) -> None:
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*made)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["blocks", *MODULES])
 def test_layers_that_are_alike_are_priced_once_at_the_same_figures(
     kind: str, monkeypatch: pytest.MonkeyPatch

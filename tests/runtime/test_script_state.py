@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from planner.errors import LaunchError
 from runtime import checkpoint
 from runtime.engine import Engine
+from tests.parts import some_and_others
 from tests.runtime.ranks import on_ranks
 
 SAMPLES, WIDTH, STEPS = 8, 6, 2
@@ -115,10 +116,8 @@ def trained(layout: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], di
     return engine.state_dict(), other.state_dict()
 
 
-def every_layout(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: trained(layout, Path(folder, name)) for name, layout in LAYOUTS.items()
-    }
+def under(names: list[str], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {name: trained(LAYOUTS[name], Path(folder, name)) for name in names}
     engine = new_engine(Counting, {"zero": 3}, compare_every=0)
     engine.step(batch_of(0)[: SAMPLES // 2])  # of both ranks
     engine.save(Path(folder, "equal"))
@@ -145,9 +144,12 @@ def test_one_process_keeps_what_nothing_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_two_ranks_keep_what_nothing_reads_and_refuse_buffers_that_differ() -> None:
+@pytest.mark.parametrize("names", some_and_others(LAYOUTS, ["zero 3", "two stages"]))
+def test_two_ranks_keep_what_nothing_reads_and_refuse_buffers_that_differ(
+    names: list[str],
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for found in on_ranks(2, every_layout, folder):
+        for found in on_ranks(2, under, names, folder):
             said = found.pop("refused")
             for name, pair in found.items():
                 check(pair, name)

@@ -142,6 +142,7 @@ BOUNDS = {"bf16": 1e-3, "fp16": 1e-4}
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_gradients_that_travel_in_fewer_bytes_lose_little() -> None:
     wires: list[dict[str, Any]] = [
         {"gradient_wire": "bf16", "zero": 3},
@@ -163,6 +164,7 @@ def gradients(fields: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_matrices_travel_by_low_rank_and_vectors_whole() -> None:
     whole = gradients({})
 
@@ -270,6 +272,7 @@ def stale_plainly() -> Run:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_pipeline_that_never_drains_follows_its_rule() -> None:
     expected = stale_plainly()
 
@@ -287,6 +290,7 @@ def late_alone() -> str:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_late_step_is_not_taken_apart() -> None:
     (said, _) = on_ranks(2, late_alone)
 
@@ -319,6 +323,7 @@ def test_products_in_eight_bits_stay_beside_sixteen_and_follow_no_plan() -> None
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_weights_gathered_in_eight_bits_change_no_value() -> None:
     """They are rounded before the gather in place of behind it."""
     every = [

@@ -25,7 +25,7 @@ from tests.runtime.ranks import on_ranks
 SAMPLES, WIDTH, STEPS, CLIP = 8, 6, 3, 0.5
 STYLES = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tensor": (2, {"tensor": 2}),
+    "tensor": (-2, {"tensor": 2}),
     "tensor, recompute": (2, {"tensor": 2, "micro_batches": 2, "recompute": "full"}),
     "tensor x data": (4, {"tensor": 2}),
     "tensor x zero 3": (4, {"tensor": 2, "zero": 3, "micro_batches": 2}),
@@ -128,21 +128,22 @@ def check_whole_matrices(ranks: int) -> None:
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=key)
 
 
-def every_layout(ranks: int, folder: str) -> dict[str, Run]:
-    check_whole_matrices(ranks)
+def every_layout(part: int, folder: str) -> dict[str, Run]:
+    """Train what a part of `LAYOUTS` says: so many ranks, negative in `make matrix` alone."""
+    check_whole_matrices(abs(part))
     return {
         name: trained(layout, Path(folder, name))
         for name, (count, layout) in LAYOUTS.items()
-        if count == ranks
+        if count == part
     }
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_divided_modules_train_as_in_one_process(ranks: int) -> None:
+@pytest.mark.parametrize("part", [2, *(pytest.param(p, marks=pytest.mark.matrix) for p in (-2, 4))])
+def test_divided_modules_train_as_in_one_process(part: int) -> None:
     losses, norms, weights = plainly()
     with tempfile.TemporaryDirectory() as folder:
-        for found in on_ranks(ranks, every_layout, ranks, folder):
+        for found in on_ranks(abs(part), every_layout, part, folder):
             for name, (own_losses, own_norms, state) in found.items():
                 assert own_losses == pytest.approx(losses, rel=1e-5), name
                 assert own_norms == pytest.approx(norms, rel=1e-5), name

@@ -90,6 +90,7 @@ def test_weights_are_those_of_the_stale_rule(
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_stages_between_which_several_tensors_cross_follow_the_rule() -> None:
     graph = graph_of_factory(f"{networks.__file__}:unet", seq_len=cases.SEQ_LEN)
     plan = cases.plan(graph, schedule="pipedream-2bw", pipeline=2)
@@ -156,6 +157,7 @@ def taking_turns() -> list[Run]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_engines_of_one_process_take_turns() -> None:
     """What one has under way between its steps is no message of another."""
     graph = cases.transformer()
@@ -245,6 +247,7 @@ def resumed(folder: str) -> tuple[int, float]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_another_plan_goes_on_from_its_checkpoint(tmp_path: Any) -> None:
     graph = cases.transformer()
     alone = token_engine(cases.plan(graph), graph, device=CPU)

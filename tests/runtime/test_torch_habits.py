@@ -68,6 +68,7 @@ def _refused(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.long("zero 3")
 def test_gradients_that_wait_are_used_by_nobody_else(layout: dict[str, Any]) -> None:
     on_ranks(2, _refused, layout)
 
@@ -113,6 +114,7 @@ def _kept_by_the_script() -> list[dict[str, Tensor]]:
     return trained
 
 
+@pytest.mark.matrix
 def test_gradients_of_a_kept_module_are_hidden_where_it_is_divided_too() -> None:
     for replicated, *others in on_ranks(2, _kept_by_the_script):
         for divided in others:

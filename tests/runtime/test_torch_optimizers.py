@@ -136,9 +136,7 @@ class Number:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "names", some_and_others((*ELEMENTWISE, *WHOLE), ["AdamW", "SGD", "Muon", "Adafactor"])
-)
+@pytest.mark.parametrize("names", some_and_others((*ELEMENTWISE, *WHOLE), ["AdamW", "Muon"]))
 def test_every_optimizer_of_torch_is_that_of_one_process_and_goes_on_anywhere(
     names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_modules_with_state_of_python_train_as_the_plain_loop(
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("middle", [*MODULES, nn.Dropout])
 def test_planning_and_styles_leave_no_trace(middle: Callable[[], nn.Module]) -> None:
     begin()

@@ -118,7 +118,7 @@ def pending(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_whole_files_count_as_if_nobody_had_died(tmp_path: Path, whole: Path, moment: str) -> None:
@@ -143,6 +143,7 @@ def test_whole_files_count_as_if_nobody_had_died(tmp_path: Path, whole: Path, mo
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_what_lacks_a_byte_never_counts(pending: Path, tmp_path: Path) -> None:
     draw = random.Random(11)
     files = [(name, ".step-000002.r") for name in PENDING]

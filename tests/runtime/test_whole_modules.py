@@ -24,6 +24,7 @@ def graph(name: str) -> ModelGraph:
     return graph_of_factory(f"{whole_networks.__file__}:{name}", seq_len=cases.SEQ_LEN)
 
 
+@pytest.mark.matrix
 def test_a_u_net_hands_on_its_skips() -> None:
     layers = graph("unet").layers
     sizes = {layer.name: layer.trace.output_bytes for layer in layers if layer.trace}
@@ -36,6 +37,7 @@ def test_a_u_net_hands_on_its_skips() -> None:
     assert sizes["ups.1"] == 4 * last
 
 
+@pytest.mark.matrix
 def test_blocks_that_are_alike_are_one_kind() -> None:
     kinds = [layer.kind for layer in graph("resnet50").layers if "bottleneck" in layer.kind]
 
@@ -78,6 +80,7 @@ def placed_graph(name: str) -> ModelGraph:
 
 
 @pytest.mark.parametrize("name", ["branches", "Whole"])
+@pytest.mark.long("branches")
 def test_what_ranks_can_share_of_a_module_is_found(name: str) -> None:
     model = placed_graph(name)
     layers = {layer.name: layer for layer in model.layers}

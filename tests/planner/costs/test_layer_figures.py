@@ -93,7 +93,7 @@ def test_the_fewest_seconds_of_many_layouts_are_those_of_each(
             assert fastest_s[kind, index] == pytest.approx(least_s, rel=1e-12)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("stack", ["megatron", "megatron-deepspeed", "nanotron", "torchtitan"])
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "llama-3.1-8b"])
 def test_figures_of_many_layouts_of_any_stack_are_those_of_each(name: str, stack: str) -> None:
@@ -155,6 +155,7 @@ def test_what_a_profile_measured_stands_for_the_arithmetic() -> None:
     assert fastest_s[1, 0] == pytest.approx(min(m.forward_s + m.backward_s for m in block))
 
 
+@pytest.mark.matrix
 def test_fp8_is_planned_where_devices_have_it_with_what_its_rounding_costs() -> None:
     model, cluster = resolve_model("llama-3.1-8b"), resolve_cluster("8xh100-sxm-80gb")
 

@@ -121,6 +121,7 @@ def test_an_8b_model_in_bf16_does_not_fit_one_80_gb_device(llama: ModelGraph) ->
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.041, True), (1.038, False), (0.99, False)])
+@pytest.mark.long("0.99-False")
 def test_a_plan_fits_where_the_search_would_take_it(
     llama: ModelGraph, node: ClusterSpec, share: float, fits: bool
 ) -> None:

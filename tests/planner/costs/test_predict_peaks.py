@@ -119,6 +119,7 @@ def stage_and_peak_bytes(of: Plan, graph: ModelGraph) -> tuple[int, int]:
 @pytest.mark.long("selective")
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.matrix
 def test_one_rank_peaks_where_predicted(recompute: str) -> None:
     from tests.runtime.ranks import on_ranks  # a fork has few objects to look through for tensors
 

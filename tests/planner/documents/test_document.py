@@ -270,7 +270,7 @@ DOCUMENTS = [Plan, ClusterSpec, ModelGraph, Profile, Prediction, Certificate]
 ANY_DOCUMENT = st.one_of([made(cls) for cls in DOCUMENTS])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("cls", DOCUMENTS)
 def test_a_document_written_reads_back_the_same(cls: type[Document]) -> None:
     @MANY
@@ -651,7 +651,7 @@ def test_schemas_are_written_where_asked(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text())["title"] == "Plan"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "text",
     [

@@ -254,7 +254,7 @@ def test_the_published_split_of_llama_3_is_asked_of_megatron() -> None:
     assert megatron(text, machine.devices, 126).blocks == (0, *[1] * 126, 0)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("blocks", [(3, 5, 5, 3), (1, 4, 4, 7), (0, 5, 6, 5), (4, 4, 5, 3)])
 def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> None:
     graph, name = resolve_model("llama-3.2-1b"), "4xh100-sxm-80gb"
@@ -286,7 +286,7 @@ def test_any_split_of_blocks_is_asked_of_megatron(blocks: tuple[int, ...]) -> No
     ]
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(4)
 @pytest.mark.long(
     "native-mixtral-8x7b-2x8xh100-sxm-80gb",
     "native-deepseek-v3-256x8xh800-sxm-80gb",

@@ -164,7 +164,7 @@ def test_accelerate_is_told_how_data_parallelism_shards(zero: int) -> None:
         assert sizes["parallelism_config_dp_shard_size"] == plan.mesh.data_shard
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("to", "fix", "message"),
     [

@@ -75,7 +75,7 @@ def read(text: str, of: str, plan: Plan) -> Imported:
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", FRAMEWORKS)
 def test_what_was_written_of_a_plan_is_read_back(of: str) -> None:
     for wide, _ in written(of)[:60]:
@@ -138,7 +138,7 @@ def imported_row(of: str, row: public.Row, folder: Path) -> tuple[Imported, Mode
     return found, model or resolve_model(found.plan.model.source)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", KINDS)
 def test_published_configurations_are_read_and_priced(of: str, tmp_path: Path) -> None:
     for number, row in enumerate(row for kind, row in PUBLISHED if kind == of):
@@ -163,7 +163,7 @@ def test_twenty_of_each_kind_were_published() -> None:
         assert len({(row.text, row.model, row.cluster) for row in rows}) >= 18, kind
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", KINDS)
 def test_compare_answers_for_a_published_configuration(of: str, tmp_path: Path) -> None:
     """The smallest one; `make matrix` compares all of them."""
@@ -357,6 +357,7 @@ def test_any_text_is_read_or_refused(of: str, text: str, at: int) -> None:
             assert str(error)
 
 
+@pytest.mark.matrix
 def test_compare_says_what_each_change_is_worth(tmp_path: Path) -> None:
     row = next(one for one in public.MEGATRON if one.model == "llama-3-8b")
     file = tmp_path / "plan.yaml"

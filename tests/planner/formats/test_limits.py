@@ -42,6 +42,7 @@ def test_words_of_a_script_are_those_of_a_shell() -> None:
         "A=x\n" + "A=${B:-$A$A$A}\n" * 60,
     ],
 )
+@pytest.mark.long("script2")
 def test_variables_that_multiply_are_refused_within_their_budget(script: str) -> None:
     tracemalloc.start()
     with pytest.raises(DocumentError, match="once it is written out; shorten it"):
@@ -104,7 +105,7 @@ UNITS = (" ", "\\\n", "\n", "\t", "-", "--a ", "a.", "$A", "${A:-", "$((", "(", 
 """What a reader of text may look at again from every place that it comes to."""
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", READERS)
 def test_no_reader_takes_longer_than_its_text(of: str) -> None:
     for unit in UNITS:

@@ -51,7 +51,7 @@ CHOICES: list[tuple[Precision, str, str]] = [
 ]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("precision", "pins", "cluster"), CHOICES)
 def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, cluster: str) -> None:
     plan, machine = planned(precision, pins, cluster), resolve_cluster(cluster)
@@ -74,6 +74,7 @@ def test_a_choice_is_written_and_read_back(precision: Precision, pins: str, clus
         assert own.get("recipe_name", "tensorwise") == plan.scales
 
 
+@pytest.mark.matrix
 def test_the_release_with_python_has_scales_of_rows_alone() -> None:
     machine = resolve_cluster(H100)
     usual = planned("fp8", "tp=1")
@@ -97,7 +98,7 @@ def test_mxfp8_converts_the_linears_of_blocks() -> None:
     assert wanted + "model_compile_enabled=True)" in text
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("precision", "pins", "why"),
     [
@@ -116,6 +117,7 @@ def test_what_it_does_not_train_is_refused_by_name(
         planned(precision, pins)
 
 
+@pytest.mark.matrix
 def test_without_the_compiler_eight_bits_cost_more_than_they_save() -> None:
     machine = resolve_cluster(H100)
     compiled, eager = (planned("fp8", f"scales=rowwise,compile={how}") for how in ("block", "none"))

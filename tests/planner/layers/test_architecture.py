@@ -277,7 +277,7 @@ def our_counts(config: dict[str, Any]) -> dict[str, int]:
     }
 
 
-@pytest.mark.spread(20)
+@pytest.mark.spread(10)
 @needs_transformers
 @pytest.mark.parametrize("name", sorted(models()))
 def test_each_layer_of_a_catalogue_model_counts_as_transformers_builds_it(name: str) -> None:

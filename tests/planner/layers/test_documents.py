@@ -32,6 +32,7 @@ def test_a_document_as_long_as_its_sample_is_a_sample() -> None:
     assert plan.document_len == plan.job.document_len == 16384
 
 
+@pytest.mark.matrix
 def test_half_as_long_documents_halve_the_seconds_of_attention() -> None:
     steps = [planned(length, data=8)[1].step_time_s for length in (16384, 8192, 4096)]
 

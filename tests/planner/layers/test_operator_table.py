@@ -105,7 +105,7 @@ def expected(graph: ModelGraph, kind: str, precision: str) -> OperatorTable:
     return replace(result, operators=tuple(seen))
 
 
-@pytest.mark.spread(16)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)

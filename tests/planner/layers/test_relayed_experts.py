@@ -66,6 +66,7 @@ def test_many_settings_are_each_alone() -> None:
 @pytest.mark.parametrize(
     ("pins", "relay"), [({}, 4), ({"dispatch": "alltoall"}, None), ({"relay": 2}, 2)]
 )
+@pytest.mark.long("pins2-2")
 def test_experts_of_several_nodes_are_sent_to_once_unless_it_is_pinned(
     pins: dict[str, object], relay: int | None
 ) -> None:

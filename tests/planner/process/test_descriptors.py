@@ -53,6 +53,7 @@ def test_json_is_all_of_stdout_with_a_solver_that_prints(words: tuple[str, ...])
     assert json.loads(done.stdout)["plan"]["model"]["name"] == "demo-4m"
 
 
+@pytest.mark.matrix
 def test_a_solver_that_prints_is_silent_in_python_too() -> None:
     done = run(
         f"{NOISE}\nfrom meshwright import commands\nfrom meshwright.options import Solver\n"

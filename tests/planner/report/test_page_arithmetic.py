@@ -375,6 +375,7 @@ def figures(asked: Study, candidate: Candidate, outcome: Any) -> dict[str, Any]:
 
 
 @without_node
+@pytest.mark.matrix
 def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
     plans: dict[str, Planned],
 ) -> None:
@@ -387,6 +388,7 @@ def test_a_study_changed_on_the_page_is_the_study_that_it_exports(
 
 
 @without_node
+@pytest.mark.matrix
 def test_a_year_of_jobs_on_the_page_is_that_of_the_planner() -> None:
     asked = study(models=[], goal={}, jobs=JOBS, offers=OFFERS[1:4])
     plans = planned_once(asked)

@@ -251,6 +251,7 @@ def test_a_trace_keeps_the_rules_of_its_format() -> None:
             assert start + length <= after + 1e-3, "slices of one thread overlap"
 
 
+@pytest.mark.matrix
 def test_of_many_stages_neighbours_share_a_row_that_names_them_all() -> None:
     request = Request(
         resolve_model("gpt2-xl"),

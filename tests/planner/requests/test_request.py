@@ -19,6 +19,7 @@ LLAMA = resolve_model("llama-3.1-8b")
 @pytest.mark.parametrize(
     ("model", "cluster"), [("gpt2", "4xa100-sxm-80gb"), ("llama-3.2-1b", "3x4xh100-sxm-80gb")]
 )
+@pytest.mark.long("gpt2-4xa100-sxm-80gb")
 def test_plan_and_whatif_without_flags_ask_for_the_same_job(model: str, cluster: str) -> None:
     fixed = ("tp=1", "pp=1", "micro_batch=1")
     planned = commands.plan(model, cluster, fix=fixed)

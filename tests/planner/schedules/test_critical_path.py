@@ -62,6 +62,7 @@ def test_a_path_is_the_step_where_it_was_found_and_no_more_elsewhere(name: str, 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("cases", [25, pytest.param(3000, marks=pytest.mark.matrix)])
+@pytest.mark.long("25-interleaved-zb", "25-zbv")
 def test_paces_are_never_above_the_simulated_step(name: str, cases: int) -> None:
     """Random stages, transfers that hide and that do not, and fewer micro-batches than ranks."""
     for seed in range(cases):

@@ -77,7 +77,7 @@ def differences(name: str, seed: int) -> tuple[float, bool]:
     return apart, cut is not None and count >= cut.micro_batches + LAYERS * cut.period
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("cases", [30, pytest.param(3000, marks=pytest.mark.matrix)])
 def test_ranks_end_as_in_the_whole_simulation(

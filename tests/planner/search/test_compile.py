@@ -24,6 +24,7 @@ def asked(cluster: str, **pins: object) -> Request:
     return Request(MODEL, resolve_cluster(cluster), JOB, pins=Pins(**pins))  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix
 def test_the_answer_is_the_better_of_both_choices() -> None:
     free, none, block = (
         search(asked("4xa100-sxm-40gb", pipeline=1, **pins))
@@ -72,6 +73,7 @@ def test_a_compiled_plan_is_faster_holds_less_and_says_how_long_it_compiles() ->
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("samples", "chosen"), [(8, "none"), (64, "block")])
+@pytest.mark.matrix
 def test_where_the_device_waits_for_its_host_the_price_decides(samples: int, chosen: str) -> None:
     model, cluster = resolve_model("gpt2"), resolve_cluster("8xh100-sxm-80gb")
     job = Job(seq_len=1024, global_batch=samples)

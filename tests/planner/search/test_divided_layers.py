@@ -120,6 +120,7 @@ def test_a_sum_that_a_degree_has_not_takes_no_time() -> None:
     assert float(alone.forward_tensor_s[1]) == pytest.approx(2 * other_s)  # type: ignore[index]
 
 
+@pytest.mark.matrix
 def test_no_configuration_is_faster() -> None:
     candidates, frontiers = Candidates(request(), refusal), FrontierStore()
     found: dict[Layout, float] = {}

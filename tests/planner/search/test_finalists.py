@@ -45,7 +45,7 @@ def simulated(name: str) -> Certificate:
     return answer(name).certificate
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long("pipelines", "tied", "open")
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_fastest_of_those_simulated_and_fits(name: str) -> None:
     model, cluster, _, _, _ = CASES[name]
@@ -62,6 +62,7 @@ def test_the_plan_is_the_fastest_of_those_simulated_and_fits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long("pipelines", "tied", "open")
 def test_finalists_have_the_optimum_of_the_closed_form_among_them(name: str) -> None:
     closed_form, finals = answer(name).closed_form, simulated(name)
 
@@ -103,6 +104,7 @@ def test_a_single_stage_is_bounded_by_what_it_takes() -> None:
     assert finals.lower_bound_s == pytest.approx(finals.objective_s, rel=1e-9)
 
 
+@pytest.mark.matrix
 def test_every_choice_of_recompute_counts_where_all_blocks_do_the_same() -> None:
     """No choice alone has a faster plan, and the bound holds for each."""
     node = resolve_cluster("8xa100-sxm-40gb")

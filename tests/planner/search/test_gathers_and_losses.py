@@ -94,6 +94,7 @@ def test_gradients_of_a_frozen_projection_are_made_in_backward() -> None:
         ("gemma-2-2b", "4xrtx-4090", 4096, 16),
     ],
 )
+@pytest.mark.matrix
 def test_no_loss_that_can_be_fixed_is_faster_than_the_answer(
     model: str, cluster: str, seq_len: int, batch: int
 ) -> None:
@@ -129,6 +130,7 @@ def test_what_would_fit_is_written_as_it_is_fixed() -> None:
 
 @pytest.mark.long("2")
 @pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.matrix
 def test_no_layout_of_either_loss_beats_the_answer(pipeline: int) -> None:
     """Every layout's own optimum, on a model small enough to solve all of them."""
     asked = request("2xa100-sxm-40gb", f"pipeline={pipeline}", "context=1", model="llama-3.2-1b")

@@ -168,6 +168,7 @@ def test_what_was_not_found_in_a_module_is_refused(
     assert found.startswith(said)
 
 
+@pytest.mark.matrix
 def test_the_search_chooses_among_them() -> None:
     found = {
         fix: search(Request(MODEL, CLUSTER, JOB, pins=read_pins([fix], ())))

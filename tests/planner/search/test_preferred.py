@@ -137,6 +137,7 @@ def test_a_search_that_goes_on_from_another_finds_what_one_from_scratch_does(sta
     assert search(request, known=known).plan == search(request).plan
 
 
+@pytest.mark.matrix
 def test_what_the_user_pins_stays_and_what_it_excludes_is_not_told() -> None:
     request = replace(asked(*CASES[0]), pins=Pins(tensor=2))
 

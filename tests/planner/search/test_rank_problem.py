@@ -185,7 +185,7 @@ def random_solution(instance: Instance, rng: random.Random) -> Solution:
     return priced(instance, cuts, options)
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(4)
 @pytest.mark.long(
     "gpt2-xl-interleaved-8",
     "gpt2-xl-interleaved-zb-8",
@@ -294,7 +294,7 @@ def test_a_rank_with_both_ends_of_the_model_alone_holds_no_less_than_its_sums(
         assert least[0] <= used[0] * (1 + 1e-9)
 
 
-@pytest.mark.spread(16)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("memory_gb", [80, 55, 40])
 @pytest.mark.parametrize(("name", "virtual"), TIMETABLES)
 @pytest.mark.parametrize("zero", [1, 3])
@@ -329,6 +329,7 @@ def test_a_solution_holds_what_its_prediction_says(
     assert 0.85 * closed_s <= predicted.step_time_s <= 1.15 * closed_s
 
 
+@pytest.mark.matrix
 def test_zero_bubble_plans_that_fit_are_found(node: ClusterSpec) -> None:
     """Stages of 9, 8, 9 and 8 layers, nothing recomputed, fill 67 of 80 GiB.
 

@@ -72,6 +72,7 @@ def test_no_layout_beats_the_plan(gpt2: ModelGraph, memory: float, host: float |
     assert answer.prediction.fits
 
 
+@pytest.mark.matrix
 def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=4)
     pins = Pins(tensor=1, context=1, pipeline=1, loss="plain", prefetch=0, allowed=HOST)
@@ -96,6 +97,7 @@ def test_bounds_that_pool_device_and_host_are_below_every_plan(gpt2: ModelGraph)
     assert sharper > 0
 
 
+@pytest.mark.matrix
 def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> None:
     job = Job(seq_len=1024, global_batch=4)
     cluster = small(2.2e9, devices=1)
@@ -112,6 +114,7 @@ def test_the_host_is_used_where_the_device_is_too_small(gpt2: ModelGraph) -> Non
     assert answer.prediction.step_parts["offload"] > 0
 
 
+@pytest.mark.matrix
 def test_ninety_like_layers_go_to_the_host_and_the_search_ends() -> None:
     job = Job(seq_len=2048, global_batch=1536)
     model, cluster = resolve_model("gpt3-175b"), resolve_cluster("16x8xa100-sxm-80gb")

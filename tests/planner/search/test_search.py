@@ -208,6 +208,7 @@ def test_a_dominator_is_at_least_as_fast(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [TIGHT, TWO_KINDS], ids=lambda case: f"{case.model} {case.cluster}"
 )
+@pytest.mark.matrix
 def test_the_order_of_enumeration_does_not_matter(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +282,7 @@ def with_more(cluster: ClusterSpec, what: str) -> ClusterSpec:
     return cluster.model_copy(update={"groups": (faster,)})
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.long(
     "mixtral-8x7b 4x8xh100-sxm-80gb-memory",
     "mixtral-8x7b 4x8xh100-sxm-80gb-links",
@@ -341,6 +342,7 @@ def test_the_best_plans_of_each_kind_are_those_of_all_configurations() -> None:
     assert expected[0] <= top[0].objective_s <= expected[0] * (1 + MARGIN)
 
 
+@pytest.mark.matrix
 def test_fewer_kinds_than_asked_for_are_all_returned() -> None:
     answer = Case("gpt2", "4xv100-sxm-32gb", 1024, 32, Pins(tensor=1)).search(top=50)
 
@@ -516,6 +518,7 @@ def test_a_search_is_quick_and_solves_few_partition_problems(case: Case, limit_s
 
 
 @pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.long("False")
 def test_a_search_leaves_the_cycle_collector_as_it_was(collecting: bool) -> None:
     (gc.enable if collecting else gc.disable)()
     try:

@@ -60,7 +60,7 @@ def steps_s(bounded: SimulatedCandidates, layout: Layout) -> Iterator[float]:
                 yield plan.prediction.step_time_s
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("tries", [6, pytest.param(400, marks=pytest.mark.matrix)])
 def test_no_array_bound_is_above_the_simulated_step_of_a_plan(name: str, tries: int) -> None:

@@ -89,7 +89,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("schedule", "virtual", "count"), SPLITS)
 def test_nothing_simulates_below_the_bound_and_the_answer_is_the_least(
     schedule: str, virtual: int, count: int
@@ -138,6 +138,7 @@ def some_solution(candidates: Candidates, layout: Layout, rng: random.Random) ->
     [(*SPLITS[0], 4.4e9), (*SPLITS[4], 4.5e9)],
 )
 @pytest.mark.parametrize("tries", [150, pytest.param(3000, marks=pytest.mark.matrix)])
+@pytest.mark.long("150-1f1b-1-8-4400000000.0")
 def test_no_recomputation_is_faster_than_the_one_chosen(
     schedule: str, virtual: int, count: int, memory_bytes: float, tries: int
 ) -> None:
@@ -217,6 +218,7 @@ def test_the_usual_answer_has_the_pipeline_that_simulates_faster_than_the_closed
     assert found.prediction.step_time_s < 0.95 * closed.prediction.step_time_s
 
 
+@pytest.mark.matrix
 def test_the_estimate_of_a_layout_is_near_what_its_plan_simulates() -> None:
     """Also where stages are uneven, which it does not know: 12 blocks on up to 24 stages."""
     [candidates] = open_answer(False).candidates

@@ -189,7 +189,7 @@ def recomputed(stack: str, kinds: tuple[Recompute, ...], *, folded: bool) -> Ite
         yield ["none", *["full"] * full, *["none"] * (BLOCKS - full), "none"]
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(4)
 @pytest.mark.long(
     "torchtitan-pp=2,zero=3-0.62", "megatron--1.0", "torchtitan-pp=2,schedule=zbv-0.62"
 )
@@ -243,6 +243,7 @@ def test_no_plan_of_the_space_that_fits_is_faster(stack: str, fix: str, memory: 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("stack", ["megatron", "nanotron", "torchtitan"])
+@pytest.mark.matrix
 def test_the_integer_program_finds_the_same_optimum(stack: str) -> None:
     cluster = resolve_cluster("8xa10g")
     pins = read_pins(["pp=4"])
@@ -287,6 +288,7 @@ def test_the_best_of_several_meshes_are_plans_of_the_framework() -> None:
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed"])
+@pytest.mark.long("megatron-deepspeed")
 def test_a_vocabulary_that_is_padded_is_divided(name: str) -> None:
     """GPT-3 was trained with 8 tensor ranks; its 50,257 words are no multiple of 2."""
     model, cluster = resolve_model("gpt3-175b"), resolve_cluster("16x8xa100-sxm-80gb")
@@ -308,6 +310,7 @@ def test_a_vocabulary_that_is_padded_is_divided(name: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "fix"), [("megatron", "pp=2"), ("megatron", "pp=4"), ("nanotron", "pp=2")]
 )
+@pytest.mark.long("megatron-pp=4")
 def test_no_cuts_by_the_rule_of_a_framework_simulate_below_their_bound(
     stack: str, fix: str
 ) -> None:

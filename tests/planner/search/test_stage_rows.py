@@ -103,7 +103,7 @@ def asked(*texts: str, **fixed: object) -> Request:
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
@@ -143,6 +143,7 @@ def test_the_fastest_split_that_keeps_it_is_found(schedule: str, text: str) -> N
     assert answer.prediction.fits
 
 
+@pytest.mark.matrix
 def test_with_one_stage_and_several_the_faster_is_chosen() -> None:
     text = "at most 3 layers on stage 0"
 
@@ -170,6 +171,7 @@ def test_what_no_numbers_of_layers_keep_is_told() -> None:
         ("interleaved", "layers block.7..block.8 on stage 3"),
     ],
 )
+@pytest.mark.matrix
 def test_it_is_kept_on_devices_that_differ(schedule: str, text: str) -> None:
     one = asked(text, schedule=schedule, virtual_stages=2, micro_batch=1, recompute="none")
     request = replace(one, cluster=resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-32gb"))

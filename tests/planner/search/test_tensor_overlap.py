@@ -66,6 +66,7 @@ def test_where_nobody_asks_collectives_run_one_by_one() -> None:
         ("2xh100-sxm-80gb+2xa100-sxm-80gb", Pins(tensor=2, pipeline=1), True),
     ],
 )
+@pytest.mark.matrix
 def test_where_it_is_allowed_the_search_weighs_both(
     cluster: str, pins: Pins, *, faster: bool
 ) -> None:

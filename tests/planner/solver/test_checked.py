@@ -75,6 +75,7 @@ def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> 
     assert costs > 2
 
 
+@pytest.mark.matrix
 def test_alike_layers_may_hold_other_bytes_elsewhere() -> None:
     compared = 0
     for seed in range(200):
@@ -129,6 +130,7 @@ def test_what_was_not_looked_at_any_more_is_left_as_a_gap(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("start", [0, 40])
+@pytest.mark.long("40")
 def test_the_integer_program_finds_a_split_that_fits_and_a_bound_below_the_best(start: int) -> None:
     compared = 0
     for seed in range(start, start + 40):

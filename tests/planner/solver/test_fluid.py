@@ -32,7 +32,7 @@ def parts(problem: GraphInstance) -> tuple[Ideals, Knapsacks, Fluid, np.ndarray]
     return every, knapsacks, fluid, cut_s
 
 
-@pytest.mark.spread(40)
+@pytest.mark.spread(20)
 @pytest.mark.parametrize("seed", range(120))
 def test_no_split_is_below_the_bounds_and_its_cuts_are_in_the_bands(seed: int) -> None:
     problem = random_graph(seed)

@@ -42,6 +42,7 @@ def agree(instance: Instance) -> Solution | Infeasible:
 
 
 @pytest.mark.parametrize("start", range(1000, 1060, 20))
+@pytest.mark.long("1020", "1000")
 def test_random_problems_have_one_optimum(start: int) -> None:
     answers = [
         agree(random_instance(seed, sync_by_option=seed % 2 == 0, forward_apart=seed % 3 == 0))
@@ -130,7 +131,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_solvers_agree_on_a_model_of_each_family(family: str) -> None:
     answer = agree(FAMILIES[family])

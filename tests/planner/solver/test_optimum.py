@@ -119,22 +119,22 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "chain": Kind(random_instance, 0, 5, 60, 20, 5),
+    "chain": Kind(random_instance, 0, 5, 60, 20, 2),
     "chain, stages settled one by one": Kind(
-        random_instance, 300, 3, 60, 20, 3,
+        random_instance, 300, 3, 60, 20, 1,
         {"planner.solver.knapsack.Knapsacks.alike": lambda _, __: False},
     ),
     "chain, sync by option": Kind(
-        lambda seed: random_instance(seed, sync_by_option=True), 600, 2, 50, 15, 2
+        lambda seed: random_instance(seed, sync_by_option=True), 600, 2, 50, 15, 1
     ),
     "chain, forward apart": Kind(
-        lambda seed: random_instance(seed, forward_apart=True), 700, 2, 50, 15, 2
+        lambda seed: random_instance(seed, forward_apart=True), 700, 2, 50, 15, 1
     ),
     "chain, forward apart, sync by option": Kind(
         lambda seed: random_instance(seed, forward_apart=True, sync_by_option=True),
-        700, 2, 50, 15, 2,
+        700, 2, 50, 15, 1,
     ),
-    "graph": Kind(random_graph, 0, 5, 60, 30, 2),
+    "graph": Kind(random_graph, 0, 5, 60, 30, 1),
     "graph, sync by option": Kind(
         lambda seed: random_graph(seed, sync_by_option=True), 600, 2, 60, 30, 1
     ),
@@ -153,12 +153,12 @@ KINDS = {
         0, 2, 60, 20, 1,
     ),
     "graph, straight outputs": Kind(straight, 0, 2, 60, 30, 1),
-    "types": Kind(random_unequal, 0, 4, 60, 20, 2),
+    "types": Kind(random_unequal, 0, 4, 60, 20, 1),
     "types, sync by option": Kind(
-        lambda seed: random_unequal(seed, sync_by_option=True), 300, 2, 50, 10, 2
+        lambda seed: random_unequal(seed, sync_by_option=True), 300, 2, 50, 10, 1
     ),
     "types, from a ceiling far too low": Kind(
-        random_unequal, 240, 2, 30, 10, 2,
+        random_unequal, 240, 2, 30, 10, 1,
         {
             "planner.solver.unequal.unequal._FIRST": 0.3,
             "planner.solver.unequal.unequal._RISE": 1.04,

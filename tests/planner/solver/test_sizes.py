@@ -48,6 +48,7 @@ def least_s(instance: Instance) -> float:
 
 
 @pytest.mark.parametrize("start", range(0, 240, 60))
+@pytest.mark.long("180", "60")
 def test_no_split_of_the_rows_beats_the_solution(start: int) -> None:
     possible = 0
     for seed in range(start, start + 60):

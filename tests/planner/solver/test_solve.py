@@ -109,7 +109,7 @@ def least_s(instance: Instance) -> float:
     )
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("start", range(0, 120, 30))
 @pytest.mark.parametrize("solver", [solve_chain, ilp.solve], ids=["exact", "program"])
 def test_ties_are_kept_and_nothing_that_keeps_them_is_faster(start: int, solver) -> None:
@@ -150,6 +150,7 @@ def test_without_ties_the_program_is_the_exact_solver(start: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(300, 420, 40))
+@pytest.mark.long("380", "300")
 def test_hosts_with_devices_of_one_stage_need_no_program(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def stated_graph(seed: int, *, relayed: bool) -> GraphInstance:
 
 
 @pytest.mark.parametrize("relayed", [True, False])
+@pytest.mark.long("False")
 def test_a_stated_graph_has_the_optimum_of_all_its_splits(relayed: bool) -> None:
     fitting = 0
     for seed in range(7000, 7040):
@@ -97,6 +98,7 @@ def test_a_stated_graph_has_the_optimum_of_all_its_splits(relayed: bool) -> None
     assert fitting > 8
 
 
+@pytest.mark.matrix
 def test_without_relays_no_split_takes_longer_and_some_take_less() -> None:
     less = 0
     for seed in range(7000, 7040):

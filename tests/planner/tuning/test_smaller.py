@@ -51,6 +51,7 @@ def test_what_needs_more_devices_than_there_are_is_not_tried() -> None:
     assert small_layout(Layout(tensor=8, context=4, data_shard=16), LARGE, SMALL) is None
 
 
+@pytest.mark.matrix
 def test_a_stand_in_has_the_models_own_layers_but_fewer() -> None:
     request = Request.of(
         resolve_model("demo-4m"),

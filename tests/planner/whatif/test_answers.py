@@ -185,6 +185,7 @@ def test_nodes_stay_idle_where_a_plan_is_faster_without_them() -> None:
     assert nine.usd.value == pytest.approx(fewer.usd.value * 72 / 64 * less_often)
 
 
+@pytest.mark.matrix
 def test_twenty_purchases_beside_twenty_rents_are_one_page() -> None:
     """400 pairs of terms could each be a sentence; the rest stands in tables and CSV."""
     quote = {"date": "2026-11", "source": "a quote"}

@@ -95,6 +95,7 @@ ROWS: list[tuple[str, tuple[float, float, float], str, bool]] = [
 
 @pytest.mark.parametrize("by", ["cost", "time"])
 @pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.long("4-time", "3-cost", "2-time")
 def test_each_is_first_as_often_as_in_a_simulation(by: Any, count: int) -> None:
     outcomes = []
     for at, (accelerator, price, quote, bought) in enumerate(ROWS[:count]):

@@ -176,6 +176,7 @@ def test_sentences_say_the_payment_of_a_month_and_what_the_loan_costs() -> None:
     assert lease.startswith("lease: 2,400 USD a month")
 
 
+@pytest.mark.matrix
 def test_tokens_in_budget_leave_room_for_the_interest() -> None:
     goal = {"tokens": 1e9, "budget_usd": 110_000.0}
     at_once, loan, _ = candidates(goal=goal)

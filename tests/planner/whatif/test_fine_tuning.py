@@ -91,7 +91,7 @@ def layouts(cluster: ClusterSpec, job: Job) -> Iterator[Layout]:
         )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("devices", "memory_gb", "host_gb", "quantised"),
     [(4, 24, 64, False), (4, 12, 64, False), (4, 24, None, True), (2, 9, 200, True)],
@@ -135,6 +135,7 @@ def test_no_layout_of_any_tuner_is_faster(
 
 
 @pytest.mark.parametrize("stack", ["megatron", "transformers"])
+@pytest.mark.long("megatron")
 def test_adapters_of_a_mixture_of_experts_are_planned(stack: str) -> None:
     """Attention's and shared experts' products have them; the routed experts are frozen."""
     model, cluster = resolve_model("mixtral-8x7b"), resolve_cluster("8xh100-sxm-80gb")

@@ -110,6 +110,7 @@ def test_payback_and_one_sentence_for_twenty_purchases_and_rents() -> None:
 
 
 @pytest.mark.parametrize("budget", [42_000.0, 46_000.0, 50_000.0, 58_000.0])
+@pytest.mark.long("50000.0", "42000.0")
 def test_a_budget_holds_the_years_of_what_is_bought_and_its_prices_range(budget: float) -> None:
     outcome = outcome_of(bought({"tokens": 1e9, "budget_usd": budget}))
 
@@ -124,6 +125,7 @@ def test_a_budget_holds_the_years_of_what_is_bought_and_its_prices_range(budget:
 
 
 @pytest.mark.parametrize("days", [20.0, 61.0, 120.0])
+@pytest.mark.long("20.0")
 def test_a_deadline_counts_from_the_order(days: float) -> None:
     asked = bought({"tokens": 1e9, "deadline_days": days})
     result = run(asked, processes=1)
@@ -152,6 +154,7 @@ def test_a_deadline_counts_from_the_order(days: float) -> None:
         ({"budget_usd": 39_000.0}, 0.0),
     ],
 )
+@pytest.mark.long("goal1-8760.0", "goal2-960.0", "goal4-0.0")
 def test_tokens_in_a_budget_are_of_hours_that_are_paid(
     goal: dict[str, float], hours: float
 ) -> None:
@@ -163,6 +166,7 @@ def test_tokens_in_a_budget_are_of_hours_that_are_paid(
     assert outcome.tokens_in_budget == pytest.approx(rate * hours, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_what_is_bought_for_a_budget_is_surely_paid() -> None:
     def size(budget: float, **goal: float) -> int:
         asked = bought({"budget_usd": budget, **goal}, cluster="{n}x4xa10g", solve="afford")

@@ -39,6 +39,7 @@ def test_on_unequal_devices_our_own_runtime_is_priced() -> None:
     assert fastest("4xa10g+4xl4").stack == "native"
 
 
+@pytest.mark.matrix
 def test_eight_bits_are_tried_where_the_precision_is_left_open() -> None:
     plain, auto = fastest("8xh100-sxm-80gb"), fastest("8xh100-sxm-80gb", work={"precision": "auto"})
 
@@ -46,6 +47,7 @@ def test_eight_bits_are_tried_where_the_precision_is_left_open() -> None:
     assert auto.step_s <= plain.step_s
 
 
+@pytest.mark.matrix
 def test_our_own_runtime_stands_beside_the_first() -> None:
     asked = study(work=WORK, offers=[{"cluster": "8xa10g", "rent": PRICE}])
     [outcome] = run(asked, processes=1).outcomes

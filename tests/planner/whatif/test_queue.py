@@ -74,6 +74,7 @@ def test_more_jobs_than_hours_wait_for_ever() -> None:
     assert wait_h(jobs) is None and shortest_first_h(jobs) is None
 
 
+@pytest.mark.matrix
 def test_a_year_of_jobs_by_hand() -> None:
     """Two jobs that are planned alone and added by hand; what is bought costs all hours."""
     jobs = [

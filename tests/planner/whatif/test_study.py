@@ -49,6 +49,7 @@ def test_the_largest_cluster_under_a_power_cap() -> None:
     assert [c.devices for c in candidates_of(study(**question))] == [8 * 52]
 
 
+@pytest.mark.matrix
 def test_each_candidate_trains_in_what_its_devices_have_units_for() -> None:
     left_open = study(offers=[{"cluster": "4xa10g", "rent": PRICE}, {"cluster": "4xt4"}])
     plans = [evaluate(left_open, "gpt2", each).plan for each in candidates_of(left_open)]
@@ -271,6 +272,7 @@ def test_a_curve_of_what_a_cluster_has_not_is_left_out() -> None:
     assert answers(found) == ["Step by step, device memory saves nothing."]
 
 
+@pytest.mark.matrix
 def test_ranked_by_carbon_the_clean_grid_comes_before_the_fast_cluster() -> None:
     """By hand: kWh at the meter times 30.1 g in Norway and 369.5 g in the USA."""
     offers = [

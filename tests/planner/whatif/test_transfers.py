@@ -52,6 +52,7 @@ def test_a_run_pays_storage_by_the_hour_and_transfers_once() -> None:
     assert bought.usd.value == pytest.approx(by_hand)
 
 
+@pytest.mark.matrix
 def test_a_year_of_jobs_stores_all_year_and_moves_data_for_each_run() -> None:
     job = {"name": "pretraining", "model": "gpt2", "tokens": 1e9, "runs_a_year": 6.0}
 
@@ -61,6 +62,7 @@ def test_a_year_of_jobs_stores_all_year_and_moves_data_for_each_run() -> None:
     assert bought.data_usd.value == pytest.approx(6 * 2000.0)
 
 
+@pytest.mark.matrix
 def test_the_price_of_a_tie_leaves_storage_and_transfers_as_they_are() -> None:
     asked = study(offers=[RENT, NEAR], assumptions={"goodput": GOODPUT, "data": DATA})
     first, other = ranked(asked, [evaluate(asked, "gpt2", c) for c in candidates_of(asked)])
@@ -75,6 +77,7 @@ def test_the_price_of_a_tie_leaves_storage_and_transfers_as_they_are() -> None:
         assert first.outcome.usd.value < other.outcome.data_usd.value
 
 
+@pytest.mark.matrix
 def test_tokens_in_budget_pay_for_transfers_first() -> None:
     [rented, *_] = outcomes(goal={"tokens": 1e9, "budget_usd": 3000.0})
 
@@ -84,6 +87,7 @@ def test_tokens_in_budget_pay_for_transfers_first() -> None:
     assert rented.tokens_in_budget == pytest.approx(by_hand)
 
 
+@pytest.mark.matrix
 def test_futures_draw_both_prices() -> None:
     """A cluster without transfers at 2.30 an hour against one with them at 2.00."""
     moved = {"value": 50.0, "low": 10.0, "high": 120.0, "source": "lists"}
@@ -110,6 +114,7 @@ def test_futures_draw_both_prices() -> None:
     assert found[0] == pytest.approx(won / futures, abs=0.015)
 
 
+@pytest.mark.matrix
 def test_the_answer_says_what_they_are_of_the_cost() -> None:
     found = outcomes()
     ranks = {"gpt2": ranked(study(), found)}

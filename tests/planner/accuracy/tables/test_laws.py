@@ -64,7 +64,7 @@ def peak(found: Prediction) -> float:
     return found.memory_bytes("allocated", "max")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.long("40", "120", "200", "280", "360")
 @pytest.mark.parametrize("seed", range(0, 400, 40))
 def test_every_legal_row_is_predicted_and_more_work_takes_longer(seed: int) -> None:

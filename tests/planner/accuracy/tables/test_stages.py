@@ -66,7 +66,7 @@ def check_range(of_row: Prediction, of_plan: Prediction, run: Setup) -> None:
     assert math.exp(-less) * low_s == pytest.approx(of_row.step_time_low_s, rel=1e-9)
 
 
-@pytest.mark.spread(40)
+@pytest.mark.spread(20)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("cells", LAYOUTS, ids=str)
 def test_a_row_is_predicted_as_its_plan_is(framework: str, cells: dict[str, str]) -> None:

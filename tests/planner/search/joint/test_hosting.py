@@ -116,6 +116,7 @@ def test_it_is_never_above_the_best_of_all_splits(start: int) -> None:
     assert compared > 60
 
 
+@pytest.mark.matrix
 def test_of_pipelines_it_is_close_and_sees_most_that_cannot_fit() -> None:
     ratios, seen = [], []
     for seed in range(80):

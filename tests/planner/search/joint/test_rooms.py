@@ -34,6 +34,7 @@ CASES = [
 )
 @pytest.mark.parametrize(("name", "cluster", "job", "activations"), CASES)
 @pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.matrix
 def test_what_layers_hold_together_is_what_each_layout_says(
     name: str, cluster: str, job: Job, activations: tuple, recompute: Recompute | None
 ) -> None:

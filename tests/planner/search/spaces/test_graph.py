@@ -103,7 +103,7 @@ def searched(model: ModelGraph, cluster: str, pins: Pins = FREE) -> Answer:
     return search(Request(model, resolve_cluster(cluster), JOB, pins=pins))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "seed", [*range(1, 6), *(pytest.param(s, marks=pytest.mark.matrix) for s in (0, *range(6, 16)))]
 )
@@ -353,6 +353,7 @@ def test_the_widest_boundary_is_the_widest_of_all_splits(seed: int) -> None:
     assert widest_bytes(model, outputs) == pytest.approx(widest)
 
 
+@pytest.mark.matrix
 def test_branches_are_worth_taking_apart() -> None:
     model = towers(6, 5)
     pins = Pins(pipeline=4, schedule="1f1b", micro_batch=1)
@@ -488,7 +489,7 @@ def test_what_does_not_fit_and_an_unknown_solver_are_told() -> None:
         search(Request(unet(), resolve_cluster(TWO), JOB), solver="simplex")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
 @pytest.mark.parametrize("seed", [0, 4])
 def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> None:
@@ -502,6 +503,7 @@ def test_the_integer_program_finds_the_same_optimum(seed: int, cluster: str) -> 
     assert program.certificate.lower_bound_s <= exact.certificate.objective_s * (1 + 1e-6)
 
 
+@pytest.mark.matrix
 def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() -> None:
     for seed in range(4):
         answer = searched(random_model(seed), TWO)
@@ -517,6 +519,7 @@ def test_graphs_close_to_the_best_are_simulated_and_the_fastest_is_the_answer() 
 
 
 @pytest.mark.parametrize("cluster", [TWO, "1xa100-sxm-40gb+1xv100-sxm-32gb"])
+@pytest.mark.long("1xa100-sxm-40gb+1xv100-sxm-32gb")
 def test_what_is_required_of_layers_is_kept_on_graphs(cluster: str) -> None:
     model = unet(2)
     names = [name for name, _ in model.chain]

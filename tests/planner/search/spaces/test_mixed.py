@@ -169,7 +169,7 @@ def test_no_layout_order_cuts_and_options_beat_the_plan(case: Case) -> None:
 HOST = frozenset({"offload", "compress"})
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "interleaved-zb", "zbv"])
 def test_schedules_that_several_stages_share_fit_and_come_near_the_simulation(
     schedule: ScheduleName,
@@ -230,6 +230,7 @@ def test_states_go_to_hosts_and_gradients_travel_narrow_where_devices_differ() -
 
 
 @pytest.mark.parametrize("host_bytes", [None, 24 << 30])
+@pytest.mark.long("None")
 def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     host_bytes: int | None,
 ) -> None:
@@ -261,6 +262,7 @@ def test_replicas_that_differ_put_states_on_hosts_and_send_narrow_gradients(
     assert all(layout.zero == 0 for layout in fitting if layout.offload == "parameters")
 
 
+@pytest.mark.matrix
 def test_a_plan_of_shares_says_what_lies_on_hosts_and_is_predicted_again() -> None:
     pins = Pins(pipeline=1, data=3, zero=0, recompute="none", loss="plain", allowed=HOST)
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
@@ -396,6 +398,7 @@ def test_two_groups_of_one_device_change_nothing() -> None:
     assert {stage.group for stage in mixed.plan.stages} == {"a100-sxm-40gb", "others"}
 
 
+@pytest.mark.matrix
 def test_devices_that_only_hold_the_others_back_are_left_out() -> None:
     answer = Case("4xh100-sxm-80gb+1xv100-sxm-16gb", 4).search()
 
@@ -403,6 +406,7 @@ def test_devices_that_only_hold_the_others_back_are_left_out() -> None:
     assert answer.plan.mesh.devices == 4
 
 
+@pytest.mark.matrix
 def test_of_plans_close_to_the_best_the_fastest_simulated_is_the_answer() -> None:
     found = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 4, Pins(data=2, zero=1)).search()
 
@@ -437,6 +441,7 @@ def test_what_does_not_fit_is_told() -> None:
         case.search()
 
 
+@pytest.mark.matrix
 def test_the_integer_program_finds_the_same_optimum() -> None:
     pins = Pins(pipeline=3, schedule="1f1b", micro_batch=1)
     case = Case("1xa100-sxm-40gb+2xv100-sxm-32gb", 4, pins)
@@ -492,6 +497,7 @@ def test_a_group_that_a_stage_would_straddle_is_refused() -> None:
     assert {layout.pipeline for layout in layouts} <= {5}
 
 
+@pytest.mark.matrix
 def test_faster_devices_take_more_micro_batches_and_end_with_the_others() -> None:
     case = Case("2xa100-sxm-40gb+4xv100-sxm-32gb", 2, Pins(pipeline=1, tensor=1), 96)
 

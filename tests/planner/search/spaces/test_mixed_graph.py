@@ -38,7 +38,7 @@ def least_s(model: ModelGraph, cluster: str, pins: Pins) -> float:
     return best
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", [s for s in range(40) if len(random_model(s).layers) <= 5][:10])
 def test_no_order_of_kinds_and_branches_beats_the_plan(seed: int) -> None:
     model, cluster = random_model(seed), resolve_cluster(THREE)
@@ -69,6 +69,7 @@ def storing(model: ModelGraph, factor: int) -> ModelGraph:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("word", ["offload", "compress"])
+@pytest.mark.matrix
 def test_no_treatment_of_activations_beats_the_plan(word: Allowance) -> None:
     model, cluster = storing(random_model(2), 16), resolve_cluster(THREE)
     pins = Pins(
@@ -142,6 +143,7 @@ def test_without_a_pipeline_ranks_of_a_graph_have_shares() -> None:
     assert predict(answer.plan, model, cluster) == answer.prediction
 
 
+@pytest.mark.matrix
 def test_a_slower_device_does_not_help() -> None:
     model, pins = random_model(5), Pins(pipeline=2, data=1, tensor=1, schedule="1f1b")
     mixed = resolve_cluster("1xa100-sxm-40gb+1xv100-sxm-32gb")

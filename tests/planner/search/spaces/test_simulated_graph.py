@@ -188,6 +188,7 @@ def test_nothing_of_a_graph_simulates_below_the_bound(seeds: range, mixed: bool)
 @pytest.mark.parametrize(
     "seeds", [(6, 8, 13, 26), pytest.param(range(1_000, 1_060), marks=pytest.mark.matrix)]
 )
+@pytest.mark.long("seeds0-two types")
 def test_the_fastest_that_keeps_what_is_required_is_found_and_proven(
     seeds: Iterable[int], mixed: bool
 ) -> None:

@@ -81,7 +81,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("cluster", "layers", "layout"), LAYOUTS, ids=lambda one: str(one)[:40])
 def test_no_split_of_a_layout_simulates_faster(cluster: str, layers: int, layout: Layout) -> None:
     recompute = None if layers < 4 else "full"

@@ -57,7 +57,7 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @MODELS
 @pytest.mark.parametrize("pins", SEVERAL, ids=str)
 def test_several_stages_a_rank_of_unlike_layers_are_refused_with_a_way_out(

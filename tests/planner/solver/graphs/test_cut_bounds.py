@@ -69,7 +69,7 @@ def test_what_is_near_are_downsets_that_keep_groups(seed: int) -> None:
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("relayed", [True, False])
 @pytest.mark.parametrize("start", range(0, 40, 20))
 def test_a_graph_with_too_many_downsets_is_bounded_and_split(start: int, relayed: bool) -> None:

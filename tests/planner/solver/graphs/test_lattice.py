@@ -56,7 +56,7 @@ TOO_FEW: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("seed", range(420, 480))
 def test_a_lattice_too_large_to_finish_still_bounds_every_split(seed: int) -> None:
     problem = random_graph(seed)

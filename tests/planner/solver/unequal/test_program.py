@@ -37,7 +37,7 @@ def one_optimum(problem: GraphInstance) -> bool:
     return True
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("types", [1, 2, 3])
 @pytest.mark.parametrize("made", [random_unequal, random_unequal_graph])
 def test_both_ways_lead_to_one_optimum(made: Callable[[int], GraphInstance], types: int) -> None:
