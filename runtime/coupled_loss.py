@@ -1,29 +1,40 @@
-"""Whether a loss is a sum over samples: that of the example is compared with that of its parts.
+"""Whether module and loss treat samples one by one: the example is compared with its parts.
 
 A plan cuts the batch into micro-batches and adds what the loss says of each.  A loss whose samples
 depend on each other (negatives of the batch, statistics, ranks), or a mean over unequal parts,
-would be another one under every plan.
+would be another one under every plan; so would a module that makes something else of a sample
+beside other samples, and a loss that remembers how often it was called.  What a loss trains beside
+the module, no plan trains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from planner.documents.plan import Plan
-from planner.errors import BatchError, MeshwrightError
-from runtime.batches import part_of
+from planner.errors import BatchError, MeshwrightError, RecordError
+from runtime import inner_loss
+from runtime.batches import cut_by, part_of, samples_in
 from runtime.loss import counted, plain
 from runtime.recorder import Recorder, arguments, has_data, own_tensors
 from runtime.recording import Leaf, ModuleTensor, Recording, Value
 from runtime.script_model import SAMPLES, Loss, few_samples
-from runtime.trial import MOST_CHECKED, copied, untouched
+from runtime.trial import (
+    MOST_CHECKED,
+    Changes,
+    PythonNumbers,
+    RandomNumbers,
+    copied,
+    seed_all,
+    untouched,
+)
 from runtime.whole_batch import whole_batch
 
 MOST_SAMPLES = 32
@@ -32,6 +43,10 @@ MOST_ELEMENTS = 1 << 25
 """Of outputs that are tried at once; parts are smaller where samples are large."""
 CLOSE = 1e-5
 """How far sums in another order may lie apart in fp32, over the sum of their sizes."""
+MOST_TRIAL_FLOPS = 10**10
+"""Of a forward that is tried, as far as parameters and elements of the batch tell."""
+CLOSE_OUTPUTS = 1e-3
+"""How far outputs of samples in other company may lie apart, over the largest."""
 SHRINK = 0.3
 """By how much outputs are made smaller so that no two samples are alike."""
 
@@ -41,18 +56,32 @@ def check_loss(plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, lo
 
     The module runs on SAMPLES of the example, and its outputs are repeated, each time smaller;
     outputs without samples (a loss inside the module) are made for each part anew.  Of a module
-    too large to run here, outputs are random numbers.  A loss that draws cannot be compared.
+    too large to run here, outputs are random numbers.  A loss that draws cannot be compared.  A
+    module that can be run here is also run on a part and on each half of it.
 
-    Raises BatchError that names `whole_batch`, or where the loss fails on a part.
+    Raises BatchError that names `whole_batch`, or where the loss fails on a part, has parameters of
+    its own that are trained, or remembers its calls; RecordError where the module's samples depend
+    on each other.
     """
     parts = plan.mesh.data_shard * plan.mesh.data_replicate * plan.micro_batches
-    if parts == 1 or isinstance(loss, whole_batch):
-        return
+    cut = parts > 1 and not isinstance(loss, whole_batch)
     with untouched(module, recorder.inputs, loss), torch.enable_grad():
         torch.manual_seed(0)
         own = copied(loss) if isinstance(loss, nn.Module) else loss
         trial = _LossTrial(plan, module, recorder, batch, own)
-        found = trial.compared()
+        trial.refuse_own_parameters()
+        found = trial.compared() if cut else None
+        if cut and found is None:
+            trial.refuse_memory(parts)
+        other = trial.coupled_output() if parts > 1 and found is None else None
+    if other is not None:
+        raise RecordError(
+            f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
+            f"the batch (into {parts} micro-batches here). Batch tensors are [sample, ...] "
+            "(batch_first=True). Sum what is of the whole batch by meshwright.batch_sum, move it "
+            "into loss=meshwright.whole_batch(loss), or plan with one rank for the data and "
+            "micro_batches 1"
+        )
     if found is not None:
         raise BatchError(
             f"loss: {found}, so that training would depend on how the plan cuts the batch (into "
@@ -106,11 +135,9 @@ class _LossTrial:
 
     def compared(self) -> str | None:
         """Return what of the whole is not the sum of its parts, if anything."""
-        count = sum(parameter.numel() for parameter in self._module.parameters())
-        given = (*tree_leaves(self._batch), *self._module.parameters())
         if not has_data(tree_leaves(self._batch)):
             return None
-        real = count <= MOST_CHECKED and has_data(given)
+        real = self._is_real()
         few = few_samples(self._batch, SAMPLES)
         made = self._made(few) if real else _recorded(self._recorder.first, few)
         loose = [leaf for leaf in tree_leaves(made) if _is_float(leaf) and not _is_sampled(leaf)]
@@ -133,6 +160,102 @@ class _LossTrial:
                     ) from error.__cause__
         return None
 
+    def refuse_own_parameters(self) -> None:
+        """Refuse a loss that trains what the module does not return to it."""
+        if not self._is_real():
+            return
+        few = few_samples(self._batch, SAMPLES)
+        made = tree_map(_fresh, self._made(few))
+        try:
+            one = counted(self._called(made, few), SAMPLES)
+        except _LossError:
+            return  # what is wrong with it is said by `compared`, or by the first step
+        given = {id(leaf) for leaf in tree_leaves((made, few))}
+        own = next((leaf for leaf in _trained_by(one.total) if id(leaf) not in given), None)
+        if own is not None:
+            raise BatchError(
+                f"loss: trains a parameter of its own ({list(own.shape)}), and an Engine trains "
+                "those of its module. Make it part of the module, whose forward returns it to the "
+                "loss or adds a penalty by meshwright.add_loss; if it is to stay as it is, write "
+                "requires_grad_(False)"
+            )
+
+    def refuse_memory(self, parts: int) -> None:
+        """Refuse a loss that says something else of the same samples when it is called again."""
+        if not self._is_real():
+            return
+        few = few_samples(self._batch, SAMPLES)
+        made = self._made(few)
+        before = Changes((self._loss,))
+        if before.generators:
+            return
+        found = []
+        with untouched(self._loss):
+            for _ in range(2):
+                seed_all(0)
+                try:
+                    returned = self._called(tree_map(_fresh, made), few)
+                except _LossError:
+                    return
+                found.append(_LossSums.of(returned, SAMPLES).values)
+            changed = before.changes()
+        if str(found[0]) != str(found[1]):
+            what = f" ('{min(changed)}' changes)" if changed else ""
+            raise BatchError(
+                f"loss: says something else of the same samples when it is called again{what}, and "
+                f"a step calls it {parts} times here, on several ranks, so that training would "
+                "depend on the plan. Change what it remembers between steps in the training loop, "
+                "or give it with the batch as a tensor without dims"
+            )
+
+    def coupled_output(self) -> str | None:
+        """Return how an output depends on other samples, if any does; BatchNorms are known to.
+
+        A module that draws, or asks for sums over the batch, cannot be compared.
+        """
+        if not self._is_real():
+            return None
+        size, count = self._trial_parts()
+        if count < 2:
+            return None
+        batch = few_samples(self._batch, size * count)
+        seed_all(0)
+        before, asked = RandomNumbers(), inner_loss.times_asked()
+        whole = self._made(batch, drawing=False)
+        drew = before.drew_torch() or not before.drew_as(PythonNumbers())
+        if drew or inner_loss.times_asked() > asked:
+            return None
+        parts = [self._made(one, drawing=False) for one in cut_by(batch, size)]
+        for leaf, *of_parts in zip(tree_leaves(whole), *map(tree_leaves, parts), strict=False):
+            if isinstance(leaf, Tensor) and all(isinstance(one, Tensor) for one in of_parts):
+                apart = _apart(leaf, of_parts)
+                if apart > CLOSE_OUTPUTS:
+                    return (
+                        "what it makes of a sample depends on the other samples of the batch (by "
+                        f"{apart:.2g} of its size, between {size * count} samples at once and "
+                        f"{size})"
+                    )
+        return None
+
+    def _trial_parts(self) -> tuple[int, int]:
+        """Return how many samples are run at once, and in how many parts all that are run.
+
+        Those of a micro-batch if that is little work; else few, of a divisor of its size.
+        """
+        samples, whole = samples_in(self._batch), self._plan.micro_batch
+        weights = sum(parameter.numel() for parameter in self._module.parameters())
+        leaves = (leaf for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor))
+        flops = 2 * weights * max(1, sum(leaf.numel() for leaf in leaves) // samples)
+        most = max(2 * SAMPLES, min(2 * MOST_SAMPLES, MOST_TRIAL_FLOPS // max(1, flops)))
+        size = max(n for n in range(1, most // 2 + 1) if whole % n == 0)
+        return size, min(samples, most) // size
+
+    def _is_real(self) -> bool:
+        """Whether module and batch have values, and the module is small enough to run here."""
+        count = sum(parameter.numel() for parameter in self._module.parameters())
+        given = (*tree_leaves(self._batch), *self._module.parameters())
+        return count <= MOST_CHECKED and has_data(given)
+
     def _size(self, made: Any) -> int:
         """Return how many samples a part has: those of a micro-batch, or a divisor of it."""
         elements = sum(
@@ -152,8 +275,8 @@ class _LossTrial:
         if shares and not drawing:
             module.eval()
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
-        with torch.no_grad():
-            return module(*args, **kwargs)
+        made = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
 
     def _compared(self, outputs: _Outputs, size: int) -> str | None:
         samples = 2 * size
@@ -172,14 +295,18 @@ class _LossTrial:
     def _sums(self, outputs: _Outputs, batch: Any, own: range) -> _LossSums:
         made = outputs(batch, own)
         with untouched(self._loss):
-            try:
-                returned = self._loss(made, own_tensors(batch))
-            except MeshwrightError:
-                raise
-            except Exception as error:
-                text = (str(error).splitlines() or [type(error).__name__])[0]
-                raise _LossError(text) from error
+            returned = self._called(made, batch)
         return _LossSums.of(returned, len(own))
+
+    def _called(self, made: Any, batch: Any) -> Any:
+        """Call the loss."""
+        try:
+            return self._loss(made, own_tensors(batch))
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise _LossError(text) from error
 
 
 _Outputs = Callable[[Any, range], Any]
@@ -224,6 +351,40 @@ def _fresh(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.is_floating_point())
+
+
+def _trained_by(total: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a loss's backward gives a gradient."""
+    waiting, seen = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        waiting += [one for one, _ in node.next_functions]
+
+
+def _apart(whole: Tensor, parts: Sequence[Tensor]) -> float:
+    """Return how far an output lies from those of its parts, over its size.
+
+    0 where it has no samples: a dim in which that of the whole is as long as all of theirs.
+    """
+    first = parts[0].shape
+    dims = [
+        dim
+        for dim, length in enumerate(whole.shape)
+        if all(one.ndim == whole.ndim for one in parts)
+        and length == sum(one.shape[dim] for one in parts)
+        and (*whole.shape[:dim], *whole.shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])
+    ]
+    if not dims or not whole.numel():
+        return 0.0
+    one, other = whole.double(), torch.cat(list(parts), dims[0]).double()
+    gap = float((one - other).abs().nan_to_num(0.0).max())
+    return gap / max(float(one.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-12)
 
 
 def _recorded(recording: Recording, few: Any) -> Any:

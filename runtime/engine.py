@@ -255,6 +255,13 @@ class Engine:
             compares=own,
             device=device,
         )
+        trained = {slot.name for slot in slots}
+        self._frozen = [
+            (name, parameter)
+            for part in parts
+            for name, parameter in part.module.named_parameters()
+            if model.aliases.get(name, name) not in trained
+        ]
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
         if schedule_of(plan.schedule).stale:
@@ -432,7 +439,7 @@ class Engine:
             grads, measured = self._made_whole(clip_norm)
         else:
             grads, measured = self._whole
-            self._optimizers.clipped(grads, measured, clip_norm)
+            self._optimizers.clipped(grads, clip_norm)
         return self._updated(grads, measured)
 
     def zero_grad(self) -> None:
@@ -610,6 +617,14 @@ class Engine:
             )
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise LaunchError(
+                    f"{name}: was frozen when the Engine was made, which gave it no optimizer; "
+                    "build it with requires_grad and a group of its own whose lr and weight_decay "
+                    "are 0 until then (groups=), or save, and load into an Engine whose build() "
+                    "does not freeze it"
+                )
         self._optimizers.show()
         self._rescale()
         with self._loss_context():

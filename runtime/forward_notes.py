@@ -37,6 +37,7 @@ from runtime.recording import (
     called_name,
     values_of,
 )
+from runtime.trial import PythonNumbers
 
 VALUE_READERS = frozenset(
     (
@@ -45,6 +46,9 @@ VALUE_READERS = frozenset(
     )
 )  # fmt: skip
 """Functions that turn values of tensors into Python's own."""
+HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+"""Functions that change what a backward does, and make no tensor that a replay could make."""
+DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), types.EllipsisType, type, enum.Enum, range,
     torch.dtype, torch.layout, torch.memory_format, torch.Size,
@@ -85,6 +89,13 @@ class Notes:
                     self._references[id(tensor)] = ModuleTensor(full)
                     self._held[full] = tensor
         self._kept += [batch, *self._held.values()]
+        self._casts = _casts()
+        for name, part in module.named_modules():
+            if name in opened and (part._backward_hooks or part._backward_pre_hooks):
+                raise RecordError(
+                    f"{name or type(module).__name__} has a backward hook, and what it holds is "
+                    "run in several parts; hang it on a unit, or train without pipeline"
+                )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -141,9 +152,12 @@ class Notes:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if unit is None and tensors and getattr(call, "__name__", "") in VALUE_READERS:
             self._refuse_values(call, tensors)
+        self._refuse_unseen(call, unit)
         versions = [tensor._version for tensor in tensors]
         self._drew, self._operators, grad = False, 0, torch.is_grad_enabled()
+        before = None if unit is None else PythonNumbers()
         result = call(*args, **kwargs)
+        drew_python = before is not None and not before.drew_as(PythonNumbers())
         changed = [
             tensor
             for tensor, version in zip(tensors, versions, strict=True)
@@ -175,7 +189,8 @@ class Notes:
                 spec=spec,
                 made=numbers,
                 grad=grad,
-                draws=self._drew,
+                draws=self._drew or drew_python,
+                draws_python=drew_python,
                 changed=frozenset(
                     value
                     for tensor in changed
@@ -249,6 +264,28 @@ class Notes:
                 f"{call.__name__.strip('_')} reads the value of a tensor between units, so that "
                 "what follows depends on it; put it inside a unit (units=), use torch.where, or "
                 "train without pipeline",
+                where=_here(),
+            )
+
+    def _refuse_unseen(self, call: Callable[..., Any], unit: str | None) -> None:
+        """Refuse what a replay of functions and units would not do again."""
+        name = getattr(call, "__name__", "")
+        if unit is None and name in HOOKS:
+            raise RecordError(
+                f"{name} hangs a hook on a tensor between units; put it inside a unit (units=), or "
+                "train without pipeline",
+                where=_here(),
+            )
+        if unit is None and call in DIFFERENTIATE:
+            raise RecordError(
+                f"{name} between units needs the graph of all that it goes through, and stages "
+                "have a part of it each; put it inside a unit (units=), or train without pipeline",
+                where=_here(),
+            )
+        if _casts() != self._casts:
+            raise RecordError(
+                "torch.autocast begins or ends between units; let the plan's precision say in "
+                "which type is computed, put it inside a unit (units=), or train without pipeline",
                 where=_here(),
             )
 
@@ -436,6 +473,14 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _casts() -> Hashable:
+    """Return in which types autocast computes now, by kind of device."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
 
 
 _OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")

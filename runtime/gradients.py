@@ -254,16 +254,20 @@ class Gradients:
         """Make them the gradients of the mean loss, no longer together than `clip_norm` if any."""
         factor = measured.factor
         if clip_norm > 0:
-            factor = factor * _clipping(measured, clip_norm)
+            factor = factor * _clipping(measured.norm, clip_norm)
         _multiply(grads, factor)
 
     @torch.no_grad()
-    def clipped(
-        self, grads: dict[Slot, Tensor], measured: StepMeasurement, clip_norm: float
-    ) -> None:
-        """Clip gradients that are of the mean loss already."""
+    def clipped(self, grads: dict[Slot, Tensor], clip_norm: float) -> None:
+        """Clip gradients that are of the mean loss already, and may have been changed since.
+
+        Their norm is measured anew; all ranks call it together.
+        """
         if clip_norm > 0:
-            _multiply(grads, _clipping(measured, clip_norm))
+            squared = _squared_norm(grads, like=torch.empty(0, device=self.device))
+            if self.place.mesh is not None:
+                dist.all_reduce(squared)
+            _multiply(grads, _clipping(squared.sqrt(), clip_norm))
 
     def dropped(self) -> None:
         """Forget the gradients."""
@@ -382,8 +386,8 @@ def _local_grad(parameter: nn.Parameter) -> Tensor:
     return grad
 
 
-def _clipping(measured: StepMeasurement, clip_norm: float) -> Tensor:
-    return (clip_norm / (measured.norm + _NORM_EPSILON)).clamp(max=1.0)
+def _clipping(norm: Tensor, clip_norm: float) -> Tensor:
+    return (clip_norm / (norm + _NORM_EPSILON)).clamp(max=1.0)
 
 
 def _multiply(grads: dict[Slot, Tensor], factor: Tensor) -> None:

@@ -132,6 +132,7 @@ class OwnModel:
         self.place = place or place_of(plan, device)
         self.loss = loss
         self._holders = holders_of(plan, recorder, self.place)
+        recorder.follow(module)
         self._groups = grouped(module.named_parameters(), optimizer, groups)
 
     def _check_divisions(

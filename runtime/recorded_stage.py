@@ -42,6 +42,7 @@ from runtime.recording import (
     Value,
     values_of,
 )
+from runtime.trial import PythonNumbers, seed_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,27 @@ def _hashed(text: str) -> int:
 
 
 @contextlib.contextmanager
-def seeded(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
-    """Draw under the seed of a micro-batch and the name of a unit; None changes nothing."""
+def seeded(
+    seed: int | None, name: str, device: torch.device, *, python: bool = False
+) -> Iterator[None]:
+    """Draw under the seed of a micro-batch and the name of a unit; None changes nothing.
+
+    With `python` so do the random numbers of Python and numpy.
+    """
     if seed is None:
         yield
         return
     devices = [device] if device.type != "cpu" else []
+    numbers = PythonNumbers() if python else None
     with torch.random.fork_rng(devices=devices, device_type="cuda" if devices else "cpu"):
         torch.manual_seed(unit_seed(seed, name))
-        yield
+        if numbers is not None:
+            seed_python(unit_seed(seed, name))
+        try:
+            yield
+        finally:
+            if numbers is not None:
+                numbers.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +466,9 @@ class _MicroBatchRun:
         called = self._stage.called(node)
         inner_loss.begin(node.name)
         drawing = (
-            seeded(self._seed, node.name, self._device) if node.draws else contextlib.nullcontext()
+            seeded(self._seed, node.name, self._device, python=node.draws_python)
+            if node.draws
+            else contextlib.nullcontext()
         )
         around = self._stage.around
         seeing = contextlib.nullcontext() if around is None else around(self._batch, node)

@@ -31,7 +31,7 @@ from runtime.recording import (
     ModuleTensor,
     Recording,
 )
-from runtime.trial import MOST_CHECKED, copied, untouched
+from runtime.trial import MOST_CHECKED, Surroundings, copied, untouched
 from runtime.without_values import even_routing
 
 MOST_RECORDINGS = 64
@@ -73,6 +73,10 @@ class Recorder:
         self._module = module if ours else self._skeleton(module)
         self._real: nn.Module | None = None
         self._made = Recent[Recording](MOST_RECORDINGS)
+        self.renewals = 0
+        """How often what the forward reads beside tensors had other values than before."""
+        self._followed: nn.Module | None = None
+        self._surroundings: Surroundings | None = None
         try:
             self.first = self.recording(batch)
         except RecordError:
@@ -149,6 +153,45 @@ class Recorder:
                 stacklevel=2,
             )
         return made
+
+    def follow(self, module: nn.Module) -> None:
+        """Look at what `module` has beside its units from now on, whenever `renew` is called.
+
+        Numbers that a forward or `inputs` reads are part of a recording: a temperature that the
+        training loop lowers, how many blocks are used.
+        """
+        self._followed = module
+        self._surroundings = self._surroundings_of(module)
+
+    def renew(self, batch: Any) -> None:
+        """Forget recordings if the training loop changed what they were made with.
+
+        Raises RecordError where the forward runs other units since.
+        """
+        if self._followed is None or self._surroundings is None:
+            return
+        if not self._surroundings.changes():
+            return
+        built = self._module if self._real is None else self._real
+        for name in self.opened:
+            own = vars(built.get_submodule(name))
+            for key, value in _plain(self._followed.get_submodule(name)).items():
+                own[key] = value
+        self._made = Recent[Recording](MOST_RECORDINGS)
+        self.renewals += 1
+        self._surroundings = self._surroundings_of(self._followed)
+        planned = [layer.name for layer in self.first.layers]
+        if [layer.name for layer in self.recording(batch).layers] != planned:
+            raise RecordError(
+                f"{type(self._followed).__name__} runs other units since the training loop changed "
+                "what its forward reads; name a unit around what differs with units=, or run all "
+                "units and multiply what does not count by a tensor without dims in the batch"
+            )
+
+    def _surroundings_of(self, module: nn.Module) -> Surroundings:
+        opened = {id(module.get_submodule(name)) for name in self.opened}
+        units = [part for part in module.modules() if id(part) not in opened]
+        return Surroundings(module, units, self.inputs)
 
     @property
     def is_fake(self) -> bool:
@@ -310,6 +353,16 @@ def _failed(module: nn.Module, error: Exception) -> RecordError:
         "pipeline needs no recording",
         where=line_of(error),
     )
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are neither torch's own, nor tensors, nor modules."""
+    torchs = vars(nn.Module())
+    return {
+        key: value
+        for key, value in vars(part).items()
+        if key not in torchs and not isinstance(value, Tensor | nn.Module)
+    }
 
 
 def own_tensors(batch: Any) -> Any:

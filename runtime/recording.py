@@ -66,12 +66,14 @@ class Node:
     grad: bool
     """Whether autograd was on."""
     draws: bool
-    """Random numbers were drawn."""
+    """Random numbers were drawn, torch's or others."""
     changed: frozenset[int]
     """Values that it changes in place, and others in the same memory."""
     changes_held: bool
     """It changes a buffer of the module."""
     where: str
+    draws_python: bool = False
+    """Python's or numpy's random numbers were drawn."""
     operators: int = 0
     """A hash of the operators that ran, with their arguments and the shapes of tensors; equal in
     one process alone."""

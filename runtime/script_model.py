@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import re
-import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,7 +46,7 @@ from runtime.recording import Recording, called_name
 from runtime.token_loss import check_chunks, head_of, token_loss
 from runtime.torch_optimizers import Factory, GroupOf, gathered_names, grouped, state_bytes
 from runtime.trace import traced_call
-from runtime.trial import Changes, RandomNumbers, copied, untouched
+from runtime.trial import Changes, PythonNumbers, copied, seed_all, untouched
 
 SAMPLES = 2
 """Of the batch that is priced: with one alone, a norm over samples has no variance."""
@@ -273,30 +271,31 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
     """Refuse a module whose replayed forward does something else than the module, on real data.
 
     What a recording cannot see is Python's own state between units: a counter, a list, a random
-    number of Python.  Both run on copies: outputs, attributes that change and random numbers that
-    are drawn must be the same.  `few` is the batch that `recorder` recorded.  Returns the names of
-    attributes and parameters that every forward changes anew.  A module of more than MOST_CHECKED
-    parameters, and one without data, is not tried.
+    number of Python, or what only a backward does.  Both run on copies: outputs, attributes that
+    change, random numbers that are drawn and gradients must be the same.  `few` is the batch that
+    `recorder` recorded.  Returns the names of attributes and parameters that every forward changes
+    anew.  A module of more than MOST_CHECKED parameters, and one without data, is not tried.
     """
     if not can_be_tried(module, few):
         return frozenset()
-    with untouched(module, recorder.inputs), torch.no_grad():
+    # One unit is replayed as the module itself.
+    backward = recorder.refused is None
+    with untouched(module, recorder.inputs), torch.enable_grad():
         twin = copied(module)
-        once = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
-        changed = {
-            recorder.aliases.get(name, name)
-            for (name, then), (_, now) in zip(
-                module.named_parameters(), twin.named_parameters(), strict=True
-            )
-            if not _same(then, now)
-        }
+        once = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few), backward=backward)
+        changed = _changed(recorder, module.named_parameters(), twin.named_parameters())
+        buffers = _changed(recorder, module.named_buffers(), twin.named_buffers())
         again = _ForwardTrial.of(twin, lambda: _called(twin, recorder, few))
-    with untouched(module, recorder.inputs), torch.no_grad():
+    if not once.makes_as(again):  # statistics that no training forward reads are none of these
+        changed |= buffers
+    with untouched(module, recorder.inputs), torch.enable_grad():
         other = copied(module)
         stage = RecordedStage(other, recorder, 0, len(recorder.first.layers)).train()
-        replayed = _ForwardTrial.of(other, lambda: stage(micro=MicroBatch(own_tensors(few))))
+        replayed = _ForwardTrial.of(
+            other, lambda: stage(micro=MicroBatch(own_tensors(few))), backward=backward
+        )
     apart = sorted(once.changes ^ replayed.changes)
-    unnamed = not (again.changes or once.makes_as(again))
+    unnamed = not (again.changes or changed or once.makes_as(again))
     if apart or unnamed or not once.makes_as(replayed):
         what = f" ('{apart[0]}' changes in one of them only)" if apart else ""
         raise RecordError(
@@ -304,7 +303,25 @@ def check_replay(module: nn.Module, recorder: Recorder, few: Any) -> frozenset[s
             "what it does depends on Python's own state, between units; keep state in buffers, or "
             "name a unit around it with units="
         )
+    if (name := once.learns_apart(replayed)) is not None:
+        raise RecordError(
+            f"{type(module).__name__} gives '{name}' another gradient than its replayed forward: "
+            "what changes a backward (a hook, torch.autograd.graph.saved_tensors_hooks) stands "
+            "between units; put it inside one, or name a unit around it with units="
+        )
     return again.changes | changed
+
+
+def _changed(
+    recorder: Recorder, before: Iterable[tuple[str, Tensor]], now: Iterable[tuple[str, Tensor]]
+) -> set[str]:
+    """Return the names of tensors that have other values now."""
+    here = dict(now)
+    return {
+        recorder.aliases.get(name, name)
+        for name, then in before
+        if name in here and not _same(then, here[name])
+    }
 
 
 def refuse_changing(plan: Plan, changing: Collection[str], *, twice: bool) -> None:
@@ -335,18 +352,22 @@ class _ForwardTrial:
     leaves: list[Any]
     changes: frozenset[str]
     """Names of what it changed outside of parameters and buffers."""
-    numbers: RandomNumbers
+    numbers: PythonNumbers
+    gradients: Mapping[str, tuple[float, float]]
+    """Of each parameter, two numbers that follow from its gradient: its norm, and a projection."""
 
     @classmethod
-    def of(cls, module: nn.Module, run: Callable[[], Any]) -> _ForwardTrial:
+    def of(
+        cls, module: nn.Module, run: Callable[[], Any], *, backward: bool = False
+    ) -> _ForwardTrial:
         """Run a forward of a module from the same random numbers as any other."""
-        torch.manual_seed(0)
-        random.seed(0)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(0)
+        seed_all(0)
         before = Changes((module,))
         leaves = tree_leaves(run())
-        return cls(leaves, before.changes(), RandomNumbers())
+        changes, numbers = before.changes(), PythonNumbers()
+        gradients = _gradients(module, leaves) if backward else {}
+        leaves = [one.detach() if isinstance(one, Tensor) else one for one in leaves]
+        return cls(leaves, changes, numbers, gradients)
 
     def makes_as(self, other: _ForwardTrial) -> bool:
         """Tell whether both made the same, and drew as many random numbers of Python's own."""
@@ -355,6 +376,43 @@ class _ForwardTrial:
             and all(map(_same, self.leaves, other.leaves))
             and self.numbers.drew_as(other.numbers)
         )
+
+    def learns_apart(self, other: _ForwardTrial) -> str | None:
+        """Return a parameter that both give other gradients, if there is one."""
+        if not (self.gradients and other.gradients):
+            return None
+        for name, (norm, projected) in self.gradients.items():
+            there = other.gradients.get(name, (0.0, 0.0))
+            # Rounding is that of the largest gradient: one of zeros may be all rounding.
+            close = 1e-3 * norm + 1e-5 * max(size for size, _ in self.gradients.values())
+            gaps = (abs(norm - there[0]), abs(projected - there[1]))
+            if math.isfinite(norm) and not max(gaps) <= close:
+                return name
+        return None
+
+
+def _gradients(module: nn.Module, leaves: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """Return what tells the gradients of a fixed sum of outputs apart, by parameter.
+
+    Empty where the module has no backward here, which its training would say.
+    """
+    outputs = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+    weights = [_pattern(one) for one in outputs]
+    try:
+        torch.autograd.backward(outputs, weights)
+    except Exception:
+        return {}
+    found = {}
+    for name, parameter in module.named_parameters():
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None and not grad.is_sparse:
+            found[name] = (float(grad.norm()), float((grad * _pattern(grad)).sum()))
+    return found
+
+
+def _pattern(like: Tensor) -> Tensor:
+    """Return numbers of a tensor's shape of which hardly any two are alike."""
+    return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -112,6 +112,7 @@ class StepPasses:
         self._counts = None
         cut = batches.micro_batches(batch, size=size, count=count)
         batches.check_lengths(batch, self._most)
+        self._renew(batch)
         if self._compares:
             self._agree(batch)
         return self._micros(cut, step=step, drawing=drawing)
@@ -123,6 +124,7 @@ class StepPasses:
         a sample that counts for nothing, so that all ranks run as many.
         """
         batches.check_lengths(batch, self._most)
+        self._renew(batch)
         if self._compares:
             self._agree(batch, any_size=True)
         found = batches.samples_in(batch)
@@ -141,6 +143,17 @@ class StepPasses:
         return self._micros(
             batches.cut_by(batch, self._plan.micro_batch), step=step, drawing=drawing
         )
+
+    def _renew(self, batch: Any) -> None:
+        """Record anew what the training loop changed beside tensors."""
+        before = self._recorder.renewals
+        self._recorder.renew(batch)
+        if self._recorder.renewals > before and schedule_of(self._plan.schedule).stale:
+            raise LaunchError(
+                f"schedule: is {self._plan.schedule}, which ends the backward of a step in the "
+                "next one, and what the forward reads was changed between them; give numbers that "
+                "change as tensors without dims in the batch, or use schedule 1f1b"
+            )
 
     def _micros(self, cut: Sequence[Any], *, step: int, drawing: bool) -> list[MicroBatch]:
         size = self._plan.micro_batch
@@ -443,7 +456,8 @@ class StepPasses:
         """Return the stages with the boundaries of these micro-batches."""
         example, training = micros[0].batch, self._parts[0].module.training
         return self._pipelines.get(
-            (key_of(example), training), lambda: self._new_pipeline(example, training=training)
+            (key_of(example), training, self._recorder.renewals),
+            lambda: self._new_pipeline(example, training=training),
         )
 
     def _new_pipeline(self, example: Any, *, training: bool) -> RecordedPipeline:

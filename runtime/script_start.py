@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from planner.documents.document import read
 from planner.documents.plan import Plan
@@ -53,6 +54,12 @@ def built(build: Callable[[], nn.Module], plan: Plan | Mapping[str, Any]) -> nn.
             f"build: returned a {type(module).__name__}; it returns an nn.Module (end it with "
             "`return module`)"
         )
+    for name, parameter in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(parameter):
+            raise LaunchError(
+                f"{name}: has no shape before the first forward; end build() with one, on an "
+                "example (`module(x)`), or write the size instead of a Lazy module"
+            )
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise LaunchError(

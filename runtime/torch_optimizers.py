@@ -136,6 +136,31 @@ def is_elementwise(factory: Factory, settings: Mapping[str, Any]) -> bool:
     return True
 
 
+def couples_parameters(group: ParameterGroup) -> bool:
+    """Tell whether an update of one parameter depends on the others of its group: it is tried.
+
+    One that draws random numbers is not: it would draw others for each parameter.
+
+    >>> couples_parameters(ParameterGroup(torch.optim.Adam, {"lr": 0.1}, ()))
+    False
+    """
+    generator = torch.Generator().manual_seed(0)
+    values, *grads = torch.randn(1 + PROBE_STEPS, 2, 3, 3, generator=generator)
+    together, apart = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
+    with untouched(group.factory), torch.compiler.set_stance("force_eager"):
+        drawn = torch.get_rng_state()
+        optimizers = [_of_group(group, own) for own in (together, *([one] for one in apart))]
+        for both in grads:
+            for parameters in (together, apart):
+                for parameter, grad in zip(parameters, both, strict=True):
+                    parameter.grad = grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return False
+    return not all(map(torch.equal, together, apart))
+
+
 def _probed(
     factory: Factory,
     settings: Mapping[str, Any],
@@ -252,6 +277,14 @@ class TorchOptimizers(Gradients):
             if elementwise is None and any(_is_divided(slot) for slot in held):
                 elementwise = is_elementwise(group.factory, group.settings)
             gathered = elementwise is False
+            apart = place.degrees.pipeline > 1 or any(_is_divided(slot) for slot in held)
+            if apart and group.elementwise is None and couples_parameters(group):
+                raise OptimizerError(
+                    f"optimizer {name_of(group.factory)} looks at all parameters for the update of "
+                    "each (a norm or a distance over the model), and ranks of this plan have "
+                    "other ones; clip by Engine(clip_norm=...), or use a plan with zero 0 and no "
+                    "pipeline"
+                )
             if gathered and not gather:
                 raise OptimizerError(
                     f"optimizer {name_of(group.factory)} looks at whole matrices, and this plan "

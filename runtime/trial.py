@@ -33,6 +33,8 @@ from planner.errors import RecordError
 
 MOST_OBJECTS = 200_000
 """Objects that are looked at, those nearest to the module first."""
+MOST_SURROUNDING = 2_000
+"""Of them, where they are looked at in each step."""
 MOST_COPIED_BYTES = 1 << 20
 """Of a tensor or array that is put back; a larger tensor is refused where it changed."""
 LIBRARIES = frozenset(
@@ -60,6 +62,10 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = made
+    for part in module.modules():  # what a hook makes anew before each forward (weight_norm)
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
     for one in _ReachableObjects((module,)).generators:
         memo[id(one)] = one.clone_state()
     try:
@@ -92,31 +98,66 @@ def untouched(*roots: Any) -> Iterator[None]:
         )
 
 
-class RandomNumbers:
-    """The states of the random numbers of Python, numpy and torch in this process."""
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch."""
+    torch.manual_seed(seed)
+    seed_python(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Seed the random numbers of Python and numpy."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+class PythonNumbers:
+    """The states of the random numbers of Python and numpy in this process."""
 
     def __init__(self) -> None:
         self.python = random.getstate()
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def put_back(self) -> None:
         """Draw from here on what would have been drawn."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+    def drew_as(self, other: PythonNumbers) -> bool:
+        """Tell whether Python and numpy stand where they stood in another state."""
+        return self.python == other.python and _words(self.numpy) == _words(other.numpy)
+
+
+class RandomNumbers(PythonNumbers):
+    """The states of the random numbers of Python, numpy and torch in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def put_back(self) -> None:
+        """Draw from here on what would have been drawn."""
+        super().put_back()
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
 
-    def drew_as(self, other: RandomNumbers) -> bool:
-        """Tell whether Python and numpy stand where they stood in another state."""
-        return self.python == other.python and repr(self.numpy) == repr(other.numpy)
+    def drew_torch(self) -> bool:
+        """Tell whether random numbers of torch were drawn on the host since."""
+        return not torch.equal(self._torch, torch.get_rng_state())
+
+
+def _words(state: Any) -> Any:
+    """Return a state of numpy's random numbers as what can be compared."""
+    return state and tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state)
 
 
 class _ReachableObjects:
     """Objects that some others refer to, with their contents."""
+
+    most = MOST_OBJECTS
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.generators: list[torch.Generator] = []
@@ -130,7 +171,7 @@ class _ReachableObjects:
         self._copied = {id(part) for part in copied_one.modules()}
         """Modules whose parameters and buffers are those of a copy while a trial runs."""
         waiting = deque((root, "") for root in roots)
-        while waiting and len(self._kept) < MOST_OBJECTS:
+        while waiting and len(self._kept) < self.most:
             one, name = waiting.popleft()
             if id(one) in self._known or isinstance(one, _PLAIN):
                 continue
@@ -353,6 +394,24 @@ class _ReachableObjects:
 
 class Changes(_ReachableObjects):
     """What some objects refer to, to tell later what of it has other values: `changes()`."""
+
+
+class Surroundings(_ReachableObjects):
+    """The same of what a module has beside its units, cheap enough to be looked at in each step."""
+
+    most = MOST_SURROUNDING
+
+    def __init__(self, module: nn.Module, units: Iterable[nn.Module], *others: Any) -> None:
+        """Nothing inside `units` is looked at, and no container of more than `most` entries."""
+        self._apart = {id(part) for unit in units for part in unit.modules()}
+        super().__init__((module, *others))
+
+    def _look(self, one: Any, name: str) -> Iterator[tuple[Any, str]]:
+        if id(one) in self._apart:
+            return
+        if isinstance(one, list | dict | set | deque | bytearray) and len(one) > self.most:
+            return
+        yield from super()._look(one, name)
 
 
 _PLAIN = (

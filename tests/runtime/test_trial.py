@@ -101,7 +101,7 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, generator=self.generator)
-        return x * (random.random() + self.own.random()) + np.random.rand() + noise
+        return x * self.own.random() + self.rng.random() + noise
 
 
 class Initialised(nn.Module):
