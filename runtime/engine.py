@@ -259,12 +259,11 @@ class Engine:
             compares=isinstance(model, OwnModel),
             device=device,
         )
-        trained = {slot.name for slot in slots}
         self._frozen = [
             (name, parameter)
             for part in parts
             for name, parameter in part.module.named_parameters()
-            if model.aliases.get(name, name) not in trained
+            if not parameter.requires_grad
         ]
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""
