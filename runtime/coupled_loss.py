@@ -51,13 +51,22 @@ SHRINK = 0.3
 """By how much outputs are made smaller so that no two samples are alike."""
 
 
-def check_loss(plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, loss: Loss) -> None:
+def check_loss(
+    plan: Plan,
+    module: nn.Module,
+    recorder: Recorder,
+    batch: Any,
+    loss: Loss,
+    *,
+    by_micro_batch: bool = False,
+) -> None:
     """Refuse a loss that is not the sum of those of parts of the example, if the plan cuts batches.
 
     The module runs on SAMPLES of the example, and its outputs are repeated, each time smaller;
     outputs without samples (a loss inside the module) are made for each part anew.  Of a module
     too large to run here, outputs are random numbers.  A loss that draws cannot be compared.  A
-    module that can be run here is also run on a part and on each half of it.
+    module that can be run here is also run on samples at once and in parts, unless its user says
+    that its micro-batches are meant.
 
     Raises BatchError that names `whole_batch`, or where the loss fails on a part, has parameters of
     its own that are trained, or remembers its calls; RecordError where the module's samples depend
@@ -73,14 +82,15 @@ def check_loss(plan: Plan, module: nn.Module, recorder: Recorder, batch: Any, lo
         found = trial.compared() if cut else None
         if cut and found is None:
             trial.refuse_memory(parts)
-        other = trial.coupled_output() if parts > 1 and found is None else None
+        apart = parts > 1 and not by_micro_batch
+        other = trial.coupled_output() if apart and found is None else None
     if other is not None:
         raise RecordError(
             f"{type(module).__name__}: {other}, so that training would depend on how the plan cuts "
             f"the batch (into {parts} micro-batches here). Batch tensors are [sample, ...] "
             "(batch_first=True). Sum what is of the whole batch by meshwright.batch_sum, move it "
-            "into loss=meshwright.whole_batch(loss), or plan with one rank for the data and "
-            "micro_batches 1"
+            "into loss=meshwright.whole_batch(loss), or say Engine(by_micro_batch=True) if its "
+            "micro-batch is meant"
         )
     if found is not None:
         raise BatchError(

@@ -119,6 +119,7 @@ class Engine:
         tensor: Styles | None = None,
         compare_every: int = COMPARED_EVERY,
         track_unused: bool = False,
+        by_micro_batch: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         """Build the module on every rank, and keep this rank's part of it.
@@ -144,6 +145,9 @@ class Engine:
         `compare_every` steps (0: not at all) and before each save.  With `track_unused` the result
         of a step names the parameters that took no part in it, and on which ranks.
 
+        A module that makes something else of a sample beside other samples is refused where the
+        plan cuts the batch, unless `by_micro_batch` says that its micro-batches are meant.
+
         Raises BatchError, OptimizerError, RecordError, or LaunchError where plan and module, or
         plan and running ranks, do not go together.
         """
@@ -162,6 +166,7 @@ class Engine:
             groups=groups,
             units=units,
             tensor=tensor,
+            by_micro_batch=by_micro_batch,
             device=device,
         )
         self._begin(
@@ -255,12 +260,11 @@ class Engine:
             compares=own,
             device=device,
         )
-        trained = {slot.name for slot in slots}
         self._frozen = [
             (name, parameter)
             for part in parts
             for name, parameter in part.module.named_parameters()
-            if model.aliases.get(name, name) not in trained
+            if not parameter.requires_grad
         ]
         self._late: LateUpdates | None = None
         """What updates weights of two ages, where the plan's pipeline never drains."""

@@ -73,6 +73,7 @@ class OwnModel:
         groups: GroupOf | None,
         units: Sequence[str] | None,
         tensor: Styles | None,
+        by_micro_batch: bool = False,
         device: torch.device,
         place: Place | None = None,
     ) -> None:
@@ -116,7 +117,7 @@ class OwnModel:
         check_layers(plan, recorder)
         refuse_without_products(plan, module, recorder)
         refuse_changing(plan, changing, twice=self.sums or isinstance(loss, whole_batch))
-        check_loss(plan, module, recorder, batch, loss)
+        check_loss(plan, module, recorder, batch, loss, by_micro_batch=by_micro_batch)
         self._draws: Mapping[Draw, int] = {}
         """Which dim of what a node draws has positions."""
         self._check_divisions(plan, module, plain, few, loss)

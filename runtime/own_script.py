@@ -122,6 +122,7 @@ class OwnScript:
             groups=self.groups,
             units=self.units,
             tensor=None,
+            by_micro_batch=True,  # the Engine of the script says whether it is meant
             device=device,
             place=place,
         )

@@ -86,6 +86,7 @@ def trained(kind: str, layout: dict[str, Any], **settings: Any) -> Run:
         loss=loss,
         optimizer=adamw,
         batch=batch_of(0),
+        by_micro_batch=True,
         **settings,
     )
     results = [engine.step(engine.slice(batch_of(step))) for step in range(STEPS)]
@@ -165,6 +166,7 @@ def drifting() -> list[str]:
             loss=loss,
             optimizer=adamw,
             batch=batch_of(0),
+            by_micro_batch=True,
         )
         engine.step(engine.slice(batch_of(0)))
         name = "heads.1.bias"

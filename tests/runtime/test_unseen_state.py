@@ -124,7 +124,8 @@ class Capacity(Net):
 def test_a_module_whose_samples_depend_on_each_other_is_refused(build: type[nn.Module]) -> None:
     with pytest.raises(RecordError, match=r"other samples of the batch.*batch_sum"):
         Engine(build, MICRO, loss=loss, optimizer=sgd, batch=batch_of(0))
-    Engine(build, {}, loss=loss, optimizer=sgd, batch=batch_of(0))  # whose batch is not cut
+    Engine(build, {"micro_batch": SAMPLES}, loss=loss, optimizer=sgd, batch=batch_of(0))
+    Engine(build, MICRO, loss=loss, optimizer=sgd, batch=batch_of(0), by_micro_batch=True)
 
 
 # --- backwards --------------------------------------------------------------------------------
