@@ -1,6 +1,7 @@
 """From a fault to the next step: ranks and nodes are killed in turn, on hosts of two ranks each.
 
-    python benchmarks/recovery.py --rounds 2          # 20 recoveries of sleeping ranks
+    python -m benchmarks.recovery --rounds 2          # 20 recoveries of sleeping ranks
+    python -m benchmarks.recovery --silent            # nodes stand still instead of being killed
 
 Launchers, their zygotes and ranks are forked from a process that has imported what they need, so
 that a round costs half a minute of processor time and not several.  Each launcher is a node, in a
@@ -34,6 +35,7 @@ from planner.documents.document import write
 from planner.documents.events import Decision, Event, Incident, StepDone, events_of
 from planner.documents.plan import Plan, PlannedModel
 from runtime.agent import Register
+from runtime.hang import is_stopped
 from runtime.run import account_of, events_file
 from runtime.zygote import Zygote
 from tests.runtime.forked import ForkedLauncher, common_environment, nursery
@@ -186,8 +188,9 @@ class Job:
     def stop_node(self, node: int) -> None:
         """Let a node stand still, its ranks too."""
         self.launchers[node].send_signal(signal.SIGSTOP)
+        members = self.members()
         for rank, process in self.room.ranks().items():
-            if rank // self._ranks == node:
+            if rank // self._ranks < len(members) and members[rank // self._ranks] == node:
                 os.kill(process, signal.SIGSTOP)
 
     def end(self) -> list[str]:
@@ -195,6 +198,9 @@ class Job:
         for node in self.members():
             with contextlib.suppress(ProcessLookupError):
                 self.launchers[node].send_signal(signal.SIGTERM)
+        for launcher in self.launchers:
+            if is_stopped(launcher.pid):
+                launcher.kill()
         for launcher in self.launchers:
             launcher.wait(timeout=PATIENCE_S)
         return left_behind(self.room.folder)
@@ -246,7 +252,7 @@ def _inside(namespace: str) -> str:
 
 
 def round_of(
-    folder: Path, forks: Zygote, *, step_s: float, spares: int, seed: int
+    folder: Path, forks: Zygote, *, step_s: float, spares: int, seed: int, silent: bool
 ) -> tuple[list[Recovery], list[str]]:
     """Return one round's recoveries, and what it has left behind."""
     rng = random.Random(seed)
@@ -263,15 +269,16 @@ def round_of(
             found.append(job.recovery(kind, len(found) + 1, fault))
             print(f"  {found[-1]}", flush=True)
 
-        for rank in rng.sample(range(NODES * RANKS), NODES * RANKS):
+        end_node = job.stop_node if silent else job.kill_node
+        for rank in () if silent else rng.sample(range(NODES * RANKS), NODES * RANKS):
             recovered("in place", lambda rank=rank: job.kill_rank(rank))
         for number in range(spares):
             node = job.members()[0 if number == 0 else rng.randrange(NODES)]
-            recovered("spare", lambda node=node: job.kill_node(node))
+            recovered("spare", lambda node=node: end_node(node))
         for number in range(NODES - 1):
             members = job.members()
             node = members[0 if number == 0 else rng.randrange(len(members))]
-            recovered("shrink", lambda node=node: job.kill_node(node))
+            recovered("shrink", lambda node=node: end_node(node))
         return found, job.end()
 
 
@@ -302,6 +309,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--spares", type=int, default=2)
     parser.add_argument("--step", type=float, default=0.2, help="seconds that a step sleeps")
+    parser.add_argument("--silent", action="store_true", help="nodes stand still, none is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="append each recovery here")
     args = parser.parse_args()
@@ -313,7 +321,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name, nursery(Path(name, "forks")) as forks:
             (folder := Path(name, "run")).mkdir()
             more, behind = round_of(
-                folder, forks, step_s=args.step, spares=args.spares, seed=args.seed + number
+                folder,
+                forks,
+                step_s=args.step,
+                spares=args.spares,
+                seed=args.seed + number,
+                silent=args.silent,
             )
         found += more
         left += behind

@@ -138,7 +138,7 @@ def launch(
             try:
                 return launched(fit, replace(asked, run=run), ends)
             except RankFailed as failed:
-                asked = replace(asked, before=None)
+                asked = replace(asked, before=None, again=True)
                 ends += [] if failed.end is None else [failed.end]
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
                 if found is None or found.reaction == "stop":

@@ -96,7 +96,7 @@ class Epochs:
         self._planned = self._fit = fit
         self._run, self._means, self._agent = run, means, means.agent
         self._signals, self._quiet = signals, quiet
-        self._hidden = 0
+        self._hidden, self._again = 0, False
         """Devices of this node that ranks do not see any more."""
 
     def run(self, shrunk: Decision | None) -> Launched | None:
@@ -125,12 +125,13 @@ class Epochs:
                     begun=self._means.keeper.begin,
                     meanwhile=self._growth.look,
                     before=shrunk,
+                    again=self._again,
                 )
                 return launched(self._fit, asked, epoch.ends)
             except (RankFailed, NodeLeft) as failed:
                 print(f"meshwright: {lines(str(failed))}", file=sys.stderr)
                 self._regroup(failed)
-            shrunk = None
+            shrunk, self._again = None, True
             goes_on = {"resume": True, "or_start": True}
             self._run = self._run.model_copy(update=goes_on)
 

@@ -21,7 +21,7 @@ from runtime.beacon import stack_file
 from runtime.hang import HungRank
 from runtime.preflight import Preflight
 from runtime.rendezvous import NodeLeft
-from runtime.supervise import BadEnd, blames_a_peer, is_timeout, last_lines, log_text
+from runtime.supervise import BadEnd, blames_a_peer, is_timeout, log_end, log_text
 from runtime.verdict import RankEnd
 
 MOST_EVIDENCE = 1000
@@ -234,7 +234,7 @@ def bad_end(
         # No rank ended before it: a connection did, of which each side blames the other.
         kind = RankFailed
         end = RankEnd(cause="hang", rank=ended.rank, after_step=after_step, waits=True)
-    message = f"{how}{way_on(ready)}. The end of {log}:{last_lines(log)}"
+    message = f"{how}{way_on(ready)}{log_end(log)}"
     if kind is None:
         return LaunchError(message)
     return kind(

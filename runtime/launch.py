@@ -51,6 +51,9 @@ from runtime.telemetry import Telemetry
 
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
+START_TIMES = 10.0
+"""So does one that survives and trains for so many times its start: of a shorter one that share
+says how long ranks take to start, which is not known before."""
 _GROWS = "to go on on more nodes, ranks have ended after a save"
 
 
@@ -76,7 +79,7 @@ def launch(asked: Launch) -> RunReport | None:
     say = Terminal(stderr=True, quiet=asked.quiet, soft_wrap=True)
     if asked.dry_run:
         ready = check()
-        _warn(ready, say)
+        _warn(ready, asked, say)
         print(lines(ready.text()))
         return None
     with contextlib.ExitStack() as held:
@@ -93,7 +96,7 @@ def launch(asked: Launch) -> RunReport | None:
             if node_rank.nodes > 1:
                 rendezvous.all_gather("looked for checkpoints")
         ready = check()
-        _warn(ready, say, survive=asked.survive)
+        _warn(ready, asked, say)
         if agent is None:
             held.enter_context(alone_in(ready.output))
         if ready.run.checkpoint is not None and ready.ranks.leads and agent is None:
@@ -143,10 +146,13 @@ def _telemetry(ready: Preflight) -> Telemetry:
     return Telemetry(ready.output, prometheus=asked.prometheus, opentelemetry=asked.opentelemetry)
 
 
-def _warn(ready: Preflight, say: Terminal, *, survive: bool = False) -> None:
+def _warn(ready: Preflight, asked: Launch, say: Terminal) -> None:
+    if asked.again:
+        return
     for warning in ready.warnings:
         say.print(f"warning: {warning}")
-    if survive and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
+    survives = asked.survive and not asked.dry_run
+    if survives and ready.plan.mesh.data_replicate == 1 and ready.ranks.world > 1:
         say.print(
             "warning: no two ranks hold the same parameters, so flipped bits in them are not "
             "found; data_replicate of 2 and more compares them"
@@ -164,7 +170,8 @@ def _expect(
         return
     found = expect(ready.run.steps - done)
     happened(ready, found)
-    if told or found.seconds["steps"] > SAID_S:
+    least_s = START_TIMES * found.seconds["start"] if told else SAID_S
+    if found.seconds["steps"] > least_s:
         say.print(f"goodput predicted {expected_text(found)}")
 
 

@@ -55,6 +55,8 @@ class Launch:
     """Whether ranks go on from what is in slots."""
     before: Decision | None = None
     """Why the plan is another than the one that the run was given."""
+    again: bool = False
+    """Ranks of this command ran before, and what was to be said about its request was said."""
     begun: Callable[[], None] | None = None
     """Called after the first step, on the node with rank 0."""
     meanwhile: Callable[[], None] | None = None

@@ -67,7 +67,8 @@ def write_orders(
     started_unix_s: float,
 ) -> RankOrders:
     """Prepare the data, check it against the model, and write what the ranks will read."""
-    say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
+    if not asked.again:
+        say.print(f"preparing {len(ready.files.paths)} files of {ready.files.source}")
     corpus = data.prepare(ready.files, tokenizer=ready.tokenizer)
     left_out = f" ({corpus.skipped} files are not UTF-8 text)" if corpus.skipped else ""
     here = (

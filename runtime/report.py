@@ -19,6 +19,8 @@ from runtime.run import Device, RankOrders, RankRecord, Stopped
 
 LEAST_SHARE = 5e-4
 """Of a run's time, that is mentioned."""
+FEW_FAILURES = 0.01
+"""Fewer are not counted out."""
 WARM_UP_STEPS = 2
 """Allocations, connections and first kernels make the first step slow and disturb the second."""
 
@@ -138,6 +140,15 @@ def comparison(report: RunReport, prediction: Prediction) -> list[Comparison]:
     return rows
 
 
+def failures_text(count: float) -> str:
+    """Return in words how many failures are expected.
+
+    >>> failures_text(2.5), failures_text(4e-7)
+    ('2.5 failures', 'hardly any failure')
+    """
+    return f"{count:.2g} failures" if count >= FEW_FAILURES else "hardly any failure"
+
+
 def expected_text(found: Expected) -> str:
     """Return in words what was predicted of a run before it."""
     wall_s = sum(found.seconds.values())
@@ -151,7 +162,7 @@ def expected_text(found: Expected) -> str:
     between = f"{100 * found.goodput_low:.1f} to {100 * found.goodput_high:.1f}"
     return (
         f"{100 * found.goodput:.1f} % ({between}) of {seconds_text(wall_s)}, with "
-        f"{found.failures:.2g} failures{': ' if shares else ''}{shares}"
+        f"{failures_text(found.failures)}{': ' if shares else ''}{shares}"
     )
 
 

@@ -33,7 +33,7 @@ from runtime.rendezvous import Rendezvous
 from runtime.report import WARM_UP_STEPS, Comparison
 from runtime.run import Device
 from runtime.script_rank import OUTPUT_VARIABLE, PLAN_VARIABLE
-from runtime.supervise import BadEnd, last_lines, supervised
+from runtime.supervise import BadEnd, log_end, supervised
 
 PROGRESS_S = 5.0
 """Between two lines of progress."""
@@ -253,7 +253,7 @@ def _attempt(
         if bad is not None:
             shown = ranks.leads and bad.cause.rank == 0
             log = _from_here(run.log_file(folder, bad.cause.rank))
-            end = f". Its log is {log}" if shown else f". The end of {log}:{last_lines(log)}"
+            end = f". Its log is {log}" if shown else log_end(log)
             raise _Ended(_how(bad, folder), end)
 
 

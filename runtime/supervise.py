@@ -329,6 +329,16 @@ def log_text(log: Path) -> str:
         return ""
 
 
+def log_end(log: Path) -> str:
+    """Return a sentence that has the end of a log, behind another one; nothing for an empty log.
+
+    >>> log_end(Path("/nowhere/rank-00000.log"))
+    ''
+    """
+    said = last_lines(log)
+    return f". The end of {log}:{said}" if said else ""
+
+
 def last_lines(log: Path, count: int = 12) -> str:
     """Return the end of a log, each line indented."""
     lines = [line for line in log_text(log).splitlines() if line.strip()][-count:]

@@ -116,7 +116,7 @@ class Viewer:
 
     def add(self, event: Event) -> None:
         """Take what happened next."""
-        ended_s = self._account.ended_s
+        idle_since_s = self._account.idle_since_s
         lost, again_s = self._account.steps_lost, self._account.again_s
         self._account.add(event)
         self._at_s = event.at_unix_s
@@ -127,7 +127,7 @@ class Viewer:
                 self._predicted_s, self._ended = event.predicted_step_s, None
             case StepDone():
                 self._stepped(event)
-                gap_s = max(0.0, event.at_unix_s - event.record.step_s - ended_s)
+                gap_s = max(0.0, event.at_unix_s - event.record.step_s - idle_since_s)
                 self._go_on(
                     gap_s + self._account.again_s - again_s, self._account.steps_lost - lost
                 )

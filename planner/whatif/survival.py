@@ -128,6 +128,11 @@ class Accounting:
         self._from_step: int | None = None
         self._incidents: Counter[str] = Counter()
 
+    @property
+    def idle_since_s(self) -> float:
+        """When the last step, or save, was written down, or else the first event."""
+        return self.ended_s or self._first_s
+
     def add(self, event: Event) -> None:
         """Take what happened next."""
         at_s = event.at_unix_s
@@ -143,8 +148,7 @@ class Accounting:
                 if self._from_step is not None:
                     # It may have gone on from memory, behind the checkpoint that was there.
                     self._undo(event.record.step)
-                    before_s = self.ended_s or self._first_s
-                    gap_s = max(0.0, at_s - event.record.step_s - before_s)
+                    gap_s = max(0.0, at_s - event.record.step_s - self.idle_since_s)
                     self._begin_s += 0.0 if self.ended_s else gap_s
                     self._restart_s += gap_s if self.ended_s else 0.0
                 self.ended_s = at_s

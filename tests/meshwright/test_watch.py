@@ -24,6 +24,7 @@ from planner.documents.events import (
     StepDone,
     StepRecord,
 )
+from planner.whatif.run_view import viewed
 from runtime.run import RankOrders, events_file, evidence_folder, orders_file, plan_file
 from tests.runtime.rooms import plan_of
 
@@ -203,3 +204,12 @@ def test_what_is_no_run_or_no_incident_is_refused(
 
     assert cli.main(["watch", *words, "--once"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_is_lost_before_the_first_step_is_counted_from_the_begin() -> None:
+    crash = Incident(at_unix_s=109.0, cause="crash", rank=1, after_step=0, evidence="killed")
+    again = Attempt(at_unix_s=110.0, plan="p", devices=2)
+
+    (case,) = viewed([*HAPPENED[:2], crash, again, step(1, 120.0)]).cases
+
+    assert case.lost_s == 120.0 - 2.0 - 100.0
