@@ -34,10 +34,10 @@ from transformers import (
 
 from meshwright.cli import main
 from runtime import lora
+from runtime.asked import LaunchRun
 from runtime.initialize import seed_of
 from runtime.launch import launch
 from runtime.launch_record import Launch
-from runtime.run import LaunchRun
 
 STEPS, LENGTH, SAMPLES = 3, 96, 8
 PLANS = {

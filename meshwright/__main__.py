@@ -6,12 +6,22 @@ import sys
 def main() -> int:
     """Run the command of this process; Ctrl-C ends it without a traceback while it loads too."""
     try:
+        if sys.argv[1:] == ["--version"]:  # which needs no command
+            print(version())
+            return 0
         from meshwright.cli import main as run  # noqa: PLC0415 - what is interrupted
 
         return run()
     except KeyboardInterrupt:
         print("meshwright: interrupted", file=sys.stderr)
         return 130
+
+
+def version() -> str:
+    """Return what `--version` prints."""
+    from importlib import metadata  # noqa: PLC0415 - of this alone
+
+    return f"meshwright {metadata.version('meshwright')}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from planner.documents.plan import Plan
 from planner.documents.units import Amount, Positive, Text
 from planner.errors import MeshwrightError
 from planner.process.guarded_files import folder_within, opened, replaced
-from runtime.run import LaunchRun
+from runtime.asked import LaunchRun
 
 if TYPE_CHECKING:
     from meshwright.launches import LaunchablePlan

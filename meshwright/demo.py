@@ -19,7 +19,7 @@ from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 from planner.report.text import time_text
 from planner.search.answer import Answer
-from runtime.run import LaunchRun
+from runtime.asked import LaunchRun
 
 MODEL, CLUSTER = "demo-4m", "local:2"
 SEQ_LEN, GLOBAL_BATCH, STEPS = 128, 16, 30

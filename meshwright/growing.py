@@ -17,7 +17,8 @@ from planner.documents.units import seconds_text
 from planner.errors.shown import lines
 from runtime import growth
 from runtime.agent import NodeAgent
-from runtime.run import LaunchRun, account_of, metrics_file, newest_record
+from runtime.asked import LaunchRun
+from runtime.run import account_of, metrics_file, newest_record
 
 LOOK_S = 1.0
 

@@ -24,9 +24,9 @@ from planner.documents import document
 from planner.documents.cluster import ClusterSpec, DeviceGroup
 from planner.documents.plan import Plan
 from planner.errors import DocumentError, HandedOver, LaunchError
+from runtime.asked import Where
 from runtime.channel import SECRET, new_secret
 from runtime.notice import GRACE_S
-from runtime.run import Where
 
 SCHEDULERS = ("slurm", "kubernetes")
 SUBMITTED_BY = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}

@@ -30,8 +30,9 @@ from planner.whatif.economics import SECONDS_PER_HOUR
 from planner.whatif.goodput import expected_of, save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import COPIES_SHARE, RunSeconds, SaveFigures
+from runtime.asked import HERE, LaunchRun, Where
 from runtime.held import signals_kept
-from runtime.run import HERE, LaunchRun, Where, account_of, append_record, events_file
+from runtime.run import account_of, append_record, events_file
 from runtime.slots import Slots
 from runtime.verdict import REPLANNED, VERDICTS, RankEnd, Verdict, verdict
 from runtime.zygote import Zygote

@@ -1,7 +1,7 @@
 """Arguments and options that several commands share, with what their help says.
 
-A command that takes a record (`runtime.run.LaunchRun`) has an option for each of its fields, named
-and described there: `with_records` makes them, `written` is the way back.
+A command that takes a record (`runtime.asked.LaunchRun`) has an option for each of its fields,
+named and described there: `with_records` makes them, `written` is the way back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from planner.documents.profile import Profiles
 from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError, MeshwrightError
 from planner.errors.shown import lines
-from runtime.run import HERE, Where
+from runtime.asked import HERE, Where
 
 if TYPE_CHECKING:
     from runtime.report import Comparison

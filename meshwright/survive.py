@@ -21,6 +21,7 @@ from planner.errors.shown import lines
 from planner.process.guarded_files import folder_within
 from runtime import checkpoint
 from runtime.agent import NodeAgent, RunOver, agent_of
+from runtime.asked import LaunchRun
 from runtime.bad_ends import MOST_EVIDENCE, RankFailed
 from runtime.channel import without_secret
 from runtime.held import signals_kept
@@ -30,7 +31,7 @@ from runtime.partner import KeptCopies, Pairing, partner_places
 from runtime.preflight import LocalRanks, cuda_devices, default_output, ranks_of_node
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, LostDevice, Proposal
-from runtime.run import Device, LaunchRun, append_record, events_file
+from runtime.run import Device, append_record, events_file
 from runtime.slots import Slots
 from runtime.verdict import RankEnd, Verdict, verdict
 from runtime.zygote import Zygote

@@ -23,6 +23,7 @@ from planner.errors import HandedOver, LaunchError
 from planner.errors.shown import lines
 from planner.report.terminal import Terminal
 from runtime import checkpoint, faults, growth, notice, run, unfinished
+from runtime.asked import LaunchRun
 from runtime.bad_ends import (
     EndsToGrow,
     MemoryUse,
@@ -44,7 +45,7 @@ from runtime.orders import write_orders
 from runtime.preflight import Preflight, preflight
 from runtime.rendezvous import NodeLeft, Rendezvous
 from runtime.report import RunReport, expected_text, summarise
-from runtime.run import LaunchRun, RankOrders, RankRecord
+from runtime.run import RankOrders, RankRecord
 from runtime.step_line import ProgressLine
 from runtime.supervise import supervised
 from runtime.telemetry import Telemetry

@@ -11,8 +11,9 @@ from planner.documents.model import ModelGraph
 from planner.documents.prediction import Prediction
 from planner.whatif.survival import SaveFigures
 from runtime.agent import NodeAgent
+from runtime.asked import LaunchRun
 from runtime.nodes import ALONE, NodeRank
-from runtime.run import Device, LaunchRun
+from runtime.run import Device
 from runtime.slots import Slots
 from runtime.zygote import Zygote
 

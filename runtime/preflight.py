@@ -26,8 +26,9 @@ from planner.documents.units import file_name
 from planner.errors import DocumentError, LaunchError
 from planner.schedules import PLAIN, schedule_of
 from runtime import checkpoint, data, library_fields
+from runtime.asked import LaunchRun
 from runtime.data import Files
-from runtime.run import Device, LaunchRun, orders_file
+from runtime.run import Device, orders_file
 from runtime.supported import supported
 from runtime.telemetry import address_of
 

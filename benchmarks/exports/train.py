@@ -35,6 +35,7 @@ from planner.search.search import search
 from plans import Case
 from runtime import data, run
 from runtime import launch as launching
+from runtime.asked import LaunchRun
 from runtime.launch_record import Launch
 from tests.runtime.ports import free_port
 
@@ -106,7 +107,7 @@ def our_losses(plan: Plan, weights: Path, folder: Path) -> list[float]:
     launching.launch(
         Launch(
             folder / "plan.yaml",
-            run.LaunchRun(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
+            LaunchRun(data=TEXT, weights=weights, steps=STEPS, output=folder / "run"),
             device="cpu",
             quiet=True,
         )

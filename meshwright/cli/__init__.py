@@ -47,9 +47,9 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib import metadata
+        from meshwright.__main__ import version
 
-        print(f"meshwright {metadata.version('meshwright')}")
+        print(version())
         raise typer.Exit
 
 

@@ -23,7 +23,7 @@ from meshwright.options import (
     with_records,
 )
 from planner.errors import DocumentError
-from runtime.run import HERE, LaunchRun, Where
+from runtime.asked import HERE, LaunchRun, Where
 
 if TYPE_CHECKING:
     from meshwright.jobs import Submission

@@ -1,20 +1,22 @@
 """The processes that a study is worked out in, and what each keeps from task to task.
 
 They end with the process that started them, however it ends: each waits for the end of a pipe that
-only that one writes to.
+only that one writes to.  SIGTERM ends that one as Ctrl-C does, so that it gives back the semaphores
+through which it talks to them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
-from typing import Self, TypeVar
+from types import FrameType, TracebackType
+from typing import NoReturn, Self, TypeVar
 
 from planner.costs.figure_store import FigureStore
 from planner.errors import MeshwrightError
@@ -70,6 +72,7 @@ class Workers:
             context = multiprocessing.get_context("spawn")
             read, self._ended_by = context.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(self._count, context, _end_with, (read,))
+            _on_termination(signal.SIG_DFL, _terminated)
         waiting = {self._pool.submit(_in_process, what, task): at for at, task in enumerate(tasks)}
         try:
             for future in as_completed(waiting):
@@ -86,12 +89,25 @@ class Workers:
 
     def stop(self) -> None:
         """End the processes in the middle of what they are at."""
+        _on_termination(_terminated, signal.SIG_DFL)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
         if self._ended_by is not None:
             self._ended_by.close()
             self._ended_by = None
+
+
+def _on_termination(was: object, becomes: Callable[[int, FrameType | None], object] | int) -> None:
+    """Handle SIGTERM otherwise if it `was` handled so; who uses us may have a way of its own."""
+    of_main = threading.current_thread() is threading.main_thread()
+    if of_main and signal.getsignal(signal.SIGTERM) == was:
+        signal.signal(signal.SIGTERM, becomes)
+
+
+def _terminated(number: int, _: FrameType | None) -> NoReturn:
+    """End this process in order, as a shell knows it from a process that a signal has ended."""
+    raise SystemExit(128 + number)
 
 
 def _end_with(other: Connection) -> None:

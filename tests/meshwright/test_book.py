@@ -14,7 +14,7 @@ from meshwright.book import NICE, Book, BookKeeper, filled, sizes
 from meshwright.launches import LaunchablePlan
 from planner.documents.document import write
 from planner.documents.plan import PlannedModel
-from runtime.run import LaunchRun
+from runtime.asked import LaunchRun
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, plan_of
 

@@ -10,7 +10,7 @@ from meshwright.launches import with_interval
 from planner.whatif.goodput import save_figures
 from planner.whatif.study import Failures
 from planner.whatif.survival import RunSeconds, SaveFigures
-from runtime.run import LaunchRun
+from runtime.asked import LaunchRun
 
 
 def figures(parameters: int = 405_000_000_000, devices: int = 16_384) -> SaveFigures:

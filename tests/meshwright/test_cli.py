@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from meshwright import cli, commands, launches
+from meshwright.__main__ import main as run_command
 from planner.catalog import machine_figures
 from planner.documents import document
 from planner.documents.plan import Plan
-from runtime.run import LaunchRun, Where
+from runtime.asked import LaunchRun, Where
 from tests.limits import PATIENCE_S
 
 DEMO = ("demo-4m", "--cluster", "local:2", "--seq-len", "64", "--global-batch", "8")
@@ -118,7 +119,8 @@ def test_help_loads_no_planner() -> None:
         "    assert main(words) == 0\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(loaded & {'numpy', 'networkx', 'torch', 'pulp', 'highspy', 'profiler'},"
-        " [name for name in sys.modules if name.startswith(('planner.search', 'rich.prog'))])\n"
+        " [name for name in sys.modules"
+        " if name.startswith(('planner.search', 'planner.whatif', 'rich.prog'))])\n"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -420,12 +422,17 @@ def test_plans_are_compared_with_the_fastest_of_them(
     assert "fewer than two" in capsys.readouterr().err
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from importlib.metadata import version
 
     assert cli.main(["--version"]) == 0
+    monkeypatch.setattr("sys.argv", ["meshwright", "--version"])
+    monkeypatch.setitem(sys.modules, "meshwright.cli", None)  # alone it loads no command
+    assert run_command() == 0
 
-    assert capsys.readouterr().out == f"meshwright {version('meshwright')}\n"
+    assert capsys.readouterr().out == 2 * f"meshwright {version('meshwright')}\n"
 
 
 def test_a_configuration_is_imported_and_improved(

@@ -66,6 +66,7 @@ def test_sequence_and_batch_that_nobody_gave_are_said(
     assert "defaults  --seq-len 1024 --global-batch 4096 (not given)" in told
 
 
+@pytest.mark.matrix
 def test_a_plan_keeps_its_own_cluster_and_backend(
     file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

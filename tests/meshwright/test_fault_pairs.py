@@ -23,10 +23,10 @@ from meshwright.book import Book
 from meshwright.launches import LaunchablePlan
 from meshwright.survive import Epochs, Means
 from runtime.agent import Register
+from runtime.asked import LaunchRun
 from runtime.launch import RankFailed
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Held, Look, Over, Proposal, Quit, Roster, State
-from runtime.run import LaunchRun
 from runtime.verdict import RankEnd
 from tests.runtime.rooms import Room
 

@@ -17,8 +17,9 @@ from planner.documents.document import write
 from planner.documents.events import PhaseDone, StepRecord
 from runtime import growth
 from runtime.agent import NodeAgent
+from runtime.asked import LaunchRun
 from runtime.roster import Agent, Epoch, State
-from runtime.run import LaunchRun, append_record, events_file, metrics_file
+from runtime.run import append_record, events_file, metrics_file
 from tests.meshwright.test_book import planned
 
 STEPS, STEP_S, START_S = 1000, 2.0, 5.0

@@ -17,7 +17,7 @@ from meshwright.hosts import HostCommand, hosts_of, on_hosts
 from meshwright.launches import launch
 from planner.documents.document import write
 from planner.errors import DocumentError, HandedOver, LaunchError
-from runtime.run import LaunchRun, Where
+from runtime.asked import LaunchRun, Where
 from tests.limits import PATIENCE_S
 from tests.runtime.rooms import MODEL, ROOT, plan_of
 

@@ -237,6 +237,7 @@ def test_notebooks_show_tables_with_text_escaped() -> None:
     assert "&lt;script&gt;" in plan._repr_html_() and "&lt;script&gt;" in told._repr_html_()
 
 
+@pytest.mark.matrix
 def test_where_nothing_fits_surely_the_message_says_what_fits_as_predicted() -> None:
     asked = ["tp=1", "pp=1", "dp=8", "micro_batch=1", "recompute=none"]
 

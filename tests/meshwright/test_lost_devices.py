@@ -16,9 +16,10 @@ from meshwright.survive import Epochs, Means
 from planner.documents.document import write
 from planner.documents.events import Decision, events_of
 from planner.whatif.changes import changed, smaller_nodes
+from runtime.asked import LaunchRun
 from runtime.launch import RankFailed
 from runtime.roster import Agent, Epoch, Proposal, State
-from runtime.run import LaunchRun, events_file
+from runtime.run import events_file
 from runtime.verdict import RankEnd
 from tests.meshwright.test_book import planned
 from tests.meshwright.test_growing import agent

@@ -28,8 +28,9 @@ from planner.documents.plan import Job, Plan, PlannedModel
 from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
 from planner.search.search import search
+from runtime.asked import LaunchRun
 from runtime.launch_record import Launch
-from runtime.run import LaunchRun, events_file, metrics_file, read_records
+from runtime.run import events_file, metrics_file, read_records
 from runtime.verdict import RankEnd
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote

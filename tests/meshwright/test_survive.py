@@ -29,7 +29,8 @@ from planner.documents.events import (
 from planner.documents.plan import Plan, PlannedModel
 from planner.errors import DocumentError
 from runtime import checkpoint
-from runtime.run import LaunchRun, account_of, events_file, metrics_file, read_records
+from runtime.asked import LaunchRun
+from runtime.run import account_of, events_file, metrics_file, read_records
 from runtime.sample_digest import SampleDigest
 from runtime.zygote import Zygote
 from tests.limits import PATIENCE_S

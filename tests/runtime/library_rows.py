@@ -20,6 +20,7 @@ from planner.documents.plan import Plan, Training
 from planner.errors import LaunchError
 from runtime import data, run, train
 from runtime import launch as launching
+from runtime.asked import LaunchRun
 from runtime.launch_record import Launch
 from runtime.run import RankOrders
 from tests.limits import PATIENCE_S
@@ -190,9 +191,7 @@ def launched(row: Row, output: Path, **options: Any) -> Found:
     launching.launch(
         Launch(
             plan,
-            run.LaunchRun(
-                data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options
-            ),
+            LaunchRun(data=TEXT, weights=row.folder, steps=STEPS, output=output / "run", **options),
             device="cpu",
             quiet=True,
         )

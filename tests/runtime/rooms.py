@@ -18,10 +18,10 @@ from planner.documents.model import Architecture, Layer, ModelGraph
 from planner.documents.plan import Plan, Training
 from planner.errors import MeshwrightError
 from runtime import run as files_of
+from runtime.asked import LaunchRun
 from runtime.launch import launch
 from runtime.launch_record import Launch
 from runtime.report import RunReport
-from runtime.run import LaunchRun
 from runtime.supervise import last_lines
 from tests.limits import PATIENCE_S
 from tests.runtime.forked_zygote import ForkedZygote
@@ -229,7 +229,7 @@ class Room:
             "import sys\n"
             "from planner.documents.document import read\n"
             "from planner.documents.model import ModelGraph\n"
-            "from runtime.run import LaunchRun\n"
+            "from runtime.asked import LaunchRun\n"
             "from tests.runtime.rooms import launched\n"
             "model = read(ModelGraph, sys.argv[2])\n"
             "launched(sys.argv[1], LaunchRun.model_validate_json(sys.argv[3]), model=model)\n"

@@ -14,6 +14,7 @@ import transformers
 from planner.errors import LaunchError
 from runtime import launch as launching
 from runtime import run
+from runtime.asked import LaunchRun
 from runtime.launch_record import Launch
 from tests.runtime.library_rows import OnCrew
 from tests.runtime.ranks import Crew
@@ -71,7 +72,7 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
         launching.launch(
             Launch(
                 tmp_path / "example" / "0" / "plan.yaml",
-                run.LaunchRun(
+                LaunchRun(
                     data=tmp_path / "example" / "model" / "chat.jsonl",
                     evaluate=tmp_path / "text.txt",
                     output=tmp_path / "refused",
@@ -88,7 +89,7 @@ def test_the_example_trains_like_peft_and_goes_on_where_it_stopped(
         launching.launch(
             Launch(
                 home / plan / "plan.yaml",
-                run.LaunchRun(
+                LaunchRun(
                     data=model / "chat.jsonl",
                     weights=model,
                     steps=steps,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LaunchError
 from runtime import records
+from runtime.asked import LaunchRun
 from runtime.conversations import Conversations
 from runtime.data import Corpus, files, prepare
 from runtime.launch import launch
 from runtime.launch_record import Launch
 from runtime.packing import OPEN_ROWS, PackedSamples, packed
-from runtime.run import LaunchRun
 from tests.runtime import chats
 from tests.runtime.chats import said
 from tests.runtime.rooms import MODEL, Room, plan_of

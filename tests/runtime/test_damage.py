@@ -18,8 +18,8 @@ from planner.documents.model import ModelGraph  # noqa: E402
 from planner.documents.plan import Plan  # noqa: E402
 from planner.errors import MeshwrightError  # noqa: E402
 from runtime import checkpoint, export  # noqa: E402
+from runtime.asked import LaunchRun  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402
-from runtime.run import LaunchRun  # noqa: E402
 from runtime.saving import Saver  # noqa: E402
 from runtime.train import token_engine  # noqa: E402
 from tests.runtime import cases  # noqa: E402

@@ -71,6 +71,7 @@ def test_a_block_stores_what_autograd_saves() -> None:
     assert trace.stored_bytes == 4 * (S * W + S + S + S + S * W + S * 32 + S * 32)
 
 
+@pytest.mark.matrix
 def test_a_shared_weight_counts_once() -> None:
     tied = graph("tied")
 

@@ -31,6 +31,7 @@ from planner.stacks import native
 from planner.stacks.native import obstacle
 from runtime import launch as launching
 from runtime import run
+from runtime.asked import LaunchRun
 from runtime.export import to_huggingface
 from runtime.launch_record import Launch
 from runtime.supported import supported
@@ -183,7 +184,7 @@ def launched(family: str, layout: str, output: Path, **options: Any) -> Found:
     launching.launch(
         Launch(
             output / "plan.yaml",
-            run.LaunchRun(
+            LaunchRun(
                 data=TEXT, weights=published(family), steps=STEPS, output=output / "run", **options
             ),
             device="cpu",

@@ -17,9 +17,10 @@ from planner.documents.prediction import StagePrediction
 from planner.documents.units import GIB
 from planner.errors import LaunchError
 from runtime import bad_ends, faults
+from runtime.asked import LaunchRun
 from runtime.beacon import stack_file
 from runtime.host_memory import killed_for_memory, most_bytes
-from runtime.run import Failure, LaunchRun, events_file, evidence_folder, log_file
+from runtime.run import Failure, events_file, evidence_folder, log_file
 from runtime.supervise import BadEnd, Exit
 from runtime.verdict import RankEnd, verdict
 from tests.runtime.rooms import plan_of

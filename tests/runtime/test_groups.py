@@ -17,9 +17,9 @@ from planner.documents.plan import Mesh, Plan
 from planner.requests.pins import Pins
 from planner.requests.request import Request
 from planner.search.search import search
+from runtime.asked import LaunchRun
 from runtime.launch import launch
 from runtime.launch_record import Launch
-from runtime.run import LaunchRun
 from runtime.train import token_engine
 from tests.planner.documents.test_cluster import DEVICE
 from tests.runtime import cases

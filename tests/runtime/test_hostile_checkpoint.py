@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from planner.errors import DocumentError, MeshwrightError  # noqa: E402
 from runtime import checksums, export, tensor_index  # noqa: E402
+from runtime.asked import LaunchRun  # noqa: E402
 from runtime.checkpoint import load, problem, unchecked  # noqa: E402
 from runtime.preflight import checkpoint_to_resume  # noqa: E402
-from runtime.run import LaunchRun  # noqa: E402
 
 NUMBERS = {
     "model.a": torch.arange(12.0).reshape(3, 4).T,  # its elements do not lie in their order

@@ -178,7 +178,7 @@ from planner.documents.model import ModelGraph
 from runtime.launch import launch
 from runtime.launch_record import Launch
 from runtime.nodes import node_rank_of
-from runtime.run import LaunchRun
+from runtime.asked import LaunchRun
 folder = sys.argv[1]
 report = launch(Launch(folder + "/plan.yaml", LaunchRun(
     data=folder + "/text.txt", output=folder + "/out", steps=3),

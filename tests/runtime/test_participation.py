@@ -182,6 +182,7 @@ def drifting() -> list[str]:
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 def test_a_replica_with_a_flipped_bit_is_named() -> None:
     for replicated, alone in on_ranks(2, drifting):
         assert "heads.1.bias: ranks 0 and 1 have different values of this parameter" in replicated

@@ -129,6 +129,7 @@ def interrupted(asked_after: list[int]) -> Run:
 @pytest.mark.spread(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("asked_after", [[0], [1, 3], [0, 1, 2, 3, 4]])
+@pytest.mark.matrix
 def test_draining_changes_no_number(asked_after: list[int]) -> None:
     expected = simulated(cases.transformer())
 

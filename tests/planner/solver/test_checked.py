@@ -59,6 +59,7 @@ def in_order(instance: Instance, solution: Solution) -> bool:
 @pytest.mark.long("60-True")
 @pytest.mark.parametrize("sync_by_option", [False, True])
 @pytest.mark.parametrize("start", [0, 60])
+@pytest.mark.matrix
 def test_the_best_split_that_fits_is_found(start: int, sync_by_option: bool) -> None:
     compared = costs = 0
     for seed in range(start, start + 60):

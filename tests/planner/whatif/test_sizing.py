@@ -107,6 +107,7 @@ def test_the_border_is_the_first_that_passes(seed: int) -> None:
     assert border(lambda n: n >= at, 0, rng.randint(at, 1000)) == at
 
 
+@pytest.mark.matrix
 def test_a_study_that_finds_its_size() -> None:
     goal = {"tokens": 1e9, "power_cap_w": 5000.0}
     result = run(asked("power", goal), processes=1)

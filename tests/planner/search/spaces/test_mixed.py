@@ -381,6 +381,7 @@ def test_a_stage_costs_what_its_own_group_takes(case: Case) -> None:
     assert predict(plan, case.model, cluster) == answer.prediction
 
 
+@pytest.mark.matrix
 def test_two_groups_of_one_device_change_nothing() -> None:
     pins = Pins(data=1, tensor=1, schedule="1f1b", loss="plain")
     plain = resolve_cluster("4xa100-sxm-40gb")

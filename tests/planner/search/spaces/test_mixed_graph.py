@@ -155,6 +155,7 @@ def test_a_slower_device_does_not_help() -> None:
     assert fast.closed_form.objective_s <= both.closed_form.objective_s
 
 
+@pytest.mark.matrix
 def test_a_graph_that_fits_nowhere_is_told_what_would_help() -> None:
     huge = [layer(f"l{n}", scale=400.0) for n in range(4)]
     model = graph(huge, [("l0", "l1"), ("l0", "l2"), ("l1", "l3"), ("l2", "l3")])
