@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    a_part = any("[" in given for given in config.args)  # of a test's cases
+    # Of a test's cases.
+    a_part = config.option.lf or any("[" in given for given in config.args)
     for test, cases in tests.items():
         missing = _mark_long(cases)
         if missing and not a_part:
