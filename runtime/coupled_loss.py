@@ -279,11 +279,17 @@ class _LossTrial:
     def _made(self, batch: Any, *, drawing: bool = True) -> Any:
         """Return what a copy of the module makes, in eval mode where samples must not share."""
         module = copied(self._module)
-        shares = any(layer.draws for layer in self._recorder.first.layers) or any(
-            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
-        )
+        norms = [
+            one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)
+        ]
+        shares = norms or any(layer.draws for layer in self._recorder.first.layers)
         if shares and not drawing:
             module.eval()
+            for norm in norms:  # one without statistics takes those of its samples
+                if norm.running_mean is None:
+                    like = next(module.parameters())
+                    norm.running_mean = like.new_zeros(norm.num_features)
+                    norm.running_var = like.new_ones(norm.num_features)
         args, kwargs = arguments(self._recorder.inputs(own_tensors(batch)))
         made = module(*args, **kwargs)  # with autograd, as in training: it may use gradients
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
