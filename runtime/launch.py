@@ -53,7 +53,7 @@ from runtime.telemetry import Telemetry
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
 START_TIMES = 10.0
-"""So does one that survives and trains for so many times its start: of a shorter one that share
+"""So does one that survives and trains for a number of times its start: of a shorter one that share
 says how long ranks take to start, which is not known before."""
 _GROWS = "to go on on more nodes, ranks have ended after a save"
 
