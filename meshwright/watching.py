@@ -158,6 +158,8 @@ def _facts(found: Watched) -> Iterator[Fact]:
     if view.saved is not None:
         blocked = seconds_text(view.saved.blocked_s)
         yield Fact(label="saved", text=f"step {view.saved.step}; training waited {blocked}")
+    if view.save_failed is not None:
+        yield Fact(label="not saved", text=view.save_failed.text)
     lost = view.seconds.steps_lost
     if view.seconds.incidents:
         counts = ", ".join(f"{count} {_word(c)}" for c, count in view.seconds.incidents.items())

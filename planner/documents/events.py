@@ -118,6 +118,22 @@ class Saved(_Event):
     predicted_written_s: Amount | None = None
 
 
+class SaveFailed(_Event):
+    """A checkpoint could not be written; training goes on, and the next save tries again."""
+
+    event: Literal["save_failed"] = "save_failed"
+    step: Count
+    why: Text
+
+    @property
+    def text(self) -> str:
+        """What a report says of it."""
+        return (
+            f"the state after step {self.step} is not saved: {self.why}; training goes on, and the "
+            "next save tries again"
+        )
+
+
 class Incident(_Event):
     """Something went wrong, or was announced."""
 
@@ -194,6 +210,7 @@ Event = Annotated[
     | StepDone
     | PhaseDone
     | Saved
+    | SaveFailed
     | Incident
     | Drift
     | Paced
