@@ -221,6 +221,8 @@ class Epochs:
         ends = (*last.ends, end)
         found = verdict(ends, devices=self._fit.plan.mesh.devices)
         if found is None or found.reaction == "stop":
+            if found is not None:
+                decided(self._run.output, found, self._fit, quiet=self._quiet)
             raise failed
         without = None
         if found.reaction == "shrink" and end.cause != "node":

@@ -17,6 +17,7 @@ from planner.documents.document import Part
 from planner.documents.units import Amount, Count, Positive, Proportion, Text
 
 LONGEST_EVENT_BYTES = 1 << 16
+START_TIMES = 10.0
 Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
 """What a run does beside its steps."""
 Cause = Literal[
@@ -86,6 +87,14 @@ class Expected(_Event):
     goodput: Proportion
     goodput_low: Proportion
     goodput_high: Proportion
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether the goodput is more than a guess of how long ranks take to start.
+
+        Of a run that trains for less than ten times its start it is not: nobody knows that before.
+        """
+        return self.seconds.get("steps", 0.0) > START_TIMES * self.seconds.get("start", 0.0)
 
 
 class StepDone(_Event):
