@@ -322,13 +322,17 @@ class Epochs:
         if led and isinstance(failed, RankFailed) and failed.end is not None:
             return
         lost = proposal.lost[0].node if proposal.lost else None
+        evidence = end.said or str(failed)
+        if len(proposal.lost) > 1:
+            named = ", ".join(str(one.node) for one in proposal.lost)
+            evidence = f"nodes {named} are gone; {evidence}"
         incident = Incident(
             at_unix_s=at_unix_s,
             cause=end.cause,
             rank=None if end.cause == "node" else end.rank,
             node=lost,
             after_step=end.after_step,
-            evidence=(end.said or str(failed))[:MOST_EVIDENCE],
+            evidence=evidence[:MOST_EVIDENCE],
         )
         assert self._run.output is not None
         append_record(incident, events_file(self._run.output))
