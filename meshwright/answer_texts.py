@@ -290,10 +290,8 @@ def goodput_parts(
 ) -> Iterator[RenderableType]:
     """Yield where the seconds of a run went, beside where they should have gone."""
     low, high = 100 * expected.goodput_low, 100 * expected.goodput_high
-    yield (
-        f"goodput {100 * goodput:.1f} %, predicted {100 * expected.goodput:.1f} % "
-        f"({low:.1f} to {high:.1f})"
-    )
+    predicted = f", predicted {100 * expected.goodput:.1f} % ({low:.1f} to {high:.1f})"
+    yield f"goodput {100 * goodput:.1f} %{predicted if expected.is_of_training else ''}"
     table = plain_table("seconds", "predicted", "measured", right=(1, 2))
     for name, measured in seconds.items():
         before = expected.seconds.get(name, 0.0)

@@ -142,8 +142,7 @@ def launch(
                 asked = replace(asked, before=None, again=True)
                 ends += [] if failed.end is None else [failed.end]
                 found = verdict(ends, table, devices=fit.plan.mesh.devices) if ends else None
-                if found is None or found.reaction == "stop":
-                    raise
+                found = _to_do(found, failed, fit, quiet=quiet)
                 fit, run = _reacted(failed, found, fit, planned, run, quiet=quiet), goes_on
                 if found.reaction == "replan":
                     planned = fit  # with less memory, from here on
@@ -172,6 +171,18 @@ def hand_over(noticed: Sequence[int], failed: LaunchError) -> None:
         raise HandedOver(f"a notice came after this: {failed}; start it again with --resume")
 
 
+def _to_do(
+    found: Verdict | None, failed: RankFailed, fit: LaunchablePlan, *, quiet: bool
+) -> Verdict:
+    """Return what is done; raise how the run ended where that is nothing, and say why."""
+    if found is None:
+        raise failed
+    if found.reaction == "stop":
+        decided(failed.output, found, fit, quiet=quiet)
+        raise failed
+    return found
+
+
 def _reacted(
     failed: RankFailed,
     found: Verdict,
@@ -195,7 +206,7 @@ def _reacted(
 
 def decided(output: Path, found: Verdict, fit: LaunchablePlan, *, quiet: bool) -> None:
     """Write down what is done about an end, and say it."""
-    start_s = account_of(output).start_s
+    start_s = None if found.reaction == "stop" else account_of(output).start_s
     decision = _decision(found.reaction, found.why, fit, start_s, quiet=quiet)
     append_record(decision, events_file(output))
 
@@ -210,7 +221,7 @@ def _decision(
 ) -> Decision:
     """Return the record of a reaction after which training goes on under a plan, and say it."""
     if not quiet:
-        until = f" in {seconds_text(predicted_s)}" if predicted_s else ""
+        until = f"; ranks should train in {seconds_text(predicted_s)}" if predicted_s else ""
         print(f"meshwright: {reaction}, because {why}{until}", file=sys.stderr)
     return Decision(
         at_unix_s=time.time(),

@@ -222,6 +222,8 @@ class Epochs:
         ends = (*last.ends, end)
         found = verdict(ends, devices=self._fit.plan.mesh.devices)
         if found is None or found.reaction == "stop":
+            if found is not None:
+                decided(self._run.output, found, self._fit, quiet=self._quiet)
             raise failed
         without = None
         if found.reaction == "shrink" and end.cause != "node":
@@ -321,13 +323,17 @@ class Epochs:
         if led and isinstance(failed, RankFailed) and failed.end is not None:
             return
         lost = proposal.lost[0].node if proposal.lost else None
+        evidence = end.said or str(failed)
+        if len(proposal.lost) > 1:
+            named = ", ".join(str(one.node) for one in proposal.lost)
+            evidence = f"nodes {named} are gone; {evidence}"
         incident = Incident(
             at_unix_s=at_unix_s,
             cause=end.cause,
             rank=None if end.cause == "node" else end.rank,
             node=lost,
             after_step=end.after_step,
-            evidence=(end.said or str(failed))[:MOST_EVIDENCE],
+            evidence=evidence[:MOST_EVIDENCE],
         )
         assert self._run.output is not None
         append_record(incident, events_file(self._run.output))

@@ -69,11 +69,14 @@ class Watched:
             return f"ended after step {view.ended.after_step} ({view.ended.stopped})"
         if not view.seconds.attempts:
             return "has not begun"
+        waits = view.cases and view.cases[-1].lost_s is None
+        reactions = [one.reaction for one in view.cases[-1].decisions] if waits else []
+        if "stop" in reactions:
+            return f"stopped after step {view.last.step if view.last else 0}"
         allowed_s = max(SILENT_S, SILENT_STEPS * (view.step_s or view.predicted_step_s or 0.0))
         if ago_s > allowed_s:
             return f"silent for {seconds_text(ago_s)}"
-        waits = view.cases and view.cases[-1].lost_s is None and view.cases[-1].decisions
-        return "starting again" if waits else "running"
+        return "starting again" if reactions else "running"
 
 
 def watched(folder: str | Path) -> Watched:
@@ -151,13 +154,15 @@ def _facts(found: Watched) -> Iterator[Fact]:
         yield Fact(label="pace", text=_pace_text(found, view.step_s))
     if view.seconds.trained_s:
         text = f"{100 * view.seconds.goodput:.1f} %"
-        if view.expected is not None:
+        if view.expected is not None and view.expected.is_of_training:
             low, high = 100 * view.expected.goodput_low, 100 * view.expected.goodput_high
             text += f", {100 * view.expected.goodput:.1f} % predicted ({low:.1f} to {high:.1f})"
         yield Fact(label="goodput", text=text)
     if view.saved is not None:
         blocked = seconds_text(view.saved.blocked_s)
         yield Fact(label="saved", text=f"step {view.saved.step}; training waited {blocked}")
+    if view.save_failed is not None:
+        yield Fact(label="not saved", text=view.save_failed.text)
     lost = view.seconds.steps_lost
     if view.seconds.incidents:
         counts = ", ".join(f"{count} {_word(c)}" for c, count in view.seconds.incidents.items())

@@ -52,9 +52,6 @@ from runtime.telemetry import Telemetry
 
 SAID_S = 3600.0
 """A longer run says before it what share of the time it should train."""
-START_TIMES = 10.0
-"""So does one that survives and trains for a number of times its start: of a shorter one that share
-says how long ranks take to start, which is not known before."""
 _GROWS = "to go on on more nodes, ranks have ended after a save"
 
 
@@ -171,8 +168,7 @@ def _expect(
         return
     found = expect(ready.run.steps - done)
     happened(ready, found)
-    least_s = START_TIMES * found.seconds["start"] if told else SAID_S
-    if found.seconds["steps"] > least_s:
+    if found.seconds["steps"] > SAID_S or (told and found.is_of_training):
         say.print(f"goodput predicted {expected_text(found)}")
 
 

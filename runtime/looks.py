@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from planner.documents.events import Drift, PhaseDone, StepRecord
+from planner.documents.events import Drift, PhaseDone, SaveFailed, StepRecord, events_of
 from planner.documents.prediction import Prediction
 from runtime import run
 from runtime.bad_ends import happened, hung
@@ -69,6 +69,9 @@ class Looks:
         self._begin_s = time.monotonic()
         self._before = shown.step
         self._predicted_s = run.account_of(ready.output).start_s
+        self._tells = asked.survive and ready.ranks.leads
+        events = run.events_file(ready.output)
+        self._events_at = events.stat().st_size if self._tells else 0
 
     @property
     def after_step(self) -> int:
@@ -81,6 +84,8 @@ class Looks:
         news = self.shown.refresh()
         if self.pace is not None:
             self.pace(news)
+        if self._tells and news:
+            self._tell_failed_saves()
         if self.telemetry is not None:
             self.telemetry.look()
         if self._begin_s and self.shown.step > self._before:
@@ -101,3 +106,15 @@ class Looks:
         waiting = self.watch.look() if self.watch is not None else []
         if waiting:
             raise hung(self._ready, waiting, after_step=self.after_step)
+
+    def _tell_failed_saves(self) -> None:
+        """Say what could not be saved: ranks write it down, and train on."""
+        with run.events_file(self._ready.output).open("rb") as lines:
+            lines.seek(self._events_at)
+            news = lines.read()
+        whole = news[: news.rfind(b"\n") + 1]
+        self._events_at += len(whole)
+        if b'"save_failed"' in whole:  # few lines are read as what they are
+            for event in events_of(whole.splitlines()):
+                if isinstance(event, SaveFailed):
+                    self.shown.say.print(f"warning: {event.text}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import threading
 import time
 import warnings
@@ -87,6 +88,9 @@ class Saver:
         self._device = torch.cuda.current_device() if on_cuda else None
         self._thread: threading.Thread | None = None
         self._error: LaunchError | None = None
+        self._begun_step = 0
+        self._failed: Path | None = None
+        """What a save has left that failed, until the next one."""
 
     def begin(self, state: Mapping[str, Tensor], done: Progress) -> None:
         """Copy the state and let it be written; wait for the checkpoint before this one first.
@@ -94,6 +98,8 @@ class Saver:
         Raises LaunchError, on all ranks, where weights or optimizer state are not finite.
         """
         self.finish()
+        self._clear_failed()
+        self._begun_step = done.step
         begin = time.perf_counter()
         with agreed(self._group):
             _check_finite(state, done.step)
@@ -107,16 +113,36 @@ class Saver:
 
     def finish(self) -> Path | None:
         """Wait until what was begun is complete; return the last complete checkpoint."""
+        self._join()
+        self.check()
+        return self.saved
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
-        return self.saved
 
     def check(self) -> None:
         """Tell now if a checkpoint could not be written."""
         if self._error is not None:
             raise self._error
+
+    def failed(self, *, waits: bool) -> tuple[int, str] | None:
+        """Return the step of a save behind training that failed, and why, once.
+
+        If it does not wait, only of one that has ended.
+        """
+        if waits:
+            self._join()
+        error, self._error = self._error, None
+        return None if error is None else (self._begun_step, str(error))
+
+    def _clear_failed(self) -> None:
+        """Delete what a save has left that failed: it may be what fills the disk."""
+        if self._failed is not None and self._is_first:
+            for left in self._failed.parent.glob(f"{self._failed.name}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self._failed = None
 
     def save(
         self,
@@ -183,11 +209,17 @@ class Saver:
                 )
                 problem = self._of_rank_0(own)
         except (Exception, CheckpointException) as error:
+            self._failed = temporary
             problem = f"{target}: the checkpoint cannot be written: {checkpoint.short(error)}"
             raise LaunchError(problem) from error
         if problem is not None:
+            self._failed = temporary
             raise LaunchError(problem)
         return target
+
+    @property
+    def _is_first(self) -> bool:
+        return not self._joined or dist.get_rank() == 0
 
     def _of_rank_0(self, own: str | None) -> str | None:
         """Return what rank 0 has."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planner.documents.document import read
-from planner.documents.events import StepRecord
+from planner.documents.events import SaveFailed, StepRecord
 from planner.documents.model import ModelGraph, is_factory, is_recorded
 from planner.documents.plan import Plan
 from planner.documents.plugins import loaded
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 COLLECTED_EVERY = 50
 """After how many steps all ranks look for objects in cycles, at the same moment."""
+MOST_WHY = 1000
+"""Characters of why a checkpoint could not be written."""
 MEMORY_STEP = 2
 """Which step of a run is watched for its peak memory: the first with the optimizer's state."""
 
@@ -382,10 +384,10 @@ class Loop:
             if self._mirror is not None:
                 self._copy(self._mirror, step, step_s)
             if self._saver is not None and schedule is not None:
-                self._saver.check()
+                self._look_at_save(self._saver, metrics)
                 if ends or step == self.orders.steps or schedule.due(step):
                     self._beacon.tell(step, "save")
-                    self._saver.finish()
+                    self._look_at_save(self._saver, metrics, waits=True)
                     schedule.saves(step, step_s, metrics)
                     state = self.engine.state()
                     self.engine.refuse_drifted()
@@ -431,6 +433,21 @@ class Loop:
             )
             if self._replays is not None:
                 self._replays.copied(step)
+
+    def _look_at_save(self, saver: Saver, metrics: Metrics | None, *, waits: bool = False) -> None:
+        """Tell if a checkpoint could not be written; wait for it, if it `waits`.
+
+        Where copies in memory outlive this process training goes on, and the next save tries again.
+        """
+        if self._mirror is None:
+            if waits:
+                saver.finish()
+            saver.check()
+            return
+        failed = saver.failed(waits=waits)
+        if failed is not None and metrics is not None:
+            step, why = failed
+            metrics.happened(SaveFailed(at_unix_s=time.time(), step=step, why=why[:MOST_WHY]))
 
     def _save_schedule(self, saver: Saver) -> SaveSchedule:
         """Return when this run is saved from here on."""

@@ -50,7 +50,7 @@ VERDICTS: Sequence[Verdict] = (
         causes=frozenset({"device", "node"}),
         devices=2,
         reaction="shrink",
-        why="its device is gone",
+        why="its device or node is gone",
     ),
     Verdict(
         causes=frozenset({"crash"}),

@@ -80,6 +80,7 @@ ALLOWED = {
     ("runtime/script_run.py", "unlink"): OURS,
     ("runtime/script_state.py", "torch.save"): NEW,  # into memory
     ("runtime/tensor_files.py", "open"): NEW,
+    ("runtime/saving.py", "rmtree"): OURS,
     ("runtime/unfinished.py", "rmtree"): OURS,
     ("runtime/tensor_files.py", "mkdir"): NEW,
 }

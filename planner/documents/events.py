@@ -17,6 +17,7 @@ from planner.documents.document import Part
 from planner.documents.units import Amount, Count, Positive, Proportion, Text
 
 LONGEST_EVENT_BYTES = 1 << 16
+START_TIMES = 10.0
 Phase = Literal["prepare", "start", "detect", "agree", "decide", "load", "first_step", "train"]
 """What a run does beside its steps."""
 Cause = Literal[
@@ -87,6 +88,14 @@ class Expected(_Event):
     goodput_low: Proportion
     goodput_high: Proportion
 
+    @property
+    def is_of_training(self) -> bool:
+        """Whether the goodput is more than a guess of how long ranks take to start.
+
+        Of a run that trains for less than ten times its start it is not: nobody knows that before.
+        """
+        return self.seconds.get("steps", 0.0) > START_TIMES * self.seconds.get("start", 0.0)
+
 
 class StepDone(_Event):
     """A step was done."""
@@ -116,6 +125,22 @@ class Saved(_Event):
     """From its begin until it counted."""
     predicted_blocked_s: Amount | None = None
     predicted_written_s: Amount | None = None
+
+
+class SaveFailed(_Event):
+    """A checkpoint could not be written; training goes on, and the next save tries again."""
+
+    event: Literal["save_failed"] = "save_failed"
+    step: Count
+    why: Text
+
+    @property
+    def text(self) -> str:
+        """What a report says of it."""
+        return (
+            f"the state after step {self.step} is not saved: {self.why}; training goes on, and the "
+            "next save tries again"
+        )
 
 
 class Incident(_Event):
@@ -194,6 +219,7 @@ Event = Annotated[
     | StepDone
     | PhaseDone
     | Saved
+    | SaveFailed
     | Incident
     | Drift
     | Paced

@@ -19,6 +19,7 @@ from planner.documents.events import (
     Paced,
     PhaseDone,
     Saved,
+    SaveFailed,
     StepDone,
     StepRecord,
 )
@@ -86,6 +87,8 @@ class RunView:
     drifts: tuple[Drift, ...]
     paced: Paced | None
     saved: Saved | None
+    save_failed: SaveFailed | None
+    """The last save, where it failed."""
     ended: AttemptEnded | None
     """How its last attempt ended, if it ended as it should."""
     at_unix_s: float
@@ -111,6 +114,7 @@ class Viewer:
         self._predicted_s: float | None = None
         self._paced: Paced | None = None
         self._saved: Saved | None = None
+        self._save_failed: SaveFailed | None = None
         self._ended: AttemptEnded | None = None
         self._at_s = 0.0
 
@@ -152,7 +156,9 @@ class Viewer:
             case Paced():
                 self._paced = event
             case Saved():
-                self._saved = event
+                self._saved, self._save_failed = event, None
+            case SaveFailed():
+                self._save_failed = event
             case AttemptEnded():
                 self._ended = event
             case _:
@@ -198,6 +204,7 @@ class Viewer:
             drifts=tuple(self._drifts),
             paced=self._paced,
             saved=self._saved,
+            save_failed=self._save_failed,
             ended=self._ended,
             at_unix_s=self._at_s,
         )

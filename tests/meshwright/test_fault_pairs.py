@@ -27,6 +27,7 @@ from runtime.asked import LaunchRun
 from runtime.launch import RankFailed
 from runtime.rendezvous import NodeLeft
 from runtime.roster import Agent, Epoch, Held, Look, Over, Proposal, Quit, Roster, State
+from runtime.run import events
 from runtime.verdict import RankEnd
 from tests.runtime.rooms import Room
 
@@ -339,3 +340,15 @@ def test_two_faults(tmp_path: Path, plan: Path, first: str, second: str, after_s
         wanted = wanted.after(by, step)
     assert ended.digest == wanted.digest
     run.until(lambda: not any(one.acts for one in run.nodes))
+
+
+def test_nodes_that_are_lost_at_once_are_all_named(tmp_path: Path, plan: Path) -> None:
+    run = PlayedRun(tmp_path, plan, plan.parent / "book")
+    run.until(lambda: run.trained == BEGIN)
+    kill_node(1)(run)
+    kill_node(2)(run)
+
+    run.until(lambda: run.trained == STEPS)
+
+    (incident,) = [one for one in events(run.folder / "out") if one.event == "incident"]
+    assert incident.evidence.startswith("nodes 1, 2 are gone; ")

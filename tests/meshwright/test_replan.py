@@ -29,6 +29,7 @@ from planner.errors import DocumentError, LaunchError
 from planner.requests.request import Request
 from planner.search.search import search
 from runtime.asked import LaunchRun
+from runtime.bad_ends import RankFailed
 from runtime.launch_record import Launch
 from runtime.run import events_file, metrics_file, read_records
 from runtime.verdict import RankEnd
@@ -259,3 +260,30 @@ def test_replanning_needs_checkpoints(room: Room) -> None:
     path = room.plan(two_ranks(room))
     with pytest.raises(DocumentError, match="add --checkpoint FOLDER"):
         launch(str(path), LaunchRun(), replan=True)
+
+
+def test_a_run_that_stops_says_why(
+    room: Room, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = room.folder / "out"
+    output.mkdir()
+    end = RankEnd(cause="hang", rank=1, after_step=7)
+
+    def hangs(*_: Any) -> None:
+        raise RankFailed("it hangs", lead="it hangs", output=output, end=end)
+
+    monkeypatch.setattr(launches, "launched", hangs)
+
+    with pytest.raises(RankFailed, match="it hangs"):
+        launch(
+            str(room.plan(two_ranks(room))),
+            LaunchRun(checkpoint=room.folder / "saved"),
+            survive=True,
+        )
+
+    assert "meshwright: stop, because it ended 3 times after the same step" in (
+        capsys.readouterr().err
+    )
+    with events_file(output).open("rb") as lines:
+        reactions = [one.reaction for one in events_of(lines) if isinstance(one, Decision)]
+    assert reactions == ["restart", "restart", "stop"]

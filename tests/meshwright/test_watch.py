@@ -43,7 +43,7 @@ def step(number: int, at_s: float) -> StepDone:
 HAPPENED: list[Event] = [
     Expected(
         at_unix_s=100.0,
-        seconds={"steps": 12.0, "start": 10.0},
+        seconds={"steps": 120.0, "start": 10.0},
         failures=0.01,
         goodput=0.5,
         goodput_low=0.4,
@@ -213,3 +213,16 @@ def test_what_is_lost_before_the_first_step_is_counted_from_the_begin() -> None:
     (case,) = viewed([*HAPPENED[:2], crash, again, step(1, 120.0)]).cases
 
     assert case.lost_s == 120.0 - 2.0 - 100.0
+
+
+def test_a_run_that_was_stopped_is_not_silent(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crash = Incident(at_unix_s=160.0, cause="crash", rank=1, after_step=6, evidence="killed")
+    stop = Decision(at_unix_s=161.0, reaction="stop", why="it ended 3 times after the same step")
+    with events_file(run).open("a") as file:
+        file.writelines(json_line(event) for event in (crash, stop))
+
+    text = said(capsys, str(run), "--once")
+
+    assert "state     stopped after step 6" in text

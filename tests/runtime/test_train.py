@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import sys
@@ -301,6 +302,62 @@ def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
         assert found is not None
         monkeypatch.setattr(found, "is_due", lambda step: step % 4 == 0)
         yield found
+
+
+def full_disk_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the save of one step fail when some of its bytes are written."""
+    finish = checkpoint.finish
+
+    def full(temporary: Path, done: Any, written: Any) -> None:
+        if done.step == step:
+            raise OSError(errno.ENOSPC, "No space left on device", str(temporary))
+        finish(temporary, done, written)
+
+    monkeypatch.setattr(checkpoint, "finish", full)
+
+
+def test_a_save_that_fails_ends_no_run_that_survives(
+    corpus: Corpus, tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "s"
+    full_disk_at(4, monkeypatch)
+
+    options = {"checkpoint": saved, "checkpoint_every": 2, "keep_checkpoints": 9}
+    record = loop(
+        Replayed(result(1.0, 1.0)), corpus, tmp_path / "out", 8, mirror=mirror, **options
+    ).run()
+
+    assert record.checkpoint == str(saved / "step-000008")
+    assert sorted(saved.glob(".step*")) == []
+    assert [one.name for one in checkpoint.complete(saved)] == [
+        f"step-{step:06}" for step in (2, 6, 8)
+    ]
+    (failed,) = [one for one in run.events(tmp_path / "out") if one.event == "save_failed"]
+    assert failed.step == 4
+    assert "No space left on device" in failed.text
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_run_whose_last_save_fails_says_so(
+    corpus: Corpus,
+    tmp_path: Path,
+    mirror: Mirror,
+    monkeypatch: pytest.MonkeyPatch,
+    survives: bool,
+) -> None:
+    full_disk_at(8 if survives else 2, monkeypatch)
+    more: dict[str, Any] = {"mirror": mirror} if survives else {}
+
+    with pytest.raises(LaunchError, match="No space left on device"):
+        loop(
+            Replayed(result(1.0, 1.0)),
+            corpus,
+            tmp_path / "out",
+            8,
+            checkpoint=tmp_path / "s",
+            checkpoint_every=2,
+            **more,
+        ).run()
 
 
 @pytest.mark.parametrize("step", [6, 8])

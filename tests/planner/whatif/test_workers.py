@@ -15,7 +15,7 @@ from tests.limits import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 TASKS = f"""
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from planner.whatif.workers import Workers
@@ -25,6 +25,7 @@ def work(task, store):
     time.sleep({PATIENCE_S})
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts us behind
     with Workers(2) as workers:
         list(workers.each(work, range(5)))
 """
