@@ -239,7 +239,8 @@ def test_types_are_checked_in_every_package() -> None:
 
     assert mypy["strict"]
     assert sorted(mypy["packages"]) == sorted(LINE)
-    assert not any("follow_imports" in table for table in mypy["overrides"])
+    skipped = [table["module"] for table in mypy["overrides"] if "follow_imports" in table]
+    assert skipped == [["transformers.*"]]
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make check"
 
 

@@ -65,12 +65,12 @@ def save_and_load(
 
 
 @pytest.mark.ranks
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("graph", "layouts"),
     [
-        (TIED, [LAYOUTS[0], LAYOUTS[-1]]),
-        pytest.param(TIED, LAYOUTS, marks=pytest.mark.matrix),
-        pytest.param(MIXED, LAYOUTS[:3], marks=pytest.mark.matrix),
+        (TIED, LAYOUTS),
+        (MIXED, LAYOUTS[:3]),
     ],
 )
 def test_any_plan_goes_on_where_another_stopped(

@@ -89,7 +89,6 @@ def both_exchanges() -> dict[str, list[tuple[Tensor, Tensor]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.matrix
 def test_by_nodes_each_token_gets_what_it_gets_from_each_expert() -> None:
     for found in on_ranks(4, both_exchanges):
         assert set(found) == set(LIKELY)
@@ -201,7 +200,7 @@ def test_shared_experts_compute_while_tokens_go_to_nodes() -> None:
         assert backward == ["to nodes", "to ranks", "to ranks", "to nodes", "shared gradients"]
 
 
-EVERY_RUN = (
+FEW = (
     case(
         "over tensor and data",
         model=SHARED,
@@ -224,8 +223,7 @@ MORE = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "rows", [EVERY_RUN, pytest.param(MORE, marks=pytest.mark.matrix)], ids=["few", "more"]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("rows", [FEW, MORE], ids=["few", "more"])
 def test_plans_that_relay_train_like_one_process(rows: tuple[Any, ...]) -> None:
     check(rows, 4)

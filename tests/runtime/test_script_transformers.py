@@ -30,7 +30,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"micro_batch": 4, "zero": 2},
 ]
 ROWS = [(name, at) for name in MODELS for at in range(len(LAYOUTS))]
-SOME = [("t5", 2), ("mamba2", 1)]
+SOME = [("t5", 2)]
 
 
 @functools.cache
