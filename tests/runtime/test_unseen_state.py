@@ -155,7 +155,14 @@ class Penalised(Net):
         return made + torch.autograd.grad(made.sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("build", [Hooked, hooked_inside, Penalised])
+def replaced_forward() -> nn.Module:
+    module = Net()
+    first = module.blocks[1].forward
+    module.blocks[1].forward = lambda x: 2 * first(x)  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("build", [Hooked, hooked_inside, Penalised, replaced_forward])
 def test_what_only_a_backward_does_is_done(build: Callable[[], nn.Module]) -> None:
     same(planned(build, MICRO), plainly(build))
 
@@ -434,8 +441,18 @@ def contrastive(out: Tensor, batch: Any) -> tuple[Tensor, int]:
     return functional.cross_entropy(first @ second.t(), torch.arange(len(first))), 1
 
 
+def likeness(out: Tensor, batch: Any) -> tuple[Tensor, int]:
+    first, second = out.chunk(2)
+    return (first - second).square().sum(), batch[1].numel()
+
+
+def test_outputs_may_have_several_rows_for_a_sample() -> None:
+    Engine(TwoViews, MICRO, loss=likeness, optimizer=sgd, batch=batch_of(0))
+
+
 def test_outputs_that_are_no_samples_are_not_put_together_as_if_they_were() -> None:
-    given = {"optimizer": sgd, "batch": batch_of(0), "by_micro_batch": True}
-    engine = Engine(TwoViews, MICRO, loss=whole_batch(contrastive), **given)
+    engine = Engine(
+        TwoViews, MICRO, loss=whole_batch(contrastive), optimizer=sgd, batch=batch_of(0)
+    )
     with pytest.raises(BatchError, match=r"\[4, 6\] for 2 samples.*torch\.stack"):
         engine.step(batch_of(0))
